@@ -1,4 +1,6 @@
-"""`python -m benchmarks NAME`, in a checkout: time and memory on this machine, side by side in one run."""
+"""`python -m benchmarks NAME`, in a checkout: time and memory on this machine, side by side in one
+run.
+"""
 
 import sys
 
@@ -8,15 +10,36 @@ from restorekv.cli import Commands, invoke
 
 COMMANDS = {
     "compare": ("benchmarks.cli.compare", "Measure time and memory beside kvpress 0.5.5."),
-    "scorers": ("benchmarks.cli.scorers", "Measure what every method's scoring costs beside the prefill."),
+    "scorers": (
+        "benchmarks.cli.scorers",
+        "Measure what every method's scoring costs beside the prefill.",
+    ),
     "kernel": ("benchmarks.cli.kernel", "Time attention over a compressed cache on a GPU."),
-    "efficiency": ("benchmarks.cli.efficiency", "Measure what the restore pass costs on a model, and what it saves."),
-    "memory": ("benchmarks.cli.memory", "Measure the memory and growth of every phase of a compression."),
-    "decode": ("benchmarks.cli.decode", "Measure decode steps over a compressed cache, and many answers."),
-    "train": ("benchmarks.cli.train", "Measure time and memory of a training step, phase by phase."),
-    "growing": ("benchmarks.cli.growing", "Compare appended and composed texts with texts compressed at once."),
+    "efficiency": (
+        "benchmarks.cli.efficiency",
+        "Measure what the restore pass costs on a model, and what it saves.",
+    ),
+    "memory": (
+        "benchmarks.cli.memory",
+        "Measure the memory and growth of every phase of a compression.",
+    ),
+    "decode": (
+        "benchmarks.cli.decode",
+        "Measure decode steps over a compressed cache, and many answers.",
+    ),
+    "train": (
+        "benchmarks.cli.train",
+        "Measure time and memory of a training step, phase by phase.",
+    ),
+    "growing": (
+        "benchmarks.cli.growing",
+        "Compare appended and composed texts with texts compressed at once.",
+    ),
     "serving": ("benchmarks.cli.serving", "Compare our server with transformers serve."),
-    "vllm": ("benchmarks.cli.vllm", "Measure whole and compressed documents in vLLM, in its environment."),
+    "vllm": (
+        "benchmarks.cli.vllm",
+        "Measure whole and compressed documents in vLLM, in its environment.",
+    ),
     "charts": ("benchmarks.cli.charts", "Draw a chart of every benchmark's stored result."),
 }
 

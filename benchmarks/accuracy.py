@@ -1,10 +1,12 @@
-"""What 8 bits a number and streaming cost in answers: python -m benchmarks.accuracy [DOCUMENTS [FOLDER]].
+"""What 8 bits a number and streaming cost in answers: python -m benchmarks.accuracy [DOCUMENTS
+[FOLDER]].
 
-Documents of the tiny suite, compressed by KVzip with the tiny model in float32 and its restore adapter: held in
-float32, int8 and fp8 from one preparation, and streamed in parts of PART tokens (documents of at most PART tokens go
-the plain way). Cells of a grid like any other: FOLDER is a run that `restorekv report` reads, and one that was stopped
-goes on. Scores are means over families x 100; a difference is paired with the same questions of the plain way, its
-interval a 95 % bootstrap over documents.
+Documents of the tiny suite, compressed by KVzip with the tiny model in float32 and its restore
+adapter: held in float32, int8 and fp8 from one preparation, and streamed in parts of PART tokens
+(documents of at most PART tokens go the plain way). Cells of a grid like any other: FOLDER is a run
+that `restorekv report` reads, and one that was stopped goes on. Scores are means over families x
+100; a difference is paired with the same questions of the plain way, its interval a 95 % bootstrap
+over documents.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ from restorekv.evaluation.stats import compared
 from restorekv.model.load import TINY
 
 RATIOS, PART = ("0.2", "0.05"), 512
-VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {f"streaming {PART}": {"streaming": PART}}
+VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {
+    f"streaming {PART}": {"streaming": PART}
+}
 Key = tuple[str, str]  # variant, ratio
 
 
 def cells(documents: int) -> dict[Key, Cell]:
     """Every variant at every ratio, the plain ones first."""
-    place = {"model": TINY, "benchmark": f"tiny:count={documents}", "dtype": "float32", "prefix_policy": "free"}
+    place = {
+        "model": TINY,
+        "benchmark": f"tiny:count={documents}",
+        "dtype": "float32",
+        "prefix_policy": "free",
+    }
     return {
         (name, ratio): Cell(evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed)
         for name, changed in VARIANTS.items()
@@ -38,14 +47,18 @@ def cells(documents: int) -> dict[Key, Cell]:
     }
 
 
-def run(documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None) -> dict[Key, Result]:
+def run(
+    documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None
+) -> dict[Key, Result]:
     """What is missing in the folder is done."""
     wanted = cells(documents)
 
     def tell(told: Progress) -> None:
         progress(f"{told.what}: {told.share:.0%}")
 
-    done = {result.cell: result for result in run_grid(list(wanted.values()), folder, LocalPool(), tell)}
+    done = {
+        result.cell: result for result in run_grid(list(wanted.values()), folder, LocalPool(), tell)
+    }
     return {key: done[cell] for key, cell in wanted.items()}
 
 
@@ -67,7 +80,9 @@ def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
     try:
         if not documents.isdecimal():
             raise RestoreKVError(f"DOCUMENTS is a number, not {documents!r}.")
-        found = run(int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True))
+        found = run(
+            int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True)
+        )
     except RestoreKVError as error:
         sys.exit(f"error: {error}")
     print(markdown(found))

@@ -1,4 +1,6 @@
-"""Charts of benchmarks that are bars: compressing beside kvpress, every method's scoring, a training step."""
+"""Charts of benchmarks that are bars: compressing beside kvpress, every method's scoring, a
+training step.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,30 @@ def compressing(result: Mapping) -> Chart:
     """`compare`: seconds by phase, peak memory, milliseconds a token."""
     rows = sorted(result["rows"], key=lambda row: (row["tokens"], row["side"] != OURS))
     names = [f"T = {row['tokens']:,}, {row['side']}" for row in rows]
-    panels = [stacked("Seconds to compress", names, [row["seconds"] for row in rows], PHASES, beside(result, rows))]
+    panels = [
+        stacked(
+            "Seconds to compress",
+            names,
+            [row["seconds"] for row in rows],
+            PHASES,
+            beside(result, rows),
+        )
+    ]
     whole = [f"T = {tokens:,}" for tokens in sorted({row["tokens"] for row in rows})]
     if any(row["peak"] is not None for row in rows):
         peaks = by_side(rows, lambda row: row["peak"] and row["peak"] / MEBI)
         panels.append(grouped("Peak memory above the weights", "MB", whole, peaks))
     ratio = format_ratio(result["ratio"])
     cases = [f"{each}\n{which}" for each in whole for which in (ratio, "r = 1")]
-    tokens = by_side(rows, *(lambda row, which=which: milliseconds(row[which]) for which in ("small", "full")))
+    tokens = by_side(
+        rows, *(lambda row, which=which: milliseconds(row[which]) for which in ("small", "full"))
+    )
     panels.append(grouped("A token of an answer", "milliseconds", cases, tokens))
-    repeat = f"Median of {result['repeat']} measurements" if result["repeat"] > 1 else "One measurement each"
+    repeat = (
+        f"Median of {result['repeat']} measurements"
+        if result["repeat"] > 1
+        else "One measurement each"
+    )
     title = f"Compressing with KVzip to {ratio} and answering"
     title += f", beside kvpress {result['kvpress']}" if result["kvpress"] else ""
     note = f"{repeat}; MB are 2^20 bytes."
@@ -54,10 +70,13 @@ def milliseconds(decoding: Mapping) -> float | None:
     return decoding["token"] * 1000 if "token" in decoding else None
 
 
-def by_side(rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]) -> dict[Mark, list[float | None]]:
+def by_side(
+    rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]
+) -> dict[Mark, list[float | None]]:
     """Returns every figure of each side's rows in turn, for the sides that were measured."""
     values = {
-        mark: [each(row) for row in rows if row["side"] == side for each in figures] for side, mark in SIDES.items()
+        mark: [each(row) for row in rows if row["side"] == side for each in figures]
+        for side, mark in SIDES.items()
     }
     return {mark: row for mark, row in values.items() if row}
 
@@ -78,7 +97,9 @@ def scoring(result: Mapping) -> Chart:
     rows = sorted(result["rows"], key=lambda row: row["multiple"])
     names = [name_evictor(row["method"]) for row in rows]
     values = {Mark("", BLUE): [row["multiple"] for row in rows]}
-    panel = grouped("", f"prefills of {result['tokens']:,} tokens", names, values, digits=2, width=WIDE)
+    panel = grouped(
+        "", f"prefills of {result['tokens']:,} tokens", names, values, digits=2, width=WIDE
+    )
     title = f"What scoring adds to a prefill of {result['tokens']:,} tokens, in prefills"
     plain = [row["prefill"] for row in rows]
     note = (
@@ -96,7 +117,9 @@ def training(result: Mapping) -> Chart:
     panels = [stacked("Seconds of a step", names, [row["seconds"] for row in rows], STEP)]
     if all(row["peak"] is not None for row in rows):
         for key, words in (("peak", "Peak memory"), ("graph", "Graph before backward")):
-            panels.append(grouped(words, "MB", names, {Mark("", BLUE): [row[key] / MEBI for row in rows]}))
+            panels.append(
+                grouped(words, "MB", names, {Mark("", BLUE): [row[key] / MEBI for row in rows]})
+            )
     title = f"One training step on a context of {result['tokens']:,} tokens"
     note = (
         f"KVzip, {format_ratio(result['ratio'])}, {result['questions']} questions with answers of "
@@ -117,7 +140,9 @@ def stacked(
     """Returns a bar of phases for every name, with its sum and perhaps `more` behind it."""
     parts = {mark: [each.get(phase, 0) for each in seconds] for phase, mark in phases.items()}
     sums = [each.get("total", sum(each.get(phase, 0) for phase in phases)) for each in seconds]
-    texts = [f"{total:.3g} s{rest}" for total, rest in zip(sums, more or [""] * len(sums), strict=True)]
+    texts = [
+        f"{total:.3g} s{rest}" for total, rest in zip(sums, more or [""] * len(sums), strict=True)
+    ]
     return make_bars(title, "seconds", names, parts, [texts], stacked=True, width=WIDE)
 
 
@@ -129,9 +154,14 @@ def grouped(
     digits: int = 0,
     width: float = NARROW,
 ) -> Panel:
-    """Returns bars of every mark side by side for every name, each with its figure; None was refused."""
+    """Returns bars of every mark side by side for every name, each with its figure; None was
+    refused.
+    """
     texts = [
-        ["refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS) for value in row]
+        [
+            "refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS)
+            for value in row
+        ]
         for row in values.values()
     ]
     return make_bars(title, unit, names, values, texts, stacked=False, width=width)

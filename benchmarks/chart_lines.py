@@ -22,7 +22,7 @@ from restorekv.evaluation.charts import (
     Mark,
     plot_level,
     set_ratio_axis,
-)  # fmt: skip
+)
 from restorekv.evaluation.tables import format_ratio
 
 ROOFLINE = Mark("roofline at copy bandwidth", MUTED, dashed=True)
@@ -47,10 +47,12 @@ def decoding(result: Mapping) -> Chart:
     """`decode`: attention and whole steps against r, tokens a second of many answers."""
     rows, unit = result["rows"], "milliseconds (log)"
     attention, step = (
-        {mark: [(row["ratio"], row[what][side] * 1000) for row in rows if side in row[what]]
-         for side, mark in DECODING.items()}
+        {
+            mark: [(row["ratio"], row[what][side] * 1000) for row in rows if side in row[what]]
+            for side, mark in DECODING.items()
+        }
         for what in ("attention", "step")
-    )  # fmt: skip
+    )
     attention[ROOFLINE] = [(row["ratio"], row["roofline"] * 1000) for row in rows]
     panels = [
         against_ratio(attention, unit, "Attention of a decode step, one layer"),
@@ -78,11 +80,15 @@ def throughput(answers: Mapping) -> Panel:
     title += f"{answers['answer']} tokens each"
     if rates.get(KVPRESS):
         title += f": {rates[OURS] / rates[KVPRESS]:.1f} times as many tokens"
-    return grouped(title, "tokens a second", list(rates), {Mark("", BLUE): list(rates.values())}, 1, WIDE)
+    return grouped(
+        title, "tokens a second", list(rates), {Mark("", BLUE): list(rates.values())}, 1, WIDE
+    )
 
 
 def kernel(result: Mapping) -> Chart:
-    """`kernel`: microseconds a layer against r, with the targets where the shape is the one they are for."""
+    """`kernel`: microseconds a layer against r, with the targets where the shape is the one they
+    are for.
+    """
     rows, options = result["rows"], result["options"]
     lines = {
         mark: [(row["ratio"], row[side]["seconds"] * 1e6) for row in rows]
@@ -111,7 +117,8 @@ def against_ratio(
     height: float = 3.0,
     targets: Mapping[float, float] | None = None,
 ) -> Panel:
-    """Return lines of points (r, figure), logarithms on both axes, with figures below ours, which come first.
+    """Return lines of points (r, figure), logarithms on both axes, with figures below ours, which
+    come first.
 
     Args:
         lines: the points of every series, empty for one that is not drawn.
@@ -125,7 +132,9 @@ def against_ratio(
 
     def draw(axes: Axes) -> None:
         draw_lines(axes, measured, unit)
-        set_ratio_axis(axes, {ratio for points in measured.values() for ratio, _ in points}, air=1.25)
+        set_ratio_axis(
+            axes, {ratio for points in measured.values() for ratio, _ in points}, air=1.25
+        )
         mark, points = next(iter(measured.items()))
         texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for _, value in sorted(points)]
         write_below(axes, sorted(points), texts, mark.color)

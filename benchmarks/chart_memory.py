@@ -36,7 +36,11 @@ LINES = {
     "evict": Mark("eviction", GREEN, "D"),
     "part": Mark("all phases", INK, "v"),
 }
-STACKED = {"fill": Mark("fill", INK), **PHASES, "part": Mark("streamed, all phases", PURPLE, hatch="\\\\")}
+STACKED = {
+    "fill": Mark("fill", INK),
+    **PHASES,
+    "part": Mark("streamed, all phases", PURPLE, hatch="\\\\"),
+}
 MODES = {
     "plain": Mark("plain", BLUE, "o"),
     "offload": Mark("offload", ORANGE, "s"),
@@ -48,13 +52,13 @@ BOUND = "bound without workspace"
 def memory(result: Mapping) -> Chart:
     """Returns lines against T, or bars where there is one T."""
     modes = {mode: [row for row in result["rows"] if row["mode"] == mode] for mode in MODES}
-    modes = {mode: sorted(rows, key=lambda row: row["tokens"]) for mode, rows in modes.items() if rows}
+    modes = {
+        mode: sorted(rows, key=lambda row: row["tokens"]) for mode, rows in modes.items() if rows
+    }
     lengths = sorted({row["tokens"] for row in result["rows"]})
     panels = lines(modes) if len(lengths) > 1 else one_length(modes)
     span = f"T = {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-    title = (
-        f"Compressing with {name_evictor(result['evictor'])}, {layers(result['model']['num_hidden_layers'])}, {span}"
-    )
+    title = f"Compressing with {name_evictor(result['evictor'])}, {layers(result['model']['num_hidden_layers'])}, {span}"
     filled = ", a cache filled with random numbers instead of a prefill" if result["filled"] else ""
     note = (
         f"{format_ratio(result['ratio'])}{filled}. Peak: resident memory above the weights, MB are 2^20 bytes; the "
@@ -77,10 +81,15 @@ def lines(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
     """Returns seconds by phase and peaks of one T as bars."""
     rows = {mode: rows[0] for mode, rows in modes.items()}
-    took = [{name: phase["seconds"] for name, phase in row["phases"].items()} for row in rows.values()]
+    took = [
+        {name: phase["seconds"] for name, phase in row["phases"].items()} for row in rows.values()
+    ]
     phases = {name: mark for name, mark in STACKED.items() if any(name in each for each in took)}
     peak, least = Mark("peak memory", BLUE), Mark(BOUND, ORANGE, hatch="\\\\")
-    sizes = {peak: [row["peak"] / MEBI for row in rows.values()], least: [bound(row) / MEBI for row in rows.values()]}
+    sizes = {
+        peak: [row["peak"] / MEBI for row in rows.values()],
+        least: [bound(row) / MEBI for row in rows.values()],
+    }
     return [
         stacked("Seconds", list(rows), took, phases),
         grouped("Peak memory", "MB above the weights", list(rows), sizes, width=WIDE),
@@ -88,11 +97,15 @@ def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 
 
 def seconds(rows: Sequence[Mapping], title: str) -> Panel:
-    """Returns seconds against T, logarithms on both axes; name and slope of every phase at the end of its line."""
+    """Returns seconds against T, logarithms on both axes; name and slope of every phase at the end
+    of its line.
+    """
     lines: dict[Mark, list[tuple[float, float]]] = {}
     ends = []
     for name, mark in LINES.items():
-        points = [(row["tokens"], row["phases"][name]["seconds"]) for row in rows if name in row["phases"]]
+        points = [
+            (row["tokens"], row["phases"][name]["seconds"]) for row in rows if name in row["phases"]
+        ]
         if points and min(took for _, took in points) > 0:
             lines[replace(mark, label="")] = points
             ends.append((points[-1][1], mark.label + slope(points), mark.color))

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-GAP = 0.085  # between labels at the right edge, of the height of the axes and for each of their lines
+# Between labels at the right edge, of the height of the axes and for each of their lines.
+GAP = 0.085
 
 
-def write_below(axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], color: str) -> None:
+def write_below(
+    axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], color: str
+) -> None:
     """Write a text below each point."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     for text, point in zip(texts, points, strict=True):
@@ -16,7 +19,9 @@ def write_below(axes: Axes, points: Sequence[tuple[float, float]], texts: Sequen
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write labels at the right edge, each (y, text, color) at its height or as near as there is room."""
+    """Write labels at the right edge, each (y, text, color) at its height or as near as there is
+    room.
+    """
     right = axes.get_xlim()[1]
     heights = []
     for y, _, _ in ends:
@@ -24,11 +29,15 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         heights.append(axes.transAxes.inverted().transform(point)[1])
     places = apart(heights, [text.count("\n") + 1 for _, text, _ in ends])
     for height, (_, text, color) in zip(places, ends, strict=True):
-        axes.text(1.02, height, text, transform=axes.transAxes, va="center", fontsize=8, color=color)
+        axes.text(
+            1.02, height, text, transform=axes.transAxes, va="center", fontsize=8, color=color
+        )
 
 
 def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
-    """Returns the heights, moved as little as keeps labels of so many lines from lying on each other."""
+    """Returns the heights, moved as little as keeps labels of so many lines from lying on each
+    other.
+    """
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     found, floor, ceiling = list(heights), 0.0, 0.96
     for index in order:

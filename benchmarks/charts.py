@@ -1,4 +1,5 @@
-"""Charts of what benchmarks measured: each result file that a benchmark's --json wrote becomes one picture.
+"""Charts of what benchmarks measured: each result file that a benchmark's --json wrote becomes one
+picture.
 
 What a file's rows hold says which benchmark wrote it.
 """
@@ -34,20 +35,26 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
-    """Writes every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; returns what was written.
+    """Writes every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; returns what was
+    written.
 
-    All charts are made before the first is written. Raises RestoreKVError for a file that is missing, damaged or not a
-    benchmark's, for two files of one name, and for an `out` that is not a folder.
+    All charts are made before the first is written. Raises RestoreKVError for a file that is
+    missing, damaged or not a benchmark's, for two files of one name, and for an `out` that is not a
+    folder.
     """
     names = [file.stem for file in files]
     twice = sorted(name for name in set(names) if names.count(name) > 1)
     if twice:
-        raise RestoreKVError(f"Several files are called {twice[0]} and would have one chart; rename one of them.")
+        raise RestoreKVError(
+            f"Several files are called {twice[0]} and would have one chart; rename one of them."
+        )
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is not a folder; choose one for the charts.")
     payloads: dict[Path, bytes] = {}
     for file in files:
-        payloads |= {out / f"{file.stem}{ending}": payload for ending, payload in pictures(file, png).items()}
+        payloads |= {
+            out / f"{file.stem}{ending}": payload for ending, payload in pictures(file, png).items()
+        }
     out.mkdir(parents=True, exist_ok=True)
     for path, payload in payloads.items():
         with replacing(path) as temporary:
@@ -72,9 +79,13 @@ def read(file: Path) -> dict:
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RestoreKVError(f"There is no file {file}; give one that a benchmark's --json wrote.") from None
+        raise RestoreKVError(
+            f"There is no file {file}; give one that a benchmark's --json wrote."
+        ) from None
     except ValueError:
-        raise RestoreKVError(f"{file} is not JSON, or damaged; give one that a benchmark's --json wrote.") from None
+        raise RestoreKVError(
+            f"{file} is not JSON, or damaged; give one that a benchmark's --json wrote."
+        ) from None
     if maker(result) is None:
         raise RestoreKVError(f"{file} is not a result of {BENCHMARKS}; name files that are.")
     return result
@@ -85,25 +96,34 @@ def maker(result: object) -> Callable[[Mapping], Chart] | None:
     rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
-    return next((make for keys, make in KINDS.items() if all(keys <= row.keys() for row in rows)), None)
+    return next(
+        (make for keys, make in KINDS.items() if all(keys <= row.keys() for row in rows)), None
+    )
 
 
 def chart_of(file: Path, result: Mapping) -> Chart:
     """Returns the chart, under the file's name, with a note that says on what it was measured."""
     chart = maker(result)(result)
     return replace(
-        chart, name=make_slug(file.stem), note=" ".join(filter(None, (chart.note, measured_on(file, result))))
+        chart,
+        name=make_slug(file.stem),
+        note=" ".join(filter(None, (chart.note, measured_on(file, result)))),
     )
 
 
 def measured_on(file: Path, result: Mapping) -> str:
-    """Returns model, machine, versions and day, as far as the file has them; the day may be in its name."""
+    """Returns model, machine, versions and day, as far as the file has them; the day may be in its
+    name.
+    """
     machine, model, day = result["machine"], result.get("model"), DAY.search(file.stem)
     parts = []
     if model:
         parts += ["Random weights", f"{model['parameters'] / 1e6:,.0f} million parameters"]
         parts += [layers(model["num_hidden_layers"]), model["dtype"]]
-        parts += [machine["processor"], f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"]
+        parts += [
+            machine["processor"],
+            f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}",
+        ]
     else:  # the kernel alone, on a GPU
         parts.append(machine.get("device", machine["processor"]))
         parts += [f"CUDA {machine['cuda']}"] if machine.get("cuda") else []
@@ -114,5 +134,7 @@ def measured_on(file: Path, result: Mapping) -> str:
 
 def versions(result: Mapping) -> Mapping[str, str]:
     """Returns versions of packages: the machine's, or what our side reported in older results."""
-    ours = (row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row)
+    ours = (
+        row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row
+    )
     return result["machine"].get("versions") or next(ours, {})

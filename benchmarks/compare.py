@@ -1,13 +1,15 @@
-"""`python -m benchmarks compare`: time and memory of compressing and answering, beside kvpress 0.5.5.
+"""`python -m benchmarks compare`: time and memory of compressing and answering, beside kvpress
+0.5.5.
 
-Both sides load the same weights and the same tokens from one folder, use the same number of threads and compress with
-KVzip to the same ratio and under the same prefix policy (counted). A measurement is a process of its own:
+Both sides load the same weights and the same tokens from one folder, use the same number of threads
+and compress with KVzip to the same ratio and under the same prefix policy (counted). A measurement
+is a process of its own:
 
     load, compress a short text as a warm-up, compress T tokens (seconds per phase, peak memory above what was
     resident), ask a question and generate a fixed number of tokens, fill a full cache, generate again (r = 1).
 
-Ours also runs a restore pass with a random adapter (n = 8, rank 8), whose share is told apart. kvpress needs
-transformers < 5.3, hence its own environment; which side goes first alternates.
+Ours also runs a restore pass with a random adapter (n = 8, rank 8), whose share is told apart.
+kvpress needs transformers < 5.3, hence its own environment; which side goes first alternates.
 """
 
 import subprocess
@@ -30,15 +32,16 @@ from restorekv.model.prompt import make_context, question_ids
 FOLDER = Path(__file__).parent
 OURS, KVPRESS = "ours", "kvpress"
 WARM_UP = 64  # tokens
-QUESTION = "Why?"  # short, because kvpress must find one key that every query of the question turns away from
-NO_KVPRESS = (
-    "kvpress is not measured, because there is no environment for it; run `make bench`, or give --kvpress-python."
-)
+# Short, because kvpress must find one key that every query of the question turns away from.
+QUESTION = "Why?"
+NO_KVPRESS = "kvpress is not measured, because there is no environment for it; run `make bench`, or give --kvpress-python."
 
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `decode` tokens are generated, the first two to warm up."""
+    """`shape` replaces fields of Qwen3-0.6B's config; `decode` tokens are generated, the first two
+    to warm up.
+    """
 
     tokens: Sequence[int] = (2048, 4096)
     ratio: float | str = "0.05"
@@ -52,9 +55,18 @@ class Options:
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
         if not self.tokens or min(self.tokens) < WARM_UP:
-            raise RestoreKVError(f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}.")
-        if self.decode < 4 or self.repeat < 1 or self.threads < 0 or self.shape.get("num_hidden_layers", 1) < 1:
-            raise RestoreKVError("Generate at least 4 tokens, with at least 1 repetition, layer and thread.")
+            raise RestoreKVError(
+                f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}."
+            )
+        if (
+            self.decode < 4
+            or self.repeat < 1
+            or self.threads < 0
+            or self.shape.get("num_hidden_layers", 1) < 1
+        ):
+            raise RestoreKVError(
+                "Generate at least 4 tokens, with at least 1 repetition, layer and thread."
+            )
 
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
@@ -74,7 +86,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
                 job = {"model": name, "threads": threads, **job_of(options, tokenizer, tokens)}
                 for side in sides if (repetition + turn) % 2 == 0 else sides[::-1]:
                     progress(f"T = {tokens:,}: {side}")
-                    rows.setdefault((tokens, side), []).append(measured(side, job, folder, options.kvpress_python))
+                    rows.setdefault((tokens, side), []).append(
+                        measured(side, job, folder, options.kvpress_python)
+                    )
     middle = {key: middle_of(measurements) for key, measurements in rows.items()}
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
@@ -83,9 +97,14 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "repeat": options.repeat,
         "decoded": options.decode,
         "kvpress": found,
-        "rows": [{"tokens": tokens, "side": side, **middle[tokens, side]} for tokens, side in sorted(middle)],
+        "rows": [
+            {"tokens": tokens, "side": side, **middle[tokens, side]}
+            for tokens, side in sorted(middle)
+        ],
         "ratios": {
-            str(tokens): ratios(middle[tokens, OURS], middle[tokens, KVPRESS]) for tokens in options.tokens if found
+            str(tokens): ratios(middle[tokens, OURS], middle[tokens, KVPRESS])
+            for tokens in options.tokens
+            if found
         },
         "note": None if found else NO_KVPRESS,
     }
@@ -111,9 +130,13 @@ def kvpress_version(python: Path) -> str:
     """Asks that environment; refuses one in which kvpress cannot run."""
     code = "import importlib.metadata as m; print(m.version('kvpress'))"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        raise RestoreKVError(f"{python} is not a Python with kvpress; run `make bench` to make one.") from None
+        raise RestoreKVError(
+            f"{python} is not a Python with kvpress; run `make bench` to make one."
+        ) from None
     return found
 
 
@@ -142,7 +165,9 @@ def middle_of(found: Sequence[dict]) -> dict:
 
 
 def ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
-    """Ours / kvpress, below 1 where ours is faster or smaller. `compress` is KVzip on both sides, no restore pass."""
+    """Ours / kvpress, below 1 where ours is faster or smaller. `compress` is KVzip on both sides,
+    no restore pass.
+    """
     mine, theirs = ours["seconds"], kvpress["seconds"]
     pairs = {
         "compress": (mine["total"] - mine["restore"], theirs["total"]),

@@ -20,7 +20,9 @@ def tables(result: dict) -> Iterator[Table | str]:
         f"{model['dtype']}, {machine['threads']} threads on {machine['processor']}."
     )
     for tokens, ratios in result["ratios"].items():
-        known = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None)
+        known = ", ".join(
+            f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None
+        )
         yield f"T = {int(tokens):,}, {format_ratio(result['ratio'])}, ours / kvpress: {known}."
     for tokens in lengths:
         yield floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
@@ -57,8 +59,12 @@ def quantities(r: str) -> dict[str, Callable[[dict], str]]:
         "eviction, s": lambda side: f"{side['seconds']['evict']:.2f}",
         "restore pass, s": restore,
         "compress, all of it, s": lambda side: f"{side['seconds']['total']:.2f}",
-        "peak memory above weights": lambda side: "unknown" if side["peak"] is None else size(side["peak"]),
-        f"pairs held, {r}": lambda side: f"{side['held']['pairs']:,} of {side['held']['pairs_full']:,}",
+        "peak memory above weights": lambda side: (
+            "unknown" if side["peak"] is None else size(side["peak"])
+        ),
+        f"pairs held, {r}": lambda side: (
+            f"{side['held']['pairs']:,} of {side['held']['pairs_full']:,}"
+        ),
         f"bytes held, {r}": lambda side: size(side["held"]["bytes"]),
         "bytes held, r = 1": lambda side: size(side["held"]["bytes_full"]),
         f"question, {r}, ms": lambda side: milliseconds(side["small"], "question"),
@@ -71,7 +77,11 @@ def quantities(r: str) -> dict[str, Callable[[dict], str]]:
 def restore(side: dict) -> str:
     """Returns the restore pass's seconds, and their share of the whole compression."""
     seconds = side["seconds"]
-    return f"{seconds['restore']:.2f} ({seconds['restore'] / seconds['total']:.1%})" if "restore" in seconds else "none"
+    return (
+        f"{seconds['restore']:.2f} ({seconds['restore'] / seconds['total']:.1%})"
+        if "restore" in seconds
+        else "none"
+    )
 
 
 def milliseconds(decoding: dict, what: str) -> str:

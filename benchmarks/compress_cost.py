@@ -1,6 +1,8 @@
-"""Measures compressing with one scorer, with or without a restore pass: python -m benchmarks.compress_cost JOB.
+"""Measures compressing with one scorer, with or without a restore pass: python -m
+benchmarks.compress_cost JOB.
 
-Every measurement is a process of its own, so that no memory that another one freed is used again, uncounted.
+Every measurement is a process of its own, so that no memory that another one freed is used again,
+uncounted.
 """
 
 import ctypes
@@ -32,7 +34,8 @@ from restorekv.restore.adapter import RestoreAdapter
 
 PHASES = ("prefill", "score", "restore", "evict")
 WARM_UP = 64  # tokens
-LEARNED = {"fastkvzip": "fastkvzip", "kvzap": "kvzap-mlp"}  # evictors with a gate, and the kind of that gate
+# Evictors with a gate, and the kind of that gate.
+LEARNED = {"fastkvzip": "fastkvzip", "kvzap": "kvzap-mlp"}
 REFUSED = "refused"  # a user's error, returned to the process that wrote the job
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SMALL, LARGE = 1 << 16, 1 << 25  # bytes; glibc's own threshold, which adapts itself, ends at LARGE
@@ -40,7 +43,9 @@ RESTORE_TOKENS, RANK = 8, 8  # of an adapter of random weights, as in the paper
 
 
 def measure(job: dict) -> dict:
-    """Returns {"adapter", "gate", "seconds": by phase and "total", "peak"}, or {"refused": the error}."""
+    """Returns {"adapter", "gate", "seconds": by phase and "total", "peak"}, or {"refused": the
+    error}.
+    """
     try:
         return measure_compression(job)
     except RestoreKVError as error:
@@ -48,24 +53,35 @@ def measure(job: dict) -> dict:
 
 
 def measure_compression(job: dict) -> dict:
-    """Warms up without an adapter, loads it and compresses for the memory, then `repeat` times for the seconds."""
+    """Warms up without an adapter, loads it and compresses for the memory, then `repeat` times for
+    the seconds.
+    """
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
-    base, context = Eviction.make(spec, None, **job["conventions"]), context_of(tokenizer, job["tokens"])
+    base, context = (
+        Eviction.make(spec, None, **job["conventions"]),
+        context_of(tokenizer, job["tokens"]),
+    )
     compress(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with memory(model.device, peak):
         adapter, source = adapter_for(model, job["evictor"]) if job["restored"] else (None, None)
         eviction = replace(base, adapter=adapter)
         compress(eviction, model, tokenizer, context, job["ratio"])
-    runs = [compress(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])]
+    runs = [
+        compress(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])
+    ]
     seconds = {phase: median(each.get(phase, 0.0) for each in runs) for phase in PHASES}
     total = median(sum(each.values()) for each in runs)
     return {"adapter": source, "gate": gate, "seconds": {**seconds, "total": total}, **peak}
 
 
 def compress(
-    eviction: Eviction, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, ratio: float | str
+    eviction: Eviction,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    context: Context,
+    ratio: float | str,
 ) -> dict[str, float]:
     prepared = eviction.prepare(model, tokenizer, context)
     seconds = dict(prepared.seconds)
@@ -76,7 +92,9 @@ def compress(
 
 @contextmanager
 def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[None]:
-    """Writes to figures["peak"] the most bytes that the block held above those before it, on the GPU or in RAM."""
+    """Writes to figures["peak"] the most bytes that the block held above those before it, on the
+    GPU or in RAM.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -93,23 +111,29 @@ def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[Non
 
 
 def map_blocks_from(size: int) -> None:
-    """Makes glibc map every block of at least `size` bytes, and so return it to the system when it is freed.
+    """Makes glibc map every block of at least `size` bytes, and so return it to the system when it
+    is freed.
 
-    With SMALL the process's peak is what it holds, to 0.1 MB; with LARGE allocation is as fast as ever.
+    With SMALL the process's peak is what it holds, to 0.1 MB; with LARGE allocation is as fast as
+    ever.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, size)
 
 
 def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
-    """Returns a spec and the source of its gate: a random one where a learned scorer names none and none ships."""
+    """Returns a spec and the source of its gate: a random one where a learned scorer names none and
+    none ships.
+    """
     if evictor not in LEARNED or model_name(model) == TINY:
         return evictor, None
     return f"{evictor}:gate={random_gate(model, evictor, folder)}", "random"
 
 
 def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
-    """Returns the adapter that ships for this scorer, or a random one: shapes decide time and memory."""
+    """Returns the adapter that ships for this scorer, or a random one: shapes decide time and
+    memory.
+    """
     shipped = shipped_adapter(model_name(model), evictor)
     if shipped:
         return RestoreAdapter.from_pretrained(model, shipped), "shipped"
@@ -120,19 +144,26 @@ def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
     """Returns words of random letters, cut to exactly `tokens` tokens."""
     context = make_context(tokenizer, text_of(8 * tokens, seed=0))
     if context.tokens < tokens:
-        raise RestoreKVError(f"The tokenizer makes {context.tokens} tokens of the text to measure, not {tokens}.")
+        raise RestoreKVError(
+            f"The tokenizer makes {context.tokens} tokens of the text to measure, not {tokens}."
+        )
     return replace(context, ids=context.ids[:, : context.prefix + tokens])
 
 
 def text_of(tokens: int, seed: int) -> str:
     """Returns words of random letters, `tokens` bytes in all; one byte is one token."""
     letters = random.Random(seed)
-    words = ("".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(2, 9))) for _ in range(tokens))
+    words = (
+        "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(2, 9)))
+        for _ in range(tokens)
+    )
     return " ".join(words)[: tokens - 1] + "."
 
 
 def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
-    """Saves a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of the width."""
+    """Saves a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
+    the width.
+    """
     shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
     sizes = {
         "q_norm.weight": torch.empty(16),
@@ -141,22 +172,30 @@ def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
     }
     kind, path = LEARNED[method], folder / f"{method}.safetensors"
     sizes = gate_file.shapes(kind, shape, sizes).items()
-    layers = [{name: torch.randn(size, generator=generator) / 32 for name, size in sizes} for _ in range(shape.layers)]
+    layers = [
+        {name: torch.randn(size, generator=generator) / 32 for name, size in sizes}
+        for _ in range(shape.layers)
+    ]
     gate_file.write(path, Gate(layers, GateCard.of(model, kind, "none")))
     return path
 
 
-def measure_apart(command: Sequence[str], job: dict, folder: Path, what: str, without: Collection[str] = ()) -> dict:
-    """Returns what `command JOB` writes through `measure.serve`, run offline with the job's `threads`.
+def measure_apart(
+    command: Sequence[str], job: dict, folder: Path, what: str, without: Collection[str] = ()
+) -> dict:
+    """Returns what `command JOB` writes through `measure.serve`, run offline with the job's
+    `threads`.
 
-    `without` names environment variables that the process must not see. Raises RestoreKVError, with the last line of
-    the process's stderr, where it fails.
+    `without` names environment variables that the process must not see. Raises RestoreKVError, with
+    the last line of the process's stderr, where it fails.
     """
     job, job_file = {**job, "result": str(folder / "result.json")}, folder / "job.json"
     job_file.write_text(json.dumps(job))
     environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in environment.items() if name not in without}
-    process = subprocess.run([*command, str(job_file)], capture_output=True, text=True, env=environment)
+    process = subprocess.run(
+        [*command, str(job_file)], capture_output=True, text=True, env=environment
+    )
     if process.returncode:
         reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         raise RestoreKVError(f"{what} failed ({reason}).")

@@ -1,7 +1,9 @@
-"""`python -m benchmarks decode`: what a decode step costs over a compressed cache, beside transformers' own caches.
+"""`python -m benchmarks decode`: what a decode step costs over a compressed cache, beside
+transformers' own caches.
 
-A model of random weights in the shape of Qwen3-0.6B; caches of T tokens hold random states, and a global ranking of
-random scores, whose means differ by head, says which pairs stay. Everything is measured in turn, round after round:
+A model of random weights in the shape of Qwen3-0.6B; caches of T tokens hold random states, and a
+global ranking of random scores, whose means differ by head, says which pairs stay. Everything is
+measured in turn, round after round:
 
     attention    one pass over all layers' attention with random queries, seconds per layer
     step         a pass of the whole model for one token of every question
@@ -12,10 +14,10 @@ random scores, whose means differ by head, says which pairs stay. Everything is 
                  best, which transformers does not use here
     roofline     bytes of pairs and tail over the bandwidth of a copy (read and written), measured in the same run
 
-`held` is resident memory that a compressed cache adds to this process, over the bytes of its pairs, which include the
-restore cache, and of its tail behind that.
-`answers` are tokens a second of many questions to one document, from processes of their own: ours in one batch,
-kvpress's by its pipeline; both compress with KVzip, which is not counted.
+`held` is resident memory that a compressed cache adds to this process, over the bytes of its pairs,
+which include the restore cache, and of its tail behind that. `answers` are tokens a second of many
+questions to one document, from processes of their own: ours in one batch, kvpress's by its
+pipeline; both compress with KVzip, which is not counted.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ COPIED = 1 << 28  # bytes of the copy that tells the bandwidth
 
 @dataclass(frozen=True)
 class Options:
-    """`asked` questions of a document of `read` tokens get `answer` tokens each; 0 leaves that out. `shape` replaces
-    fields of Qwen3-0.6B's config."""
+    """`asked` questions of a document of `read` tokens get `answer` tokens each; 0 leaves that out.
+    `shape` replaces fields of Qwen3-0.6B's config.
+    """
 
     tokens: int = 32768
     ratios: Sequence[float] = (1, 0.4, 0.2, 0.1, 0.05)
@@ -73,15 +76,25 @@ class Options:
     def __post_init__(self) -> None:
         for ratio in self.ratios:
             exact_ratio(ratio)
-        if not self.ratios or min(self.tokens, self.repeat, self.answer - 3) < 1 or min(self.asked, self.threads) < 0:
-            raise RestoreKVError("Measure at least 1 token, ratio and repetition, and answers of at least 4 tokens.")
+        if (
+            not self.ratios
+            or min(self.tokens, self.repeat, self.answer - 3) < 1
+            or min(self.asked, self.threads) < 0
+        ):
+            raise RestoreKVError(
+                "Measure at least 1 token, ratio and repetition, and answers of at least 4 tokens."
+            )
         if self.asked and self.read < bench.WARM_UP:
-            raise RestoreKVError(f"The document has at least {bench.WARM_UP} tokens, not {self.read}.")
+            raise RestoreKVError(
+                f"The document has at least {bench.WARM_UP} tokens, not {self.read}."
+            )
 
 
 @torch.no_grad()
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """held, rows {ratio, pairs, bytes, roofline, attention, step: seconds by side} and answers by side."""
+    """held, rows {ratio, pairs, bytes, roofline, attention, step: seconds by side} and answers by
+    side.
+    """
     found = kvpress_version(options.kvpress_python) if options.kvpress_python else None
     torch.set_num_threads(options.threads or torch.get_num_threads())
     with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
@@ -92,12 +105,16 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         shape = CacheShape.of(model)
         progress("memory held")
         held = memory(shape, options, min(map(float, options.ratios)))
-        bandwidth = copying(COPIED, model.device, lambda copy: in_turn({"": copy}, options.repeat)[""])
+        bandwidth = copying(
+            COPIED, model.device, lambda copy: in_turn({"": copy}, options.repeat)[""]
+        )
         full = random_full(shape, options.tokens, options.seed)
         rows = []
         for ratio in options.ratios:
             progress(f"r = {ratio:g}")
-            rows.append({"ratio": float(ratio), **one_ratio(model, full, options, float(ratio), bandwidth)})
+            rows.append(
+                {"ratio": float(ratio), **one_ratio(model, full, options, float(ratio), bandwidth)}
+            )
         del full, model
         answers = answering(options, tokenizer, Path(name), progress) if options.asked else None
     return {
@@ -119,20 +136,26 @@ def random_full(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
     full, generator = DynamicCache(), torch.Generator().manual_seed(seed)
     size = 1, shape.heads, tokens, shape.head_dim
     for index in range(shape.layers):
-        pairs = (torch.empty(size, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2))
+        pairs = (
+            torch.empty(size, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2)
+        )
         full.update(*pairs, index)
     return full
 
 
 def compressed(full: DynamicCache, ratio: float, seed: int, consume: bool = False) -> RaggedCache:
-    """floor(r T L H) pairs, n of each head in the restore cache, the others as a global ranking leaves them."""
+    """floor(r T L H) pairs, n of each head in the restore cache, the others as a global ranking
+    leaves them.
+    """
     layers, (_, heads, tokens, width) = len(full.layers), full.layers[0].keys.shape
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(layers, heads, tokens, generator=generator)
     scores += torch.randn(layers, heads, 1, generator=generator)
     count = int(exact_ratio(ratio) * scores.numel()) - RESTORE * layers * heads
     keep = allocate.make("global")(scores, max(count, 0))
-    restored = [[torch.randn(1, heads, RESTORE, width).bfloat16() for _ in range(2)] for _ in range(layers)]
+    restored = [
+        [torch.randn(1, heads, RESTORE, width).bfloat16() for _ in range(2)] for _ in range(layers)
+    ]
     return RaggedCache.from_dense(full, keep, restored, 0, consume)
 
 
@@ -140,12 +163,16 @@ def grown(cache: RaggedCache, columns: int) -> RaggedCache:
     """A fork whose tail holds so many random columns behind the restore cache."""
     fork = cache.fork()
     for layer in fork.layers:
-        layer.update(*(torch.randn(1, layer.heads, columns, x.shape[-1]).to(x.dtype) for x in layer.pair))
+        layer.update(
+            *(torch.randn(1, layer.heads, columns, x.shape[-1]).to(x.dtype) for x in layer.pair)
+        )
     return fork
 
 
 def memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
-    """Resident bytes that a compressed cache with a tail adds, after one of few tokens; None where not on Linux."""
+    """Resident bytes that a compressed cache with a tail adds, after one of few tokens; None where
+    not on Linux.
+    """
     small = random_full(shape, 4 * RESTORE, options.seed)
     grown(compressed(small, 1.0, options.seed, consume=True), QUESTION)
     gc.collect()
@@ -154,29 +181,43 @@ def memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
         before = resident("VmRSS")
     except OSError:
         return None
-    cache = compressed(random_full(shape, options.tokens, options.seed), ratio, options.seed, consume=True)
+    cache = compressed(
+        random_full(shape, options.tokens, options.seed), ratio, options.seed, consume=True
+    )
     fork = grown(cache, QUESTION)
     gc.collect()
     trim_heap()
     added = resident("VmRSS") - before
     pairs = cache.pairs * 2 * shape.head_dim * 2
     tail = sum(x[:, :, cache.restore :].nbytes for layer in fork.layers for x in layer.pair)
-    return {"ratio": ratio, "bytes": added, "pairs": pairs, "tail": tail, "share": added / (pairs + tail)}
+    return {
+        "ratio": ratio,
+        "bytes": added,
+        "pairs": pairs,
+        "tail": tail,
+        "share": added / (pairs + tail),
+    }
 
 
-def one_ratio(model: PreTrainedModel, full: DynamicCache, options: Options, ratio: float, bandwidth: float) -> dict:
+def one_ratio(
+    model: PreTrainedModel, full: DynamicCache, options: Options, ratio: float, bandwidth: float
+) -> dict:
     """Medians over rounds in which every side takes its turn; `full` ends as it began."""
     shape, made = CacheShape.of(model), compressed(full, ratio, options.seed)
     caches = {"ours": grown(made, QUESTION), "full": full}
     if ratio < 1:
         caches["rectangle"] = cut(full, made.pairs // (shape.layers * shape.heads) + QUESTION)
-    must = 4 * shape.head_dim * (made.pairs // shape.layers + shape.heads * QUESTION)  # bfloat16 keys and values
+    # Bfloat16 keys and values.
+    must = 4 * shape.head_dim * (made.pairs // shape.layers + shape.heads * QUESTION)
     found = {
         "pairs": made.pairs,
         "bytes": must,
         "roofline": must / bandwidth,
         "attention": attention_seconds(model, caches, options.repeat),
-        "step": in_turn({name: step(model, cache, options.tokens) for name, cache in caches.items()}, options.repeat),
+        "step": in_turn(
+            {name: step(model, cache, options.tokens) for name, cache in caches.items()},
+            options.repeat,
+        ),
     }
     full.crop(options.tokens - full.get_seq_length())  # a negative number of columns
     return found
@@ -190,8 +231,12 @@ def cut(full: DynamicCache, length: int) -> DynamicCache:
     return short
 
 
-def attention_seconds(model: PreTrainedModel, caches: Mapping[str, Cache], repeat: int) -> dict[str, float]:
-    """Of one layer, by side: a pass over all layers, so that no layer is found in the processor's cache."""
+def attention_seconds(
+    model: PreTrainedModel, caches: Mapping[str, Cache], repeat: int
+) -> dict[str, float]:
+    """Of one layer, by side: a pass over all layers, so that no layer is found in the processor's
+    cache.
+    """
     shape, module = CacheShape.of(model), model.model.layers[0].self_attn
     query = torch.randn(1, shape.heads * shape.groups, 1, shape.head_dim).bfloat16()
     rows = query.view(1, shape.heads, shape.groups, shape.head_dim)
@@ -202,12 +247,16 @@ def attention_seconds(model: PreTrainedModel, caches: Mapping[str, Cache], repea
 
     passes = {name: each(cache.layers, attend) for name, cache in caches.items()}
     whole = caches["full"].layers
-    passes["as rows"] = each(whole, lambda layer: F.scaled_dot_product_attention(rows, layer.keys, layer.values))
+    passes["as rows"] = each(
+        whole, lambda layer: F.scaled_dot_product_attention(rows, layer.keys, layer.values)
+    )
     return {name: took / shape.layers for name, took in in_turn(passes, repeat).items()}
 
 
 def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
-    """A token's pass, after which the cache holds one more; the position stays, as only time matters."""
+    """A token's pass, after which the cache holds one more; the position stays, as only time
+    matters.
+    """
     ids, position = torch.tensor([[0]]), torch.tensor([[tokens]])
     return lambda: next_logits(model, ids, None, position, cache).max(-1).indices
 
@@ -221,14 +270,26 @@ def in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:
     return {name: median(times[1:]) for name, times in found.items()}
 
 
-def answering(options: Options, tokenizer: Tokenizer, folder: Path, progress: Callable[[str], None]) -> dict:
+def answering(
+    options: Options, tokenizer: Tokenizer, folder: Path, progress: Callable[[str], None]
+) -> dict:
     """Tokens a second by side, each in a process of its own."""
     job = job_of(bench.Options([options.read], seed=options.seed), tokenizer, options.read)
     context = make_context(tokenizer, job["text"])
     letters = (chr(ord("a") + number % 26) for number in range(options.asked))
     asked = [question_ids(tokenizer, context, f"{letter}?")[0].tolist() for letter in letters]
-    job |= {"model": str(folder), "threads": torch.get_num_threads(), "questions": asked, "answer": options.answer}
-    found = {"asked": options.asked, "read": options.read, "answer": options.answer, "ratio": job["ratio"]}
+    job |= {
+        "model": str(folder),
+        "threads": torch.get_num_threads(),
+        "questions": asked,
+        "answer": options.answer,
+    }
+    found = {
+        "asked": options.asked,
+        "read": options.read,
+        "answer": options.answer,
+        "ratio": job["ratio"],
+    }
     for side in [OURS, KVPRESS] if options.kvpress_python else [OURS]:
         progress(f"{options.asked} questions: {side}")
         found[side] = measured(side, job, folder, options.kvpress_python)["answers"]

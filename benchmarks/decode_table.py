@@ -9,7 +9,9 @@ from restorekv.evaluation.tables import Table, format_ratio
 
 def tables(result: dict) -> Iterator[Table | str]:
     """Yields attention, whole steps, then a sentence each about memory, answers and the machine."""
-    title = f"attention of a decode step, T = {result['tokens']:,}, milliseconds per layer (over ours)"
+    title = (
+        f"attention of a decode step, T = {result['tokens']:,}, milliseconds per layer (over ours)"
+    )
     yield times(title, result["rows"], "attention", ("rectangle", "full", "as rows"), roofline=True)
     title = "whole decode step, milliseconds (over ours)"
     yield times(title, result["rows"], "step", ("rectangle", "full"), roofline=False)
@@ -30,16 +32,23 @@ def tables(result: dict) -> Iterator[Table | str]:
         yield result["note"]
 
 
-def times(title: str, rows: list[dict], what: str, rivals: tuple[str, ...], roofline: bool) -> Table:
+def times(
+    title: str, rows: list[dict], what: str, rivals: tuple[str, ...], roofline: bool
+) -> Table:
     """Returns milliseconds by ratio and side, and in brackets each rival's time over ours."""
     lines = []
     for row in rows:
         ours = row[what]["ours"]
         own = [row["ratio"], *([row["roofline"] * 1000] if roofline else []), ours * 1000]
-        others = [row[what].get(rival) for rival in rivals]  # the full cache stands for the rectangle of all pairs
-        beside = ["" if took is None else f"{took * 1000:.4g} ({took / ours:.2f})" for took in others]
+        # The full cache stands for the rectangle of all pairs.
+        others = [row[what].get(rival) for rival in rivals]
+        beside = [
+            "" if took is None else f"{took * 1000:.4g} ({took / ours:.2f})" for took in others
+        ]
         lines.append([*(f"{value:.4g}" for value in own), *beside])
-    return Table(what, title, ["r", *(["roofline"] if roofline else []), "ours", *rivals], lines, left=())
+    return Table(
+        what, title, ["r", *(["roofline"] if roofline else []), "ours", *rivals], lines, left=()
+    )
 
 
 def answers(measured: dict) -> str:
@@ -49,4 +58,6 @@ def answers(measured: dict) -> str:
     words += f", {measured['answer']} tokens each: {ours['rate']:.1f} tokens a second"
     if "rate" in kvpress:
         return f"{words}, kvpress {kvpress['rate']:.1f}, {ours['rate'] / kvpress['rate']:.1f} times as many."
-    return f"{words}; kvpress refused: {kvpress['refused']}" if "refused" in kvpress else f"{words}."
+    return (
+        f"{words}; kvpress refused: {kvpress['refused']}" if "refused" in kvpress else f"{words}."
+    )

@@ -1,4 +1,6 @@
-"""What the benchmarks of this package alone share: one random model in this process, measured once for every title."""
+"""What the benchmarks of this package alone share: one random model in this process, measured once
+for every title.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.model.load import load_model
 
-Measure = Callable[[PreTrainedModel, Tokenizer, str, Path], dict]  # model, tokenizer, title, a folder for its files
+# Model, tokenizer, title, a folder for its files.
+Measure = Callable[[PreTrainedModel, Tokenizer, str, Path], dict]
 
 
 def each(
@@ -26,7 +29,9 @@ def each(
     seed: int,
     threads: int,
 ) -> tuple[dict, list[dict]]:
-    """Facts of model and machine, and a row {kind: title, ...} each; `changed` is what differs from SHAPE."""
+    """Facts of model and machine, and a row {kind: title, ...} each; `changed` is what differs from
+    SHAPE.
+    """
     if threads:
         torch.set_num_threads(threads)
     titles, shape, rows = list(titles), {**SHAPE, **changed}, []

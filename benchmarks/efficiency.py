@@ -1,4 +1,5 @@
-"""`python -m benchmarks efficiency`: what restoring costs (the paper's Fig. efficiency), on any model.
+"""`python -m benchmarks efficiency`: what restoring costs (the paper's Fig. efficiency), on any
+model.
 
 (a) compression   prefill, scoring, restore pass and eviction, with and without the restore pass, for every scorer;
                   each measurement is a process of its own (`compress_cost`)
@@ -57,7 +58,9 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class CostOptions:
-    """`tokens` is T. `latency_context`: "prefill", or "random" keys and values where a prefill would take too long."""
+    """`tokens` is T. `latency_context`: "prefill", or "random" keys and values where a prefill
+    would take too long.
+    """
 
     scorers: Sequence[str] = SCORERS
     tokens: int = 2048
@@ -73,7 +76,9 @@ class CostOptions:
         if self.tokens < 64 or self.repeat < 1 or self.steps < 1:
             raise RestoreKVError("Measure at least 64 tokens, 1 repetition and 1 step.")
         if self.latency_context not in CONTEXTS:
-            raise RestoreKVError(f"latency_context is {' or '.join(CONTEXTS)}, not {self.latency_context!r}.")
+            raise RestoreKVError(
+                f"latency_context is {' or '.join(CONTEXTS)}, not {self.latency_context!r}."
+            )
 
 
 def measure(
@@ -85,18 +90,23 @@ def measure(
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Returns the file written; raises RestoreKVError where it holds figures of other settings or another machine.
+    """Returns the file written; raises RestoreKVError where it holds figures of other settings or
+    another machine.
 
     `conventions` are for eviction with adapters: no offset, a restore pass over the full cache.
     """
     label = label or make_label(model_name(model), model.device.type)
     path = out / FOLDER / f"{label}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    machine = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
+    machine = (
+        torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
+    )
     settings = {**provenance(model, conventions), "machine": machine, **asdict(options)}
     if path.exists():
         if changes := differences(read_json(path, str(path))["conventions"], settings):
-            raise RestoreKVError(f"{path} was made with {changes}; give another --out or --label, or remove it.")
+            raise RestoreKVError(
+                f"{path} was made with {changes}; give another --out or --label, or remove it."
+            )
         return path
     runs = [(scorer, restored) for scorer in options.scorers for restored in (False, True)]
     rows = []
@@ -105,31 +115,57 @@ def measure(
         figures = compression_apart(model, options, conventions, scorer, restored)
         rows.append({"evictor": scorer, "restored": restored, **figures})
     progress(len(runs), len(runs) + 1)
-    steps = latencies(prepare(model, tokenizer, options, conventions), options.ratios, options.steps)
+    steps = latencies(
+        prepare(model, tokenizer, options, conventions), options.ratios, options.steps
+    )
     progress(len(runs) + 1, len(runs) + 1)
-    write_json(path, {
-        "analysis": "efficiency", "label": label, "conventions": settings, "definitions": DEFINITIONS,
-        "compression": rows, "overhead": {base["evictor"]: overhead(base, restored)
-                                          for base, restored in zip(rows[::2], rows[1::2], strict=True)},
-        "latency": steps,
-        "latency_ratio": {f"{row['ratio']:g}": row.pop("to_base") for row in steps if row["restored"]},
-    })  # fmt: skip
+    write_json(
+        path,
+        {
+            "analysis": "efficiency",
+            "label": label,
+            "conventions": settings,
+            "definitions": DEFINITIONS,
+            "compression": rows,
+            "overhead": {
+                base["evictor"]: overhead(base, restored)
+                for base, restored in zip(rows[::2], rows[1::2], strict=True)
+            },
+            "latency": steps,
+            "latency_ratio": {
+                f"{row['ratio']:g}": row.pop("to_base") for row in steps if row["restored"]
+            },
+        },
+    )
     return path
 
 
 def compression_apart(
-    model: PreTrainedModel, options: CostOptions, conventions: CompressionConfig, scorer: str, restored: bool
+    model: PreTrainedModel,
+    options: CostOptions,
+    conventions: CompressionConfig,
+    scorer: str,
+    restored: bool,
 ) -> dict:
     """Runs one measurement of `compress_cost` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         job = {
-            "model": model_name(model), "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
-            "threads": torch.get_num_threads(), "evictor": scorer, "restored": restored, "tokens": options.tokens,
-            "ratio": options.ratio, "repeat": options.repeat, "conventions": conventions.described(),
+            "model": model_name(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "threads": torch.get_num_threads(),
+            "evictor": scorer,
+            "restored": restored,
+            "tokens": options.tokens,
+            "ratio": options.ratio,
+            "repeat": options.repeat,
+            "conventions": conventions.described(),
             "folder": name,
-        }  # fmt: skip
+        }
         command = [sys.executable, "-m", "benchmarks.compress_cost"]
-        figures = measure_apart(command, job, Path(name), f"Measuring {scorer} at T = {options.tokens:,}")
+        figures = measure_apart(
+            command, job, Path(name), f"Measuring {scorer} at T = {options.tokens:,}"
+        )
     if REFUSED in figures:
         raise RestoreKVError(figures[REFUSED])
     return figures
@@ -140,19 +176,26 @@ def overhead(base: dict, restored: dict) -> dict:
     if base["peak"] and restored["peak"] is not None:
         peak = restored["peak"] - base["peak"]
     return {
-        "seconds": took, "share": took / (restored["seconds"]["total"] - took),
-        "peak": peak, "peak_share": None if peak is None else peak / base["peak"],
-    }  # fmt: skip
+        "seconds": took,
+        "share": took / (restored["seconds"]["total"] - took),
+        "peak": peak,
+        "peak_share": None if peak is None else peak / base["peak"],
+    }
 
 
 def prepare(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: CostOptions, conventions: CompressionConfig
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    options: CostOptions,
+    conventions: CompressionConfig,
 ) -> ScoredContext:
     """Returns the context whose attention is timed, scored by the first scorer or filled at random."""
     scorer = options.scorers[0]
     adapter, _ = adapter_for(model, scorer)
     if options.latency_context == "random":
-        return random_prepared(model, tokenizer, options.tokens, adapter.restore_tokens, conventions)
+        return random_prepared(
+            model, tokenizer, options.tokens, adapter.restore_tokens, conventions
+        )
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         spec, _ = scorer_of(model, scorer, Path(name))
         eviction = Eviction(evictors.make(spec), adapter, conventions)
@@ -160,27 +203,38 @@ def prepare(
 
 
 def random_prepared(
-    model: PreTrainedModel, tokenizer: Tokenizer, tokens: int, restore_tokens: int, conventions: CompressionConfig
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    tokens: int,
+    restore_tokens: int,
+    conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Returns a context of T tokens with random keys, values and scores, in place of one too long to prefill."""
+    """Returns a context of T tokens with random keys, values and scores, in place of one too long
+    to prefill.
+    """
     context, shape = context_of(tokenizer, tokens), CacheShape.of(model)
     target = {"device": model.device, "dtype": model.dtype}
 
     def pairs(length: int) -> tuple[Tensor, Tensor]:
-        return tuple(torch.randn(1, shape.heads, length, shape.head_dim, **target) for _ in range(2))
+        return tuple(
+            torch.randn(1, shape.heads, length, shape.head_dim, **target) for _ in range(2)
+        )
 
     full = DynamicCache()
     for index in range(shape.layers):
         full.update(*pairs(context.positions), index)
     scores = torch.rand(shape.layers, shape.heads, tokens, device=model.device)
     restore_cache = tuple(pairs(restore_tokens) for _ in range(shape.layers))
-    prepared = ScoredContext(model, context, full, scores, replace(conventions, restore_from="full"))
+    prepared = ScoredContext(
+        model, context, full, scores, replace(conventions, restore_from="full")
+    )
     return replace(prepared, restore_tokens=restore_tokens, restore_cache=restore_cache)
 
 
 @torch.no_grad()
 def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
-    """Returns two rows a ratio, base and restored, which hold as many pairs; `prepared` has a restore cache.
+    """Returns two rows a ratio, base and restored, which hold as many pairs; `prepared` has a
+    restore cache.
 
     The two take every step in turn; `to_base` is the median of restored / base.
     """
@@ -191,14 +245,23 @@ def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> lis
         caches = [cache.fork() for cache in both]
         for cache in caches:
             add_token(prepared.model, cache)
-        seconds = [[step(prepared.model, cache) for cache in caches] for _ in range(WARM_UP + steps)][WARM_UP:]
+        seconds = [
+            [step(prepared.model, cache) for cache in caches] for _ in range(WARM_UP + steps)
+        ][WARM_UP:]
         for index, cache in enumerate(both):
             times = [1000 * each[index] for each in seconds]
-            rows.append({
-                "ratio": float(prepared.budget(ratio).ratio), "restored": bool(index), "milliseconds": median(times),
-                "least": min(times), "most": max(times), "bytes": cache.nbytes, "pairs": cache.pairs,
-                "restore_tokens": cache.restore,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "ratio": float(prepared.budget(ratio).ratio),
+                    "restored": bool(index),
+                    "milliseconds": median(times),
+                    "least": min(times),
+                    "most": max(times),
+                    "bytes": cache.nbytes,
+                    "pairs": cache.pairs,
+                    "restore_tokens": cache.restore,
+                }
+            )
         rows[-1]["to_base"] = median(restored / base for base, restored in seconds)
     return rows
 

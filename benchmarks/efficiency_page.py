@@ -12,7 +12,14 @@ from restorekv.evaluation import charts
 from restorekv.evaluation.charts import Chart, Mark, plot_line, set_ratio_axis
 from restorekv.evaluation.report import Block, Details, Section, write_page
 from restorekv.evaluation.results import flat
-from restorekv.evaluation.tables import UNKNOWN, Table, format_number, format_percent, make_slug, name_evictor
+from restorekv.evaluation.tables import (
+    UNKNOWN,
+    Table,
+    format_number,
+    format_percent,
+    make_slug,
+    name_evictor,
+)
 from restorekv.files import read_json
 
 BASE = Mark("base alone", charts.VERMILION, "o", dashed=True, hollow=True)
@@ -36,7 +43,9 @@ def write(folder: Path) -> Path:
         blocks += [compression(found), costs(found), latency(found), explain_result(found)]
     if not blocks:
         raise RestoreKVError(f"{folder / FOLDER} holds no figures; measure some, without --page.")
-    return write_page(folder / FOLDER / "page", "Cost of compressing", [Section("Efficiency", INTRO, blocks)])
+    return write_page(
+        folder / FOLDER / "page", "Cost of compressing", [Section("Efficiency", INTRO, blocks)]
+    )
 
 
 def load_results(folder: Path) -> list[dict]:
@@ -45,10 +54,16 @@ def load_results(folder: Path) -> list[dict]:
     for path in sorted(folder.glob("*.json")):
         try:
             file = read_json(path, str(path))
-            named = {"name": make_slug(path.stem), "conventions": file["conventions"], "label": file["label"]}
+            named = {
+                "name": make_slug(path.stem),
+                "conventions": file["conventions"],
+                "label": file["label"],
+            }
             results.append({**file, **named})
         except (ValueError, TypeError, KeyError) as error:
-            raise RestoreKVError(f"{path} is no result of restorekv ({error}); remove it.") from error
+            raise RestoreKVError(
+                f"{path} is no result of restorekv ({error}); remove it."
+            ) from error
     return results
 
 
@@ -56,7 +71,10 @@ def explain_result(found: Mapping) -> Details:
     """Return the file's own definitions and conventions."""
     conventions = [f"{key} {value}" for key, value in flat(found["conventions"]).items()]
     definitions = [f"{key}: {words}" for key, words in found["definitions"].items()]
-    return Details(f"Definitions and conventions: {found['label']}", [definitions, "; ".join(conventions) + "."])
+    return Details(
+        f"Definitions and conventions: {found['label']}",
+        [definitions, "; ".join(conventions) + "."],
+    )
 
 
 def machine(found: Mapping) -> str:
@@ -74,7 +92,13 @@ def compression(found: Mapping) -> Chart:
     totals = [f"{row['seconds']['total']:.3g} s" for row in rows]
     panel = make_bars("", "seconds", labels, parts, [totals], stacked=True, width=charts.WIDE)
     data = [
-        {"evictor": row["evictor"], "restored": row["restored"], **row["seconds"], "peak": row["peak"]} for row in rows
+        {
+            "evictor": row["evictor"],
+            "restored": row["restored"],
+            **row["seconds"],
+            "peak": row["peak"],
+        }
+        for row in rows
     ]
     note = f"Seconds, median of {found['conventions']['repeat']} runs, by phase; {machine(found)}."
     return make_chart(make_slug("efficiency", found["name"], "time"), title, [panel], note, data)
@@ -84,11 +108,13 @@ def costs(found: Mapping) -> Table:
     rows = {(row["evictor"], row["restored"]): row for row in found["compression"]}
     data = [
         {
-            "evictor": evictor, **more, "base_peak": rows[evictor, False]["peak"],
+            "evictor": evictor,
+            **more,
+            "base_peak": rows[evictor, False]["peak"],
             "restored_peak": rows[evictor, True]["peak"],
         }
         for evictor, more in found["overhead"].items()
-    ]  # fmt: skip
+    ]
     columns = {
         "method": lambda row: name_evictor(row["evictor"]),
         "adapter": lambda row: rows[row["evictor"], True]["adapter"] or UNKNOWN,
@@ -104,7 +130,9 @@ def costs(found: Mapping) -> Table:
         "costs what a trained one does."
     )
     title = f"What the restore pass adds: {found['label']}"
-    return Table.from_figures(make_slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1))
+    return Table.from_figures(
+        make_slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1)
+    )
 
 
 def megabytes(size: float | None) -> str:
@@ -116,7 +144,9 @@ def latency(found: Mapping) -> Chart:
     rows = found["latency"]
     most = max(row["bytes"] for row in rows)
     size, unit = next(
-        (size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= size or size == 1e3
+        (size, unit)
+        for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+        if most >= size or size == 1e3
     )
 
     def draw(axes: Axes, what: str, label: str, scale: float) -> None:
@@ -125,17 +155,37 @@ def latency(found: Mapping) -> Chart:
             if mine:
                 spread = ([row["least"] for row in mine], [row["most"] for row in mine])
                 interval = spread if what == "milliseconds" else None
-                plot_line(axes, mark, [row["ratio"] for row in mine], [row[what] / scale for row in mine], interval)
+                plot_line(
+                    axes,
+                    mark,
+                    [row["ratio"] for row in mine],
+                    [row[what] / scale for row in mine],
+                    interval,
+                )
         set_ratio_axis(axes, {row["ratio"] for row in rows})
         axes.set_ylim(bottom=0)
         axes.set_ylabel(label)
 
     panels = [
-        Panel("Attention latency", lambda axes: draw(axes, "milliseconds", "milliseconds a layer and step", 1)),
+        Panel(
+            "Attention latency",
+            lambda axes: draw(axes, "milliseconds", "milliseconds a layer and step", 1),
+        ),
         Panel("Cache memory", lambda axes: draw(axes, "bytes", f"cache ({unit})", size)),
     ]
-    keys = ("ratio", "restored", "milliseconds", "least", "most", "bytes", "pairs", "restore_tokens")
-    shares = ", ".join(f"r = {ratio}: {value:.3f}" for ratio, value in found["latency_ratio"].items())
+    keys = (
+        "ratio",
+        "restored",
+        "milliseconds",
+        "least",
+        "most",
+        "bytes",
+        "pairs",
+        "restore_tokens",
+    )
+    shares = ", ".join(
+        f"r = {ratio}: {value:.3f}" for ratio, value in found["latency_ratio"].items()
+    )
     note = (
         "Latency: one decoding step's attention in one layer, median and range. Memory: bytes of the whole cache. "
         f"Latency restored over base: {shares}; {machine(found)}."

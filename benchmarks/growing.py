@@ -1,4 +1,6 @@
-"""Contexts that grow beside contexts that are compressed at once: fidelity to the full cache, and time."""
+"""Contexts that grow beside contexts that are compressed at once: fidelity to the full cache, and
+time.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Text:
 
 
 def run(options: Options, tell: Callable[[str], None]) -> dict:
-    """Compresses every context in every way; with `together`, so many contexts are one text of as many parts."""
+    """Compresses every context in every way; with `together`, so many contexts are one text of as
+    many parts.
+    """
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     rows: dict[str, list[dict]] = {}
@@ -69,8 +73,16 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
             for name, line in compared(model, tokenizer, options, group):
                 rows.setdefault(name, []).append(line)
     turns = {"turns": conversation(model, tokenizer, options)} if options.turns else {}
-    figures = {name: summary(lines, rows[ONCE]) for name, lines in rows.items() if len(lines) == len(found)}
-    return {"options": asdict(options), "machine": describe_machine(1), "texts": len(found), "rows": figures, **turns}
+    figures = {
+        name: summary(lines, rows[ONCE]) for name, lines in rows.items() if len(lines) == len(found)
+    }
+    return {
+        "options": asdict(options),
+        "machine": describe_machine(1),
+        "texts": len(found),
+        "rows": figures,
+        **turns,
+    }
 
 
 def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
@@ -91,7 +103,10 @@ def compared(
     ids = [each for text in group for each in text.ids]
     full = compress(model, tokenizer, ids, ratio=1, adapter=None, between="")
     asked = [question for text in group for question in text.sample.questions]
-    prompts = [question_ids(tokenizer, full.context, question.text, question.answer_prefix)[0] for question in asked]
+    prompts = [
+        question_ids(tokenizer, full.context, question.text, question.answer_prefix)[0]
+        for question in asked
+    ]
     limits = [question.max_new_tokens for question in asked]
     answers = answer_ids(model, tokenizer, full.cache, prompts, limits)
     reference = FullAnswers.read(model, full.cache, prompts, answers)
@@ -106,16 +121,33 @@ def compared(
         seconds = time.perf_counter() - start
         divergences = reference.divergences(model, small.cache)
         weighed = float(np.dot(divergences, sizes))
-        yield name, {"sum": weighed, "tokens": sum(sizes), "seconds": seconds, "pairs": small.manifest.pairs}
+        yield (
+            name,
+            {
+                "sum": weighed,
+                "tokens": sum(sizes),
+                "seconds": seconds,
+                "pairs": small.manifest.pairs,
+            },
+        )
 
 
 def ways(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text], ids: list[int]
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    options: Options,
+    group: Sequence[Text],
+    ids: list[int],
 ) -> Mapping[str, Make]:
     """Returns what makes a small cache in each way."""
 
     def once(part: Sequence[int] | Tensor = ids, adapter: str | None = "auto") -> CompressedContext:
-        how = {"evictor": options.evictor, "ratio": options.ratio, "adapter": adapter, "between": ""}
+        how = {
+            "evictor": options.evictor,
+            "ratio": options.ratio,
+            "adapter": adapter,
+            "between": "",
+        }
         return compress(model, tokenizer, part, on_small_budget="fewer", **how)
 
     def appended(count: int, restore: str) -> CompressedContext:
@@ -132,12 +164,18 @@ def ways(
         every["composed, no adapter"] = lambda: compose([once(text.ids, None) for text in group])
     for count in options.parts:
         for restore in options.restore:
-            every[f"{count} parts, {restore}"] = lambda count=count, restore=restore: appended(count, restore)
+            every[f"{count} parts, {restore}"] = lambda count=count, restore=restore: appended(
+                count, restore
+            )
     return every
 
 
-def conversation(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
-    """Returns seconds to the first token: over a whole document of `turns` tokens, then in turns over a small one."""
+def conversation(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options
+) -> dict[str, float]:
+    """Returns seconds to the first token: over a whole document of `turns` tokens, then in turns
+    over a small one.
+    """
     ids = tokenizer.encode(novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
     questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
 
@@ -158,26 +196,47 @@ def conversation(model: PreTrainedModel, tokenizer: Tokenizer, options: Options)
 
 def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
     """Returns KL per token with its interval, and time and KL as multiples of compressing at once."""
-    sums, tokens = (np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens"))
+    sums, tokens = (
+        np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens")
+    )
     kl, low, high = weighted_interval(sums, tokens)
     seconds, base = (sum(line["seconds"] for line in each) for each in (lines, reference))
     own = sum(line["sum"] for line in reference) / tokens.sum()
     return {
-        "kl": kl, "kl_low": low, "kl_high": high, "kl_times": kl / own, "seconds": seconds,
-        "seconds_times": seconds / base, "pairs": sum(line["pairs"] for line in lines),
-    }  # fmt: skip
+        "kl": kl,
+        "kl_low": low,
+        "kl_high": high,
+        "kl_times": kl / own,
+        "seconds": seconds,
+        "seconds_times": seconds / base,
+        "pairs": sum(line["pairs"] for line in lines),
+    }
 
 
 def tables(result: dict) -> Iterator[Table | str]:
     """Yields the table and what it was measured on."""
     options = result["options"]
     lines = [
-        [name, f"{row['kl']:.3f} [{row['kl_low']:.3f}, {row['kl_high']:.3f}]", f"{row['kl_times']:.2f}",
-         f"{row['seconds_times']:.2f}", f"{row['pairs']:,}"]
+        [
+            name,
+            f"{row['kl']:.3f} [{row['kl_low']:.3f}, {row['kl_high']:.3f}]",
+            f"{row['kl_times']:.2f}",
+            f"{row['seconds_times']:.2f}",
+            f"{row['pairs']:,}",
+        ]
         for name, row in result["rows"].items()
-    ]  # fmt: skip
+    ]
     head = ["way", "KL to the full cache", "times at once", "seconds, times at once", "pairs"]
-    yield Table("growing", f"{options['evictor']} at r = {options['ratio']}, {options['benchmark']}", head, lines)
+    yield Table(
+        "growing",
+        f"{options['evictor']} at r = {options['ratio']}, {options['benchmark']}",
+        head,
+        lines,
+    )
     for name, value in result.get("turns", {}).items():
-        yield f"{name}: {value:.0f}" if "tokens" in name else f"{name}: {value:.3f} s to the first token"
+        yield (
+            f"{name}: {value:.0f}"
+            if "tokens" in name
+            else f"{name}: {value:.3f} s to the first token"
+        )
     yield f"{options['model']}, {result['texts']} texts, {result['machine']['processor']}."

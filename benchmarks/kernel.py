@@ -1,9 +1,11 @@
-"""`python -m benchmarks kernel`: a decode step's attention on a GPU, beside dense attention and the roofline.
+"""`python -m benchmarks kernel`: a decode step's attention on a GPU, beside dense attention and the
+roofline.
 
-The shape is that of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 4 query heads each, 32,768 tokens, bfloat16. Caches
-hold random numbers; heads keep unequal numbers of pairs, as a global ranking of scores leaves them, r T H in a layer.
-The dense rectangles hold as many, and all questions share one. A pass goes through all layers, each with a cache of its
-own, so that one layer's pairs have left the L2 cache before they are read again; the CUDA graph of a pass is replayed.
+The shape is that of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 4 query heads each, 32,768 tokens,
+bfloat16. Caches hold random numbers; heads keep unequal numbers of pairs, as a global ranking of
+scores leaves them, r T H in a layer. The dense rectangles hold as many, and all questions share
+one. A pass goes through all layers, each with a cache of its own, so that one layer's pairs have
+left the L2 cache before they are read again; the CUDA graph of a pass is replayed.
 
     ours            attention over ragged context and tail, both kernels
     sdpa            PyTorch's choice for a rectangle of as many pairs and the tail, query heads grouped by itself
@@ -11,7 +13,8 @@ own, so that one layer's pairs have left the L2 cache before they are read again
     flash-attn      flash_attn_with_kvcache, where that package is installed
     roofline        bytes of pairs and tail over the bandwidth of a copy (read and written), measured in the same run
 
-Figures are seconds per layer, medians over replays; before anything is timed, ours is compared with the definition.
+Figures are seconds per layer, medians over replays; before anything is timed, ours is compared with
+the definition.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ FLASH = "flash-attn"
 
 @dataclass(frozen=True)
 class Options:
-    """`questions` decode together over one context; `tail` rows hold restore cache, question and answer so far."""
+    """`questions` decode together over one context; `tail` rows hold restore cache, question and
+    answer so far.
+    """
 
     tokens: int = 32768
     ratios: Sequence[float] = (1, 0.4, 0.2, 0.1, 0.05)
@@ -56,17 +61,25 @@ class Options:
     def __post_init__(self) -> None:
         for ratio in self.ratios:
             exact_ratio(ratio)
-        counts = {name: value for name, value in asdict(self).items() if name not in ("ratios", "seed")}
+        counts = {
+            name: value for name, value in asdict(self).items() if name not in ("ratios", "seed")
+        }
         if not self.ratios or min(counts.values()) < 1:
             raise RestoreKVError(f"Measure at least 1 ratio, and 1 of each: {', '.join(counts)}.")
 
 
-REHEARSAL = Options(tokens=96, ratios=(1, 0.25), tail=5, layers=2, heads=2, width=32, repeat=1, copied=1 << 16)
+REHEARSAL = Options(
+    tokens=96, ratios=(1, 0.25), tail=5, layers=2, heads=2, width=32, repeat=1, copied=1 << 16
+)
 
 
 @torch.no_grad()
-def run(options: Options, progress: Callable[[str], None] = lambda phase: None, rehearse: bool = False) -> dict:
-    """Rows {ratio, pairs, bytes, roofline, ours, sdpa, ...}; rehearsing, on the CPU, and the figures mean nothing."""
+def run(
+    options: Options, progress: Callable[[str], None] = lambda phase: None, rehearse: bool = False
+) -> dict:
+    """Rows {ratio, pairs, bytes, roofline, ours, sdpa, ...}; rehearsing, on the CPU, and the
+    figures mean nothing.
+    """
     usable(rehearse)
     device = torch.device("cpu" if rehearse else "cuda")
     progress("copy bandwidth")
@@ -87,7 +100,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None, 
 def usable(rehearse: bool) -> None:
     """Says what is missing."""
     if not rehearse and not torch.cuda.is_available():
-        raise RestoreKVError("There is no CUDA device here to time; --rehearse goes through the motions on the CPU.")
+        raise RestoreKVError(
+            "There is no CUDA device here to time; --rehearse goes through the motions on the CPU."
+        )
     if attention.triton_attend is None:
         raise RestoreKVError("The GPU kernels need Triton; pip install 'restorekv[triton]'.")
     if rehearse and not attention.triton_attend.INTERPRETED:
@@ -103,9 +118,14 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     query = random(generator, *shape)
     check(query, layers[0])
     scale, attend = options.width**-0.5, attention.triton_attend.attend
-    found = {"ours": seconds(each(layers, lambda layer: attend(query, layer, None, scale)), options.repeat, device)}
+    found = {
+        "ours": seconds(
+            each(layers, lambda layer: attend(query, layer, None, scale)), options.repeat, device
+        )
+    }
     pairs = layers[0].bounds[-1]
-    longest = max(layer.longest for layer in layers)  # what a rectangle for ragged heads would be padded to
+    # What a rectangle for ragged heads would be padded to.
+    longest = max(layer.longest for layer in layers)
     del layers
     length = pairs // options.heads + options.tail
     size = (options.layers, 1, options.heads, length, options.width)
@@ -123,7 +143,9 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
 
 def random(generator: torch.Generator, *shape: int) -> Tensor:
     """bfloat16 numbers of one layer after another; no float32 copy of all is made."""
-    return torch.empty(shape, dtype=torch.bfloat16, device=generator.device).normal_(generator=generator)
+    return torch.empty(shape, dtype=torch.bfloat16, device=generator.device).normal_(
+        generator=generator
+    )
 
 
 def random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
@@ -147,9 +169,13 @@ def check(query: Tensor, layer: RaggedLayer) -> None:
     """A wrong kernel is not worth timing."""
     scale = query.shape[-1] ** -0.5
     wished = naive.attend(query.float(), layer, None, scale)
-    error = (attention.triton_attend.attend(query, layer, None, scale) - wished).norm() / wished.norm()
+    error = (
+        attention.triton_attend.attend(query, layer, None, scale) - wished
+    ).norm() / wished.norm()
     if not error < 0.02:
-        raise RestoreKVError(f"The kernel's result is off by {float(error):.1%} here; please report this.")
+        raise RestoreKVError(
+            f"The kernel's result is off by {float(error):.1%} here; please report this."
+        )
 
 
 def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]]:
@@ -163,14 +189,18 @@ def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]
         from flash_attn import flash_attn_with_kvcache
 
         flat = grouped.transpose(1, 2)
-        found[FLASH] = lambda pair: flash_attn_with_kvcache(flat, *(x.transpose(1, 2) for x in pair))
+        found[FLASH] = lambda pair: flash_attn_with_kvcache(
+            flat, *(x.transpose(1, 2) for x in pair)
+        )
     return found
 
 
 def seconds(step: Step, repeat: int, device: torch.device) -> float:
     """The median of `repeat`, after one that only warms."""
     step()
-    return median(replayed(step, repeat) if device.type == "cuda" else [clocked(step) for _ in range(repeat)])
+    return median(
+        replayed(step, repeat) if device.type == "cuda" else [clocked(step) for _ in range(repeat)]
+    )
 
 
 def replayed(step: Step, repeat: int) -> list[float]:
@@ -206,14 +236,18 @@ def markdown(result: dict) -> str:
         f"{result['bandwidth'] / 1e9:,.0f} GB/s. Microseconds per layer.",
         *(["A rehearsal: these figures mean nothing."] if result["rehearsal"] else []),
         "",
-        "| r | pairs | roofline |" + "".join(f" {name} |" for name in sides) + " ours, of roofline |"
+        "| r | pairs | roofline |"
+        + "".join(f" {name} |" for name in sides)
+        + " ours, of roofline |"
         + "".join(f" {name} / ours |" for name in rivals),
         "|---|" + "---|" * (3 + len(sides) + len(rivals)),
-    ]  # fmt: skip
+    ]
     for row in result["rows"]:
         took = {name: row[name]["seconds"] for name in sides}
         cells = [f"{row['ratio']:g}", f"{row['pairs']:,}", f"{row['roofline'] * 1e6:.1f}"]
-        cells += [f"{took[name] * 1e6:.1f}" for name in sides] + [f"{row['ours']['of roofline']:.0%}"]
+        cells += [f"{took[name] * 1e6:.1f}" for name in sides] + [
+            f"{row['ours']['of roofline']:.0%}"
+        ]
         cells += [f"{took[name] / took['ours']:.2f}" for name in rivals]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """kvpress's side of the benchmark, one measurement per process: KVPRESS_PYTHON kvpress_side.py JOB.
 
-Runs in an environment with kvpress 0.5.5 (transformers < 5.3), without restorekv. It calls model and press in the order
-of kvpress's own pipeline; only the number of tokens is fixed, and the phases are timed.
+Runs in an environment with kvpress 0.5.5 (transformers < 5.3), without restorekv. It calls model
+and press in the order of kvpress's own pipeline; only the number of tokens is fixed, and the phases
+are timed.
 """
 
 import sys
@@ -26,7 +27,11 @@ class TimedPress(KVzipPress):
 def measure(job: dict) -> dict:
     """Seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and at 1."""
     safe = {"trust_remote_code": False, "use_safetensors": True}
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", **safe).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", **safe)
+        .eval()
+        .requires_grad_(False)
+    )
     ids = torch.tensor([job["context_ids"]])
     decode(model, squeeze(model, ids[:, : job["warm_up"]], job["ratio"])[0], job)
     with Peak() as peak:
@@ -38,7 +43,8 @@ def measure(job: dict) -> dict:
     small = decode(model, cache, job)
     answers = {"answers": answer(model, cache, job, ids.shape[1])} if "questions" in job else {}
     whole = DynamicCache()
-    model.model(input_ids=ids, past_key_values=whole)  # as many queries as keys: the press's masks are forgotten
+    # As many queries as keys: the press's masks are forgotten.
+    model.model(input_ids=ids, past_key_values=whole)
     return {
         "versions": {name: version(name) for name in ("kvpress", "torch", "transformers")},
         "seconds": seconds,
@@ -50,7 +56,9 @@ def measure(job: dict) -> dict:
     }
 
 
-def squeeze(model: PreTrainedModel, ids: torch.Tensor, ratio: float) -> tuple[DynamicCache, dict[str, float]]:
+def squeeze(
+    model: PreTrainedModel, ids: torch.Tensor, ratio: float
+) -> tuple[DynamicCache, dict[str, float]]:
     """ids (1, S + T) -> the cache, in which evicted pairs are marked, and seconds per phase."""
     cache, press, seconds = DynamicCache(), TimedPress(compression_ratio=1 - ratio), {}
     with timed(seconds, "total"), press(model), timed(seconds, "prefill"):
@@ -61,13 +69,17 @@ def squeeze(model: PreTrainedModel, ids: torch.Tensor, ratio: float) -> tuple[Dy
 
 
 def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
-    """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to hide pairs behind."""
+    """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to
+    hide pairs behind.
+    """
     clock, ids = TokenTimer(), torch.tensor([job["question_ids"]])
     try:
         for _ in range(job["decode"]):
             first = cache.get_seq_length()
             positions = torch.arange(first, first + ids.shape[1])[None]
-            output = model(input_ids=ids, past_key_values=cache, position_ids=positions, logits_to_keep=1)
+            output = model(
+                input_ids=ids, past_key_values=cache, position_ids=positions, logits_to_keep=1
+            )
             ids = output.logits[:, -1].argmax(-1, keepdim=True)
             clock()
     except ValueError as error:
@@ -76,7 +88,9 @@ def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
 
 
 def answer(model: PreTrainedModel, cache: DynamicCache, job: dict, length: int) -> dict:
-    """Seconds of a fixed number of tokens for every question, one after the other, by kvpress's own pipeline."""
+    """Seconds of a fixed number of tokens for every question, one after the other, by kvpress's own
+    pipeline.
+    """
     tokenizer = AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False)
     pipe = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     seconds: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """Memory of a process and the machine, measured alike on both sides of a benchmark.
 
-Imports PyTorch alone: the other side's environment, in which restorekv need not be installed, imports this file too.
+Imports PyTorch alone: the other side's environment, in which restorekv need not be installed,
+imports this file too.
 """
 
 import contextlib
@@ -18,14 +19,17 @@ STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Peak:
-    """`bytes`: the most memory that the block held above what was resident before it; None where not on Linux."""
+    """`bytes`: the most memory that the block held above what was resident before it; None where
+    not on Linux.
+    """
 
     bytes: int | None = None
 
     def __enter__(self) -> "Peak":
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)  # else memory freed earlier would be used again, uncounted
+            # Else memory freed earlier would be used again, uncounted.
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         with contextlib.suppress(OSError):
             REFERENCES.write_text("5")  # resets the high-water mark to the present
             self.before = resident("VmRSS")
@@ -43,7 +47,9 @@ def resident(field: str) -> int:
 
 
 def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
-    """Reads the job, sets its threads and writes what `measure` returns to the file that the job names."""
+    """Reads the job, sets its threads and writes what `measure` returns to the file that the job
+    names.
+    """
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(job["threads"])
     with torch.no_grad():

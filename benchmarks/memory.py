@@ -1,15 +1,18 @@
-"""`python -m benchmarks memory`: memory and growth of every phase of a compression, beside the full cache.
+"""`python -m benchmarks memory`: memory and growth of every phase of a compression, beside the full
+cache.
 
-A model of random weights in the shape of Qwen3-0.6B, usually with fewer layers, compresses T tokens with a random
-restore adapter (n = 8, rank 8); every T and mode is a process of its own, with a warm-up on a short text. Memory is
-resident memory above what was there before (the weights); of every phase the high-water mark, which starts anew.
+A model of random weights in the shape of Qwen3-0.6B, usually with fewer layers, compresses T tokens
+with a random restore adapter (n = 8, rank 8); every T and mode is a process of its own, with a
+warm-up on a short text. Memory is resident memory above what was there before (the weights); of
+every phase the high-water mark, which starts anew.
 
     plain      the full cache in memory          bound: full cache + one layer + scores + workspace
     offload    all but one layer in a file       bound: one layer, twice + scores + what is kept + workspace
     streaming  as the prefill goes               bound: what is kept + one part + scores + workspace
 
-`filled` fills the cache with random numbers instead of a prefill, which takes most of the time and whose memory does
-not depend on the number of layers beyond the cache. Scoring takes the time it always takes.
+`filled` fills the cache with random numbers instead of a prefill, which takes most of the time and
+whose memory does not depend on the number of layers beyond the cache. Scoring takes the time it
+always takes.
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ MODES = ("plain", "offload", "streaming")
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `modes` are some of MODES; `part`: tokens streamed at a time, 0
-    for PART or, if that is less, half of the shortest text, so that every text is streamed."""
+    """`shape` replaces fields of Qwen3-0.6B's config; `modes` are some of MODES; `part`: tokens
+    streamed at a time, 0 for PART or, if that is less, half of the shortest text, so that every
+    text is streamed.
+    """
 
     tokens: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
     modes: Sequence[str] = MODES
@@ -66,13 +71,21 @@ class Options:
         exact_ratio(self.ratio)
         evictors.make(self.evictor)
         if not self.tokens or min(self.tokens) < WARM_UP:
-            raise RestoreKVError(f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}.")
+            raise RestoreKVError(
+                f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}."
+            )
         if self.threads < 0 or self.part < 0:
-            raise RestoreKVError(f"threads and part are at least 0, not {self.threads} and {self.part}.")
+            raise RestoreKVError(
+                f"threads and part are at least 0, not {self.threads} and {self.part}."
+            )
         if not self.modes or set(self.modes) - set(MODES):
-            raise RestoreKVError(f"The modes are some of {', '.join(MODES)}, not {', '.join(self.modes)}.")
+            raise RestoreKVError(
+                f"The modes are some of {', '.join(MODES)}, not {', '.join(self.modes)}."
+            )
         if self.filled and "streaming" in self.modes:
-            raise RestoreKVError("Streaming has no full cache to fill; leave out streaming or filled.")
+            raise RestoreKVError(
+                "Streaming has no full cache to fill; leave out streaming or filled."
+            )
 
     @property
     def streamed(self) -> int:
@@ -81,7 +94,9 @@ class Options:
 
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and seconds."""
+    """Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and
+    seconds.
+    """
     shape, rows = {**SHAPE, **options.shape}, []
     threads = options.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
@@ -91,11 +106,23 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         for tokens in options.tokens:
             for mode in options.modes:
                 progress(f"T = {tokens:,}, {mode}")
-                job = {"model": name, "threads": threads, "tokens": tokens, "mode": mode, "seed": options.seed}
-                job |= {"evictor": options.evictor, "ratio": str(options.ratio), "filled": options.filled}
+                job = {
+                    "model": name,
+                    "threads": threads,
+                    "tokens": tokens,
+                    "mode": mode,
+                    "seed": options.seed,
+                }
+                job |= {
+                    "evictor": options.evictor,
+                    "ratio": str(options.ratio),
+                    "filled": options.filled,
+                }
                 job |= {"part": options.streamed}
                 what = f"The measurement of {mode} at T = {tokens:,}"
-                found = measure_apart([sys.executable, "-m", "benchmarks.memory"], job, Path(name), what)
+                found = measure_apart(
+                    [sys.executable, "-m", "benchmarks.memory"], job, Path(name), what
+                )
                 rows.append({"tokens": tokens, "mode": mode, **found})
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
@@ -131,7 +158,9 @@ class Phases:
 
 
 def settle() -> None:
-    """Gives memory that is free back to the system, so that no phase is charged with what an earlier one let go."""
+    """Gives memory that is free back to the system, so that no phase is charged with what an
+    earlier one let go.
+    """
     gc.collect()
     trim_heap()
 
@@ -141,7 +170,10 @@ def measure(job: dict) -> dict:
     model, tokenizer = load_model(job["model"])
     adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
     shape, text = CacheShape.of(model), text_of(job["tokens"], job["seed"])
-    mode = {"offload": job["mode"] == "offload", "streaming": job["part"] if job["mode"] == "streaming" else None}
+    mode = {
+        "offload": job["mode"] == "offload",
+        "streaming": job["part"] if job["mode"] == "streaming" else None,
+    }
     make = fill if job["filled"] else squeeze
 
     make(model, tokenizer, text[:WARM_UP], job, mode, adapter, lambda phase: None)
@@ -164,9 +196,16 @@ def measure(job: dict) -> dict:
 def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """A whole compression -> bytes of what is kept, and S + T."""
     made = compress(
-        model, tokenizer, text, evictor=job["evictor"], ratio=job["ratio"], adapter=adapter, progress=phases,
-        on_small_budget="fewer", **mode,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        text,
+        evictor=job["evictor"],
+        ratio=job["ratio"],
+        adapter=adapter,
+        progress=phases,
+        on_small_budget="fewer",
+        **mode,
+    )
     return made.manifest.bytes_held, made.context.positions
 
 
@@ -179,7 +218,9 @@ def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     full = filled(model, context.positions, mode["offload"])
     phases("score")
     scores = evictor.score(model, tokenizer, context, full)
-    prepared = ScoredContext(model, context, full, scores, CompressionConfig(on_small_budget="fewer"))
+    prepared = ScoredContext(
+        model, context, full, scores, CompressionConfig(on_small_budget="fewer")
+    )
     phases("restore")
     prepared = prepared.with_restore_cache(adapter)
     phases("evict")
@@ -190,19 +231,27 @@ def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
     """Standard normal keys and values."""
     shape, full = CacheShape.of(model), offloaded(model, columns) if offload else DynamicCache()
     for layer in range(shape.layers):
-        states = (torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype) for _ in range(2))
+        states = (
+            torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype)
+            for _ in range(2)
+        )
         full.update(*states, layer)
     return full
 
 
 def growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
-    """Of every mode and phase, the exponents of its seconds between neighbouring T that both have the phase (a text
-    that fits into one part is not streamed): 1 is linear, 2 quadratic."""
+    """Of every mode and phase, the exponents of its seconds between neighbouring T that both have
+    the phase (a text that fits into one part is not streamed): 1 is linear, 2 quadratic.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for mode in {row["mode"]: None for row in rows}:
         ours = [row for row in rows if row["mode"] == mode]
         found[mode] = {
-            name: [exponent(*pair, name) for pair in pairwise(ours) if all(name in row["phases"] for row in pair)]
+            name: [
+                exponent(*pair, name)
+                for pair in pairwise(ours)
+                if all(name in row["phases"] for row in pair)
+            ]
             for name in names_of(ours)
         }
     return found

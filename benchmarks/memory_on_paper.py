@@ -14,7 +14,8 @@ All sizes follow from a model's shape; bfloat16, binary units. The parts, with C
     offload     weights + one layer, twice (held and joined with the chunk's pairs) + kept + scores + workspace
     streaming   weights + kept + one part + scores + workspace of a part, C = P, which is prefilled alone
 
-That is a CPU's. A GPU holds a third layer when it offloads: the next one, fetched ahead. Prefixes are counted as text.
+That is a CPU's. A GPU holds a third layer when it offloads: the next one, fetched ahead. Prefixes
+are counted as text.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Model:
 
     def workspace(self, columns: int) -> int:
         rows = min(CHUNK, MASK // columns, columns)
-        return rows * (3 * columns + 2 * (4 * self.hidden + 3 * self.inner + 4 * self.queries * self.dim))
+        return rows * (
+            3 * columns + 2 * (4 * self.hidden + 3 * self.inner + 4 * self.queries * self.dim)
+        )
 
     def peaks(self, columns: int) -> tuple[int, int, int]:
         """Plain, offloaded, streamed."""
@@ -84,7 +87,13 @@ def table() -> str:
     for model in MODELS:
         for tokens in LENGTHS:
             layer = model.layer(tokens)
-            parts = (model.weights, model.layers * layer, layer, model.scores(tokens), model.workspace(tokens))
+            parts = (
+                model.weights,
+                model.layers * layer,
+                layer,
+                model.scores(tokens),
+                model.workspace(tokens),
+            )
             cells = [model.name, f"{tokens:,}", *map(size, (*parts, *model.peaks(tokens)))]
             text += f"| {' | '.join(cells)} |\n"
     return text

@@ -23,7 +23,10 @@ def markdown(result: dict) -> str:
     for mode, growth in result["growth"].items():
         mine = [row for row in rows if row["mode"] == mode]
         counts = mode == "plain" and "prefill" in growth and result["evictor"] == "kvzip"
-        for each in (memory_table(mode, mine), seconds_table(mode, mine, growth, model if counts else None)):
+        for each in (
+            memory_table(mode, mine),
+            seconds_table(mode, mine, growth, model if counts else None),
+        ):
             text += f"\n{each.to_markdown()}\n"
     return text
 
@@ -31,37 +34,65 @@ def markdown(result: dict) -> str:
 def memory_table(mode: str, rows: Sequence[dict]) -> Table:
     """Returns what a mode must hold, what it held, and what is over."""
     names = list({name: None for row in rows for name in row["phases"]})
-    head = [f"{mode}: T", "full cache", "bound without workspace", *(f"{name} peak" for name in names)]
+    head = [
+        f"{mode}: T",
+        "full cache",
+        "bound without workspace",
+        *(f"{name} peak" for name in names),
+    ]
     lines = []
     for row in rows:
-        peaks = [size(row["phases"][name]["peak"]) if name in row["phases"] else "" for name in names]
+        peaks = [
+            size(row["phases"][name]["peak"]) if name in row["phases"] else "" for name in names
+        ]
         over = max(row["peak"] - bound(row), 0)
         whole = row["before"] + row["peak"]
-        lines.append([f"{row['tokens']:,}", size(row["full"]), size(bound(row)), *peaks, size(over), size(whole)])
+        lines.append(
+            [
+                f"{row['tokens']:,}",
+                size(row["full"]),
+                size(bound(row)),
+                *peaks,
+                size(over),
+                size(whole),
+            ]
+        )
     return Table(f"{mode}-memory", "Memory", [*head, "workspace", "whole process"], lines)
 
 
 def bound(row: dict) -> int:
     """Returns the bytes that a mode may hold besides its workspace."""
-    each = {"plain": ("full", "layer"), "offload": ("layer", "layer", "kept"), "streaming": ("kept", "part")}
+    each = {
+        "plain": ("full", "layer"),
+        "offload": ("layer", "layer", "kept"),
+        "streaming": ("kept", "part"),
+    }
     return row["scores"] + sum(row[name] for name in each[row["mode"]])
 
 
 def seconds_table(
     mode: str, rows: Sequence[dict], exponents: dict[str, list[float]], model: dict | None = None
 ) -> Table:
-    """Returns each phase's seconds and growth, the share of the restore pass and, with `model`, operations."""
+    """Returns each phase's seconds and growth, the share of the restore pass and, with `model`,
+    operations.
+    """
     lines = []
     for name, growth in exponents.items():
-        seconds = [f"{row['phases'][name]['seconds']:.2f}" if name in row["phases"] else "" for row in rows]
+        seconds = [
+            f"{row['phases'][name]['seconds']:.2f}" if name in row["phases"] else "" for row in rows
+        ]
         lines.append([name, *seconds, listed(growth)])
     if "restore" in exponents:
         lines.append(["restore pass, share of all", *map(restoring, rows), ""])
     lengths = [row["tokens"] for row in rows]
-    for name, count in (("prefill", operations.prefill), ("score", operations.kvzip)) if model else ():
+    for name, count in (
+        (("prefill", operations.prefill), ("score", operations.kvzip)) if model else ()
+    ):
         work = [count(model, tokens) for tokens in lengths]
         steps = zip(pairwise(work), pairwise(lengths), strict=True)
-        growth = [math.log(more / less) / math.log(late / early) for (less, more), (early, late) in steps]
+        growth = [
+            math.log(more / less) / math.log(late / early) for (less, more), (early, late) in steps
+        ]
         lines.append([f"{name}, TFLOP", *(f"{each / 1e12:.2f}" for each in work), listed(growth)])
     head = [f"{mode}: phase, s", *(f"T = {tokens:,}" for tokens in lengths), "exponents"]
     return Table(f"{mode}-seconds", "Seconds", head, lines)

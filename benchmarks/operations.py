@@ -1,14 +1,15 @@
-"""Operations that a compression cannot do without: the floor under its time where products run at full speed.
+"""Operations that a compression cannot do without: the floor under its time where products run at
+full speed.
 
-Multiplications and additions of the matrix products of a decoder with L layers, width d, F columns of the MLP, H KV
-heads, G query heads each and head dim D. R rows of which each reads P pairs cost
+Multiplications and additions of the matrix products of a decoder with L layers, width d, F columns
+of the MLP, H KV heads, G query heads each and head dim D. R rows of which each reads P pairs cost
 
     2 L R (d H G D + 2 d H D + H G D d + 3 d F)    linear layers
     4 L R P H G D                                  attention: queries by keys, weights by values
 
-A prefill of T tokens reads (T + 1) / 2 pairs a row. KVzip repeats every chunk over the whole cache and itself:
-T + (Q + 1) / 2 pairs for each of its Q rows, instruction included. Scoring shares none of the prefill's products, since
-the rows are others.
+A prefill of T tokens reads (T + 1) / 2 pairs a row. KVzip repeats every chunk over the whole cache
+and itself: T + (Q + 1) / 2 pairs for each of its Q rows, instruction included. Scoring shares none
+of the prefill's products, since the rows are others.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ from restorekv.evictors.kvzip import FIRST, HINT, LATER, KVzip
 
 
 def passed(shape: Mapping[str, int], rows: int, pairs: float) -> float:
-    """Of a pass of so many rows, each reading so many pairs on average; `shape` as in workload.SHAPE."""
+    """Of a pass of so many rows, each reading so many pairs on average; `shape` as in
+    workload.SHAPE.
+    """
     width, queries = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
     linear = 2 * width * (queries + keys) + 3 * width * shape["intermediate_size"]

@@ -46,11 +46,20 @@ def measure(job: dict) -> dict:
     m = made.manifest
     everything = made.context.positions * m.shape["layers"] * m.shape["heads"]
     return {
-        "versions": {"restorekv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "restorekv": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "seconds": {**m.seconds, **total},
         "peak": peak.bytes,
         "restore_tokens": m.restore_tokens,
-        "held": {"pairs": m.pairs_held, "pairs_full": everything, "bytes": m.bytes_held, "bytes_full": m.bytes_full},
+        "held": {
+            "pairs": m.pairs_held,
+            "pairs_full": everything,
+            "bytes": m.bytes_held,
+            "bytes_full": m.bytes_full,
+        },
         "small": decode(model, made.cache, job),
         "full": decode(model, whole(model, tokenizer, made.context), job),
         **({"answers": answer(model, made.cache, job)} if "questions" in job else {}),
@@ -61,7 +70,9 @@ def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> Rag
     """The cache at r = 1, which keeps every pair."""
     full = prefill(model, context.ids)
     heads, columns = full.layers[0].keys.shape[1:3]
-    return RaggedCache.from_dense(full, torch.ones(len(full.layers), heads, columns, dtype=torch.bool))
+    return RaggedCache.from_dense(
+        full, torch.ones(len(full.layers), heads, columns, dtype=torch.bool)
+    )
 
 
 def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
@@ -72,14 +83,18 @@ def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, f
     return clock.figures()
 
 
-def tokens(model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int) -> Iterator[object]:
+def tokens(
+    model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int
+) -> Iterator[object]:
     """So many tokens of every answer, which no EOS ends."""
     batch = generate.padded(model, caches, prompts)
     return generate.decode(model, forked(caches), batch, [count] * len(prompts), set())
 
 
 def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
-    """Seconds of a fixed number of tokens for every question, all of them in one batch, after a short one."""
+    """Seconds of a fixed number of tokens for every question, all of them in one batch, after a
+    short one.
+    """
     prompts, seconds = [torch.tensor(ids) for ids in job["questions"]], {}
     for name, count in (("warm-up", 2), ("seconds", job["answer"])):
         with timed(seconds, name):

@@ -82,13 +82,21 @@ def draw_bars(
         middles = places if stacked else places - 0.4 + thickness * (turn + 0.5)
         lengths = np.array([value or 0 for value in values], dtype=float)
         starts = ends if stacked else np.zeros(len(names))
-        look = {"color": mark.color, "hatch": mark.hatch, "edgecolor": PAPER, "linewidth": 0.6, "label": mark.label}
+        look = {
+            "color": mark.color,
+            "hatch": mark.hatch,
+            "edgecolor": PAPER,
+            "linewidth": 0.6,
+            "label": mark.label,
+        }
         axes.barh(middles, lengths, thickness if stacked else 0.9 * thickness, left=starts, **look)
         ends = starts + lengths
         last = turn == len(parts) - 1
         row = (texts[0] if last else []) if stacked else texts[turn]
         for end, place, text in zip(np.maximum(ends, 0), middles, row, strict=bool(row)):
-            axes.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8.5)
+            axes.annotate(
+                text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8.5
+            )
     axes.set_yticks(places, names)
     axes.set_ylim(len(places) - 0.4, -0.6)
     axes.grid(visible=False)
@@ -96,7 +104,9 @@ def draw_bars(
 
 
 def draw_lines(axes: Axes, lines: Mapping[Mark, Points], unit: str) -> None:
-    """Draw lines of points (x, y) over a logarithmic y with plain numbers: 1, 2, 5, 10, or powers of ten alone."""
+    """Draw lines of points (x, y) over a logarithmic y with plain numbers: 1, 2, 5, 10, or powers
+    of ten alone.
+    """
     for mark, points in lines.items():
         ordered = sorted(points)
         plot_line(axes, mark, [x for x, _ in ordered], [y for _, y in ordered])

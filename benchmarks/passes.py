@@ -1,4 +1,6 @@
-"""What is timed alike over compressed and dense caches: a pass over all layers, and a copy that tells the bandwidth."""
+"""What is timed alike over compressed and dense caches: a pass over all layers, and a copy that
+tells the bandwidth.
+"""
 
 from __future__ import annotations
 

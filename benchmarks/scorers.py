@@ -1,12 +1,14 @@
-"""`python -m benchmarks scorers`: what scoring costs beside the prefill, for every method, in one run on this machine.
+"""`python -m benchmarks scorers`: what scoring costs beside the prefill, for every method, in one
+run on this machine.
 
-A model of random weights in the shape of Qwen3-0.6B prefills the same T tokens before every method; a method's own
-prefill is measured too, since some watch it. A method's cost is all it adds,
+A model of random weights in the shape of Qwen3-0.6B prefills the same T tokens before every method;
+a method's own prefill is measured too, since some watch it. A method's cost is all it adds,
 
     (its prefill + its scoring - plain prefill) / plain prefill,
 
-with the plain prefill measured right before it. A learned scorer gets gates of random weights: shapes decide the time.
-AM-fast has no scores: its reference pass and one fit at the ratio are told instead.
+with the plain prefill measured right before it. A learned scorer gets gates of random weights:
+shapes decide the time. AM-fast has no scores: its reference pass and one fit at the ratio are told
+instead.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ AM = "am-fast"
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `methods` are names of evictors or am-fast, all if empty."""
+    """`shape` replaces fields of Qwen3-0.6B's config; `methods` are names of evictors or am-fast,
+    all if empty.
+    """
 
     tokens: int = 4096
     methods: Sequence[str] = ()
@@ -50,22 +54,33 @@ class Options:
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
         if self.tokens < WARM_UP or self.threads < 0:
-            raise RestoreKVError(f"Measure at least {WARM_UP} tokens with 0 or more threads, not {self.tokens} tokens.")
+            raise RestoreKVError(
+                f"Measure at least {WARM_UP} tokens with 0 or more threads, not {self.tokens} tokens."
+            )
         strange = set(self.methods) - {*EVICTORS, AM}
         if strange:
             known = ", ".join([*EVICTORS, AM])
-            raise RestoreKVError(f"There is no method {sorted(strange)[0]!r} to measure; use some of {known}.")
+            raise RestoreKVError(
+                f"There is no method {sorted(strange)[0]!r} to measure; use some of {known}."
+            )
 
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Rows {method, prefill, own_prefill, score, multiple, peak}: seconds, and bytes above what was resident."""
+    """Rows {method, prefill, own_prefill, score, multiple, peak}: seconds, and bytes above what was
+    resident.
+    """
     methods = options.methods or [name for name in (*EVICTORS, AM) if name not in SKIPPED]
     facts, rows = each(
         methods,
-        lambda model, tokenizer, method, folder: measured(model, tokenizer, method, options, folder),
+        lambda model, tokenizer, method, folder: measured(
+            model, tokenizer, method, options, folder
+        ),
         progress,
-        kind="method", changed=options.shape, seed=options.seed, threads=options.threads,
-    )  # fmt: skip
+        kind="method",
+        changed=options.shape,
+        seed=options.seed,
+        threads=options.threads,
+    )
     return {
         **facts,
         "tokens": options.tokens,
@@ -75,7 +90,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
 
 
 @torch.no_grad()
-def measured(model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path) -> dict:
+def measured(
+    model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path
+) -> dict:
     """One method, after a warm-up on a short text and a plain prefill."""
     prepare = preparer(model, tokenizer, method, options, folder)
     prepare(text_of(WARM_UP, options.seed))

@@ -1,4 +1,6 @@
-"""`restorekv serve` beside `transformers serve`: the same model, document and questions, from several clients."""
+"""`restorekv serve` beside `transformers serve`: the same model, document and questions, from
+several clients.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     (text,) = texts(tokenizer, options.tokens)
-    questions = [f"What happens in part {number} of the story?" for number in range(options.questions)]
+    questions = [
+        f"What happens in part {number} of the story?" for number in range(options.questions)
+    ]
     start = time.perf_counter()
     small = compress(model, tokenizer, text, preset=options.preset, ratio=options.ratio)
     rows = {"compress": time.perf_counter() - start}
@@ -56,7 +60,8 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
 
     def library() -> float:
         start = time.perf_counter()
-        for first in range(0, len(questions), options.clients):  # batches as large as the clients can make them
+        # Batches as large as the clients can make them.
+        for first in range(0, len(questions), options.clients):
             small.ask(questions[first : first + options.clients], options.answer)
         return time.perf_counter() - start
 
@@ -67,22 +72,37 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
         rows |= ours(options, folder, text, questions, library, tell)
         tell("transformers serve")
         with serving(["transformers.cli.transformers", "serve", str(folder / "model")]) as client:
-            rows["transformers"] = together(options, questions, lambda each: whole(client, options, folder, text, each))
+            rows["transformers"] = together(
+                options, questions, lambda each: whole(client, options, folder, text, each)
+            )
     return {"options": asdict(options), "machine": describe_machine(1), "seconds": rows}
 
 
 def ours(
-    options: Options, folder: Path, text: str, questions: list[str], library: Callable[[], float],
+    options: Options,
+    folder: Path,
+    text: str,
+    questions: list[str],
+    library: Callable[[], float],
     tell: Callable[[str], None],
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Returns seconds of uploading, of all answers, and of the first token after a restart.
 
-    The library's own batches and the server take turns, and the fastest of ROUNDS counts: other work on the machine
-    comes and goes.
+    The library's own batches and the server take turns, and the fastest of ROUNDS counts: other
+    work on the machine comes and goes.
     """
     name = str(folder / "model")
     variant = f"{name}:{options.preset}-{options.ratio}"
-    command = ["restorekv", "serve", "--model", name, "--preset", options.preset, "--ratio", options.ratio]
+    command = [
+        "restorekv",
+        "serve",
+        "--model",
+        name,
+        "--preset",
+        options.preset,
+        "--ratio",
+        options.ratio,
+    ]
     command += ["--store", str(folder / "store")]
     tell("restorekv serve")
     with serving(command) as client:
@@ -93,9 +113,14 @@ def ours(
         turns = []
         for number in range(ROUNDS):
             tell(f"the library's own batches, and the server's, round {number + 1} of {ROUNDS}")
-            served = together(options, questions, lambda each: asked(client, options, variant, upload.id, each))
+            served = together(
+                options, questions, lambda each: asked(client, options, variant, upload.id, each)
+            )
             turns.append((library(), served))
-        rows |= {name: min(each) for name, each in zip(("library", "restorekv"), zip(*turns, strict=True), strict=True)}
+        rows |= {
+            name: min(each)
+            for name, each in zip(("library", "restorekv"), zip(*turns, strict=True), strict=True)
+        }
     tell("restorekv serve, after a restart")
     with serving(command) as client:
         start = time.perf_counter()
@@ -104,15 +129,23 @@ def ours(
     return rows
 
 
-def asked(client: openai.OpenAI, options: Options, model: str, name: str, question: str, **more: object) -> object:
+def asked(
+    client: openai.OpenAI, options: Options, model: str, name: str, question: str, **more: object
+) -> object:
     """Asks our server about an upload."""
     parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": question}]
     return client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=options.answer, **more
+        model=model,
+        messages=[{"role": "user", "content": parts}],
+        temperature=0,
+        max_tokens=options.answer,
+        **more,
     )
 
 
-def whole(client: openai.OpenAI, options: Options, folder: Path, text: str, question: str) -> object:
+def whole(
+    client: openai.OpenAI, options: Options, folder: Path, text: str, question: str
+) -> object:
     """Asks transformers' server, with the document in the message."""
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return client.chat.completions.create(
@@ -137,10 +170,14 @@ def serving(command: list[str]) -> Iterator[openai.OpenAI]:
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", *command, "--port", str(port)], env=environment, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", *command, "--port", str(port)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=3600)
+    )
+    client = openai.OpenAI(
+        base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=3600
+    )
     try:
         start = time.monotonic()
         while time.monotonic() - start < SLOWEST:
@@ -158,9 +195,16 @@ def serving(command: list[str]) -> Iterator[openai.OpenAI]:
 def tables(result: dict) -> Iterator[Table | str]:
     """Yields the answers a minute of each side, and what the rest took."""
     options, seconds = result["options"], result["seconds"]
-    rates = {name: 60 * options["questions"] / seconds[name] for name in ("library", "restorekv", "transformers")}
-    lines = [[name, f"{rate:.1f}", f"{rate / rates['transformers']:.1f}"] for name, rate in rates.items()]
-    yield Table("serving", "Answers a minute", ["side", "answers", "times transformers serve"], lines)
+    rates = {
+        name: 60 * options["questions"] / seconds[name]
+        for name in ("library", "restorekv", "transformers")
+    }
+    lines = [
+        [name, f"{rate:.1f}", f"{rate / rates['transformers']:.1f}"] for name, rate in rates.items()
+    ]
+    yield Table(
+        "serving", "Answers a minute", ["side", "answers", "times transformers serve"], lines
+    )
     yield f"Through HTTP, {rates['restorekv'] / rates['library']:.2f} of the library's own batches."
     yield (
         f"Prefill {seconds['prefill']:.2f} s, compress {seconds['compress']:.2f} s; first token after a restart "

@@ -7,7 +7,9 @@ from statistics import median
 
 
 class TokenTimer:
-    """Call it after every generated token; the first call follows the question, every later one a single token."""
+    """Call it after every generated token; the first call follows the question, every later one a
+    single token.
+    """
 
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
@@ -16,9 +18,16 @@ class TokenTimer:
         self.times.append(time.perf_counter())
 
     def figures(self) -> dict[str, float]:
-        """Returns seconds to the first token (`question`) and the median of the later gaps (`token`), one skipped."""
+        """Returns seconds to the first token (`question`) and the median of the later gaps
+        (`token`), one skipped.
+        """
         gaps = [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
-        return {"question": gaps[0], "token": median(gaps[2:]), "least": min(gaps[2:]), "most": max(gaps[2:])}
+        return {
+            "question": gaps[0],
+            "token": median(gaps[2:]),
+            "least": min(gaps[2:]),
+            "most": max(gaps[2:]),
+        }
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
-"""`python -m benchmarks train`: what one training step costs, phase by phase, in time and in memory, on this machine.
+"""`python -m benchmarks train`: what one training step costs, phase by phase, in time and in
+memory, on this machine.
 
-A model of random weights in the shape of Qwen3-0.6B (bfloat16, a float32 adapter: n = 8, rank 8) takes one step on a
-context of T tokens with KVzip, a few questions and given answers (random ids, as a mixture holds its teacher's
-answers) after a step on a short text as a warm-up. The variants differ in one thing from one to the next:
+A model of random weights in the shape of Qwen3-0.6B (bfloat16, a float32 adapter: n = 8, rank 8)
+takes one step on a context of T tokens with KVzip, a few questions and given answers (random ids,
+as a mixture holds its teacher's answers) after a step on a short text as a warm-up. The variants
+differ in one thing from one to the next:
 
     copied            everything is made anew; the restore pass copies the full cache, whatever its size
     anew              everything is made anew; a large full cache is referred to (`restorekv.model.attention.WORKSPACE`)
@@ -45,7 +47,9 @@ PHASES = ("prefill", "score", "teacher", "restore", "student", "backward", "opti
 
 @dataclass(frozen=True)
 class Variant:
-    """What a step may take from a store, and whether the restore pass copies full caches of any size."""
+    """What a step may take from a store, and whether the restore pass copies full caches of any
+    size.
+    """
 
     copied: bool = False
     store: bool = False
@@ -75,7 +79,9 @@ class Options:
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
         if self.tokens < WARM_UP or min(self.questions, self.answer) < 1 or self.threads < 0:
-            raise RestoreKVError(f"Measure at least {WARM_UP} tokens, 1 question, 1 answer id and 0 or more threads.")
+            raise RestoreKVError(
+                f"Measure at least {WARM_UP} tokens, 1 question, 1 answer id and 0 or more threads."
+            )
 
 
 @dataclass(frozen=True)
@@ -99,23 +105,39 @@ class Phases:
             yield
 
     def figures(self) -> dict:
-        """seconds by phase; bytes above what was resident before the step: at most, by phase, and held by the graph."""
+        """seconds by phase; bytes above what was resident before the step: at most, by phase, and
+        held by the graph.
+        """
         if any(peak.bytes is None for peak in self.peaks.values()):
             return {"seconds": self.seconds, "peak": None, "peaks": None, "graph": None}
         start = self.peaks["prefill"].before
-        peaks = {name: max(peak.before + peak.bytes - start, 0) for name, peak in self.peaks.items()}
+        peaks = {
+            name: max(peak.before + peak.bytes - start, 0) for name, peak in self.peaks.items()
+        }
         graph = max(self.peaks["backward"].before - self.peaks["restore"].before, 0)
-        return {"seconds": self.seconds, "peak": max(peaks.values()), "peaks": peaks, "graph": graph}
+        return {
+            "seconds": self.seconds,
+            "peak": max(peaks.values()),
+            "peaks": peaks,
+            "graph": graph,
+        }
 
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Rows {variant, seconds by phase, step, peak, peaks by phase, graph, stored}: seconds and bytes."""
+    """Rows {variant, seconds by phase, step, peak, peaks by phase, graph, stored}: seconds and
+    bytes.
+    """
     facts, rows = each(
         VARIANTS,
-        lambda model, tokenizer, title, folder: measured(model, tokenizer, VARIANTS[title], options, folder / title),
+        lambda model, tokenizer, title, folder: measured(
+            model, tokenizer, VARIANTS[title], options, folder / title
+        ),
         progress,
-        kind="variant", changed=options.shape, seed=options.seed, threads=options.threads,
-    )  # fmt: skip
+        kind="variant",
+        changed=options.shape,
+        seed=options.seed,
+        threads=options.threads,
+    )
     return {
         **facts,
         "tokens": options.tokens,
@@ -126,7 +148,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     }
 
 
-def measured(model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, options: Options, folder: Path) -> dict:
+def measured(
+    model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, options: Options, folder: Path
+) -> dict:
     """One variant: fill the store if there is one, warm up, take the step."""
     config = TrainConfig(questions=options.questions, warmup=0, seed=options.seed)
     short = replace(options, tokens=WARM_UP, answer=1)
@@ -134,13 +158,18 @@ def measured(model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, opt
     stored = (folder, variant.store_prefill) if variant.store else ()
     for index in range(len(examples)) if variant.store else ():
         TeacherCache(model, tokenizer, examples, config, *stored).get(index)
-    bound, attention.WORKSPACE = attention.WORKSPACE, sys.maxsize if variant.copied else attention.WORKSPACE
+    bound, attention.WORKSPACE = (
+        attention.WORKSPACE,
+        sys.maxsize if variant.copied else attention.WORKSPACE,
+    )
     try:
         adapter = initial_adapter(model, tokenizer, config)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=config.lr)
         for index, ratio in enumerate(("0.5", str(options.ratio))):
             teachers = TeacherCache(model, tokenizer, examples, config, *stored)
-            sample = StepSample(index, tuple(range(options.questions)), ratio, config.restore_tokens)
+            sample = StepSample(
+                index, tuple(range(options.questions)), ratio, config.restore_tokens
+            )
             figures = step(teachers, adapter, optimizer, sample)
     finally:
         attention.WORKSPACE = bound
@@ -148,13 +177,19 @@ def measured(model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, opt
     return {**figures, "step": sum(figures["seconds"].values()), "stored": held}
 
 
-def step(teachers: TeacherCache, adapter: RestoreAdapter, optimizer: torch.optim.Optimizer, sample: StepSample) -> dict:
+def step(
+    teachers: TeacherCache,
+    adapter: RestoreAdapter,
+    optimizer: torch.optim.Optimizer,
+    sample: StepSample,
+) -> dict:
     """The phases of one step over one context, as the training loop takes them."""
     phase, example = Phases(), teachers.examples[sample.index]
     with torch.no_grad():
         with phase("prefill"):
             prepared = teachers.prepared(
-                make_context(teachers.tokenizer, example.context), teachers.evictions[sample.evictor]
+                make_context(teachers.tokenizer, example.context),
+                teachers.evictions[sample.evictor],
             )
         with phase("teacher"):
             targets = teachers.targets(prepared, example)
@@ -177,7 +212,9 @@ def example(model: PreTrainedModel, options: Options) -> Example:
     draw, ids = random.Random(options.seed), model.config.get_text_config().vocab_size
     questions = tuple(f"What does part {number + 1} say?" for number in range(options.questions))
     answers = tuple(tuple(draw.randrange(ids) for _ in range(options.answer)) for _ in questions)
-    return Example(text_of(options.tokens, options.seed), questions, (None,) * len(questions), answers)
+    return Example(
+        text_of(options.tokens, options.seed), questions, (None,) * len(questions), answers
+    )
 
 
 def markdown(result: dict) -> str:
@@ -194,7 +231,13 @@ def markdown(result: dict) -> str:
     rows = []
     for row in result["rows"]:
         seconds = [f"{row['seconds'][name]:.2f}" for name in PHASES] + [f"{row['step']:.2f}"]
-        cells = [row["variant"], *seconds, shown(row["peak"]), shown(row["graph"]), size(row["stored"])]
+        cells = [
+            row["variant"],
+            *seconds,
+            shown(row["peak"]),
+            shown(row["graph"]),
+            size(row["stored"]),
+        ]
         rows.append(f"| {' | '.join(cells)} |\n")
     return head + "".join(rows)
 

@@ -1,4 +1,6 @@
-"""Whole documents (vLLM's own prefix cache) beside compressed ones (our connector), in the same KV space."""
+"""Whole documents (vLLM's own prefix cache) beside compressed ones (our connector), in the same KV
+space.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,24 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
         model, tokenizer = load_model(str(folder / "model"))
         documents = texts(tokenizer, options.tokens, options.documents)
         rows = []
-        for side, (prompts, transfer, columns) in sides(model, tokenizer, documents, folder, options, tell):
+        for side, (prompts, transfer, columns) in sides(
+            model, tokenizer, documents, folder, options, tell
+        ):
             tell(f"asking vLLM, {side}")
-            rows.append({"side": side, "positions": columns, **ask(folder, options, prompts, transfer, model.dtype)})
+            rows.append(
+                {
+                    "side": side,
+                    "positions": columns,
+                    **ask(folder, options, prompts, transfer, model.dtype),
+                }
+            )
     return {"options": asdict(options), "machine": describe_machine(1), "rows": rows, **facts}
 
 
 def save(folder: Path, name: str) -> dict:
-    """Saves the model and its tokenizer; of random weights, returns what `model` of the result says."""
+    """Saves the model and its tokenizer; of random weights, returns what `model` of the result
+    says.
+    """
     if name != RANDOM:
         for part in load_model(name):
             part.save_pretrained(folder)
@@ -67,15 +79,23 @@ def save(folder: Path, name: str) -> dict:
 
 
 def sides(
-    model: PreTrainedModel, tokenizer: Tokenizer, documents: list[str], folder: Path, options: Options,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    documents: list[str],
+    folder: Path,
+    options: Options,
     tell: Callable[[str], None],
-) -> Iterator[tuple[str, tuple[list, dict | None, int]]]:  # fmt: skip
-    """Yields every side with its prompts by document and question, its connector and the positions of a document."""
+) -> Iterator[tuple[str, tuple[list, dict | None, int]]]:
+    """Yields every side with its prompts by document and question, its connector and the positions
+    of a document.
+    """
     whole = []
     for text in documents:
         context = make_context(tokenizer, text)
         ids = context.ids[0].tolist()
-        whole.append([ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS])
+        whole.append(
+            [ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS]
+        )
     yield "whole", (whole, None, options.tokens)
     for ratio in options.ratios:
         store = folder / f"store-{ratio}"
@@ -83,23 +103,42 @@ def sides(
         prompts, columns = [], 0
         for number, text in enumerate(documents):
             tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
-            small = compress(model, tokenizer, text, evictor="snapkv", adapter=None, ratio=ratio, allocation="per-head")
+            small = compress(
+                model,
+                tokenizer,
+                text,
+                evictor="snapkv",
+                adapter=None,
+                ratio=ratio,
+                allocation="per-head",
+            )
             portable = small.portable()
             portable.save(store / f"{number}.safetensors")
-            prompts.append([portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS])
+            prompts.append(
+                [portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS]
+            )
             columns = portable.tokens
         yield f"r = {ratio}", (prompts, transfer_config(store), columns)
 
 
-def ask(folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype) -> dict:
+def ask(
+    folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype
+) -> dict:
     """Runs one side in a process of its own."""
     job = {
-        "model": str(folder / "model"), "dtype": str(dtype).removeprefix("torch."), "transfer": transfer,
-        "prompts": prompts, "warmup": list(range(100, 130)), "block": BLOCK,
-        "longest": options.tokens + 4 * SPARE, "tokens": options.answer,
-        "blocks": options.fitting * (options.tokens + 2 * SPARE) // BLOCK, "together": options.together,
-        "alone": min(4, options.documents), "loads": {"fit": options.fitting, "do not fit": options.documents},
-    }  # fmt: skip
+        "model": str(folder / "model"),
+        "dtype": str(dtype).removeprefix("torch."),
+        "transfer": transfer,
+        "prompts": prompts,
+        "warmup": list(range(100, 130)),
+        "block": BLOCK,
+        "longest": options.tokens + 4 * SPARE,
+        "tokens": options.answer,
+        "blocks": options.fitting * (options.tokens + 2 * SPARE) // BLOCK,
+        "together": options.together,
+        "alone": min(4, options.documents),
+        "loads": {"fit": options.fitting, "do not fit": options.documents},
+    }
     place = folder / "job.json"
     place.write_text(json.dumps(job))
     subprocess.run([sys.executable, "-m", "benchmarks.vllm_side", str(place)], check=True)
@@ -122,6 +161,9 @@ def tables(result: dict) -> Iterator[Table | str]:
         texts += [f"{each:.1f}" for each in rates]
         lines.append([row["side"], *texts])
     yield Table(
-        "vllm", "Whole and compressed documents in one KV space", [*head, *(f"tokens/s, {x}" for x in names)], lines
+        "vllm",
+        "Whole and compressed documents in one KV space",
+        [*head, *(f"tokens/s, {x}" for x in names)],
+        lines,
     )
     yield f"{options['model']}, documents of {options['tokens']:,} tokens, {result['machine']['processor']}."

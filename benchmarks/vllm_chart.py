@@ -16,7 +16,10 @@ def serving(result: Mapping) -> Chart:
     """Whole documents and compressed ones, one below the other."""
     options, rows = result["options"], result["rows"]
     names = [f"{row['side']}, {row['positions']:,} positions" for row in rows]
-    waits = {COLD: [median(row["cold"]) for row in rows], WARM: [median(row["warm"]) for row in rows]}
+    waits = {
+        COLD: [median(row["cold"]) for row in rows],
+        WARM: [median(row["warm"]) for row in rows],
+    }
     most = max(options["together"])
     rates = {
         Mark(words.format(options[count]), color, hatch=hatch): [

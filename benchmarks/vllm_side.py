@@ -1,6 +1,8 @@
-"""One side of `python -m benchmarks vllm`, in a process of its own: `python -m benchmarks.vllm_side JOB`.
+"""One side of `python -m benchmarks vllm`, in a process of its own: `python -m benchmarks.vllm_side
+JOB`.
 
-A side asks vLLM about documents, whole (its own prefix cache) or compressed (our connector), in the same KV space.
+A side asks vLLM about documents, whole (its own prefix cache) or compressed (our connector), in the
+same KV space.
 """
 
 import json
@@ -10,35 +12,57 @@ import time
 from pathlib import Path
 
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def measure(job: dict) -> dict:
-    """Seconds to the first token, cold and warm, and tokens a second; `prompts` holds ids by document and question."""
+    """Seconds to the first token, cold and warm, and tokens a second; `prompts` holds ids by
+    document and question.
+    """
     from vllm import LLM, SamplingParams
 
     options = {"kv_transfer_config": job["transfer"]} if job["transfer"] else {}
     llm = LLM(
-        job["model"], dtype=job["dtype"], enforce_eager=True, enable_prefix_caching=True, block_size=job["block"],
-        num_gpu_blocks_override=job["blocks"], max_model_len=job["longest"], **options,
-    )  # fmt: skip
+        job["model"],
+        dtype=job["dtype"],
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        block_size=job["block"],
+        num_gpu_blocks_override=job["blocks"],
+        max_model_len=job["longest"],
+        **options,
+    )
 
     def timed(prompts: list[list[int]], tokens: int) -> float:
-        params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, min_tokens=tokens, detokenize=False
+        )
         start = time.perf_counter()
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return time.perf_counter() - start
 
     prompts = job["prompts"]
     timed([job["warmup"]], 2)
-    first = [[timed([questions[place]], 1) for place in (0, 1)] for questions in prompts[: job["alone"]]]
-    result = {"cold": sorted(row[0] for row in first), "warm": sorted(row[1] for row in first), "throughput": {}}
+    first = [
+        [timed([questions[place]], 1) for place in (0, 1)] for questions in prompts[: job["alone"]]
+    ]
+    result = {
+        "cold": sorted(row[0] for row in first),
+        "warm": sorted(row[1] for row in first),
+        "throughput": {},
+    }
     for name, documents in job["loads"].items():
         for together in job["together"]:
-            asked = [prompts[number % documents][2 + number // documents] for number in range(together)]
-            for questions in prompts[:documents]:  # every document was asked before, so that what fits is there
+            asked = [
+                prompts[number % documents][2 + number // documents] for number in range(together)
+            ]
+            # Every document was asked before, so that what fits is there.
+            for questions in prompts[:documents]:
                 timed([questions[2]], 1)
             result["throughput"][f"{name}, {together} together"] = (
                 together * job["tokens"] / timed(asked, job["tokens"])

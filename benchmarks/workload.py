@@ -1,4 +1,5 @@
-"""What benchmarks measure: a model of random weights, a tokenizer of bytes, and the machine that runs them.
+"""What benchmarks measure: a model of random weights, a tokenizer of bytes, and the machine that
+runs them.
 
 Nothing is downloaded: time and memory depend on shapes, not on what the weights say.
 """
@@ -40,7 +41,9 @@ TEMPLATE = (
 
 def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
     """Saves random bfloat16 weights (tied embeddings, no EOS) and returns the number of parameters."""
-    config = Qwen3Config(**shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = Qwen3Config(
+        **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -55,7 +58,9 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], chat_template=TEMPLATE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], chat_template=TEMPLATE
+    )
     fast.save_pretrained(folder)
     return fast
 
@@ -68,9 +73,13 @@ def describe_machine(threads: int) -> dict:
             versions[name] = version(name)
     gpu = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
-        "date": datetime.now(UTC).date().isoformat(), "versions": versions, "processor": processor(),
-        "threads": threads, "system": platform.platform(), **gpu,
-    }  # fmt: skip
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions,
+        "processor": processor(),
+        "threads": threads,
+        "system": platform.platform(),
+        **gpu,
+    }
 
 
 def novel() -> str:
@@ -82,4 +91,6 @@ def novel() -> str:
 def texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
     """So many documents of one length, one behind the other in a novel."""
     ids = tokenizer.encode(novel())
-    return [tokenizer.decode(ids[start : start + tokens]) for start in range(0, count * tokens, tokens)]
+    return [
+        tokenizer.decode(ids[start : start + tokens]) for start in range(0, count * tokens, tokens)
+    ]

@@ -20,10 +20,13 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
     upload = client.files.wait_for_processing(upload.id, poll_interval=0.5)
     if upload.status == "error":
         raise SystemExit(upload.status_details)
-    model = client.models.list().data[-1].id  # the one that uploads are compressed for, such as smollm2:fast-0.1
+    # The one that uploads are compressed for, such as smollm2:fast-0.1.
+    model = client.models.list().data[-1].id
     chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=0, max_tokens=64)
     file = {"type": "file", "file": {"file_id": upload.id}}
-    messages = [[HumanMessage([file, {"type": "text", "text": question}])] for question in questions]
+    messages = [
+        [HumanMessage([file, {"type": "text", "text": question}])] for question in questions
+    ]
     return [answer.content for answer in chat.batch(messages)]
 
 

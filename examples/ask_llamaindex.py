@@ -1,9 +1,11 @@
-"""Ask a running `restorekv serve` about a text through LlamaIndex: pip install llama-index-llms-openai-like
+"""Ask a running `restorekv serve` about a text through LlamaIndex: pip install
+llama-index-llms-openai-like
 
 restorekv serve --model smollm2 &
 python examples/ask_llamaindex.py examples/story.txt "What was the name of the youngest son?"
 
-LlamaIndex sends the document with every question. The server knows it by its content and compresses it once.
+LlamaIndex sends the document with every question. The server knows it by its content and compresses
+it once.
 """
 
 import sys
@@ -13,10 +15,16 @@ from llama_index.core.llms import ChatMessage, DocumentBlock, TextBlock
 from llama_index.llms.openai_like import OpenAILike
 
 
-def ask(url: str, document: Path, questions: list[str], model: str = "smollm2:fast-0.1") -> list[str]:
+def ask(
+    url: str, document: Path, questions: list[str], model: str = "smollm2:fast-0.1"
+) -> list[str]:
     """Returns the answers to questions about a document."""
-    chat = OpenAILike(api_base=url, api_key="none", model=model, is_chat_model=True, temperature=0, max_tokens=64)
-    file = DocumentBlock(data=document.read_bytes(), title=document.name, document_mimetype="text/plain")
+    chat = OpenAILike(
+        api_base=url, api_key="none", model=model, is_chat_model=True, temperature=0, max_tokens=64
+    )
+    file = DocumentBlock(
+        data=document.read_bytes(), title=document.name, document_mimetype="text/plain"
+    )
     answers = []
     for question in questions:
         message = ChatMessage(role="user", blocks=[file, TextBlock(text=question)])

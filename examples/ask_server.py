@@ -13,7 +13,8 @@ import openai
 def ask(url: str, document: Path, questions: list[str]) -> list[str]:
     """Uploads a document once and returns the answers to questions about it."""
     client = openai.OpenAI(base_url=url, api_key="none")
-    model = client.models.list().data[-1].id  # the one that uploads are compressed for, such as smollm2:fast-0.1
+    # The one that uploads are compressed for, such as smollm2:fast-0.1.
+    model = client.models.list().data[-1].id
     with document.open("rb") as file:
         upload = client.files.create(file=file, purpose="user_data")
     upload = client.files.wait_for_processing(upload.id, poll_interval=0.5)
@@ -21,9 +22,14 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
         raise SystemExit(upload.status_details)
     answers = []
     for question in questions:
-        parts = [{"type": "file", "file": {"file_id": upload.id}}, {"type": "text", "text": question}]
+        parts = [
+            {"type": "file", "file": {"file_id": upload.id}},
+            {"type": "text", "text": question},
+        ]
         messages = [{"role": "user", "content": parts}]
-        reply = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=64)
+        reply = client.chat.completions.create(
+            model=model, messages=messages, temperature=0, max_tokens=64
+        )
         answers.append(reply.choices[0].message.content)
     return answers
 

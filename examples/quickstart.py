@@ -12,7 +12,10 @@ from restorekv import CompressedContext, compress, load_model
 
 HERE = Path(__file__).parent
 TEXTS = {
-    "smollm2": ("story.txt", ["What was the name of the youngest son?", "How many sons did the farmer have?"]),
+    "smollm2": (
+        "story.txt",
+        ["What was the name of the youngest son?", "How many sons did the farmer have?"],
+    ),
     "tiny": ("register.txt", ["What is the code of the market?", "What is the trade of Agnes?"]),
 }
 

@@ -1,4 +1,6 @@
-"""`python -m paper`, in a checkout: measure every table and figure of the paper, beside its own figures."""
+"""`python -m paper`, in a checkout: measure every table and figure of the paper, beside its own
+figures.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""Measures what experiments need, and tells which table is under way and how long the rest will take."""
+"""Measures what experiments need, and tells which table is under way and how long the rest will
+take.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from restorekv.evaluation.grid import Cell, Job, jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result
 from restorekv.evaluation.run import LocalPool, Progress, WorkerPool, check, run
 
-PREPARING, MATCHING = 10, 15  # what a preparation and a cell of Attention Matching cost, in cells (tiny model, CPU)
+# What a preparation and a cell of Attention Matching cost, in cells (tiny model, CPU)
+PREPARING, MATCHING = 10, 15
 CELL_SECONDS = 0.08
 UNKNOWN = 100  # contexts of a benchmark that tells no number
 NAMED = 3
@@ -27,7 +30,12 @@ Tell = Callable[[str, float], None]  # what is under way, and the share of all w
 class Clock:
     """`parts` are (what, cost) in the order of work; turns places in them into words and a share."""
 
-    def __init__(self, parts: Sequence[tuple[str, float]], tell: Tell, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, float]],
+        tell: Tell,
+        now: Callable[[], float] = time.monotonic,
+    ):
         self.parts, self.tell, self.now, self.begun = list(parts), tell, now, now()
         self.whole = sum(cost for _, cost in parts) or 1.0
 
@@ -36,7 +44,9 @@ class Clock:
         done = sum(cost for _, cost in self.parts[:turn]) + share * self.parts[turn][1]
         told = self.parts[turn][0]
         if done > 0:
-            told += f", about {spoken((self.whole - done) * (self.now() - self.begun) / done)} to go"
+            told += (
+                f", about {spoken((self.whole - done) * (self.now() - self.begun) / done)} to go"
+            )
         self.tell(told, done / self.whole)
 
 
@@ -50,7 +60,9 @@ def spoken(seconds: float) -> str:
 
 @dataclass
 class Done:
-    """Results by cell, and why an evictor on a benchmark (by its spec), or a study, could not be measured."""
+    """Results by cell, and why an evictor on a benchmark (by its spec), or a study, could not be
+    measured.
+    """
 
     results: dict[Cell, Result] = field(default_factory=dict)
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -67,7 +79,11 @@ class Done:
 
 
 def carry_out(
-    experiments: Sequence[Experiment], setting: Setting, out: Path, tell: Tell, pool: WorkerPool | None = None
+    experiments: Sequence[Experiment],
+    setting: Setting,
+    out: Path,
+    tell: Tell,
+    pool: WorkerPool | None = None,
 ) -> Done:
     """Every cell that the experiments share, then every study; what OUT holds is not done again."""
     wanted = cells(experiments, setting)
@@ -76,15 +92,21 @@ def carry_out(
     work = jobs(wanted)
     studies = [study for study in experiments if isinstance(study, Study) and study.measure]
     parts = [(named(job, experiments, setting), cost(job, out)) for job in work]
-    parts += [(f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies]
+    parts += [
+        (f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies
+    ]
     clock, done, pool = Clock(parts, tell), Done(), pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
         with done.unless((job.first.benchmark, job.first.evictor), strict=setting.tiny):
-            done.results |= zip(job.cells, run(job.cells, out, pool, listener(clock, turn)), strict=True)
+            done.results |= zip(
+                job.cells, run(job.cells, out, pool, listener(clock, turn)), strict=True
+            )
     for turn, study in enumerate(studies, len(work)):
         clock.at(turn, 0.0)
         with done.unless((study.name, ""), strict=setting.tiny):
-            study.measure(setting, out, lambda part, whole, turn=turn: clock.at(turn, part / max(whole, 1)))
+            study.measure(
+                setting, out, lambda part, whole, turn=turn: clock.at(turn, part / max(whole, 1))
+            )
     return done
 
 
@@ -118,4 +140,6 @@ def cost(job: Job, out: Path) -> float:
     """Of what is missing, in cells of one context."""
     missing = [cell for cell in job.cells if not (out / CELLS / cell.name / SUMMARY).exists()]
     each = sum(MATCHING if cell.evictor.startswith("am-") else 1 for cell in missing)
-    return (PREPARING + each) * (tasks.make(job.first.benchmark).count or UNKNOWN) if missing else 0.0
+    return (
+        (PREPARING + each) * (tasks.make(job.first.benchmark).count or UNKNOWN) if missing else 0.0
+    )

@@ -25,30 +25,52 @@ from restorekv.model.load import SMOLLM2, TINY, canonical
 RESULTS = "results"
 
 Out = Annotated[Path, typer.Argument(help="The run's folder; what it holds is not done again.")]
-Only = Annotated[str, typer.Option(help=f"Some of {', '.join((*EXPERIMENTS, *FURTHER))}, with commas.")]
-Markdown = Annotated[Path | None, typer.Option(help="The tables here too, and their figures in results/ beside it.")]
+Only = Annotated[
+    str, typer.Option(help=f"Some of {', '.join((*EXPERIMENTS, *FURTHER))}, with commas.")
+]
+Markdown = Annotated[
+    Path | None, typer.Option(help="The tables here too, and their figures in results/ beside it.")
+]
 
 
 def run(
     context: typer.Context,
     out: Out = Path("runs/paper"),
     model: options.Model = TINY,
-    adapters: Annotated[str | None, typer.Option(help="With --model: a folder by evictor, or published.")] = None,
+    adapters: Annotated[
+        str | None, typer.Option(help="With --model: a folder by evictor, or published.")
+    ] = None,
     benchmark: Annotated[
         list[str] | None,
-        typer.Option(help="With --model: a benchmark's settings, as in quality:path=FILE; repeatable."),
+        typer.Option(
+            help="With --model: a benchmark's settings, as in quality:path=FILE; repeatable."
+        ),
     ] = None,
     only: Only = "",
-    retrain: Annotated[bool, typer.Option("--retrain", help="Train the adapters that are not at hand, first.")] = False,
-    seeds: Annotated[str, typer.Option(help="Training seeds of the ablations, with commas.")] = "0,1,2",
-    data: Annotated[Path | None, typer.Option(help="With --model: what --retrain trains on.")] = None,
+    retrain: Annotated[
+        bool, typer.Option("--retrain", help="Train the adapters that are not at hand, first.")
+    ] = False,
+    seeds: Annotated[
+        str, typer.Option(help="Training seeds of the ablations, with commas.")
+    ] = "0,1,2",
+    data: Annotated[
+        Path | None, typer.Option(help="With --model: what --retrain trains on.")
+    ] = None,
     markdown: Markdown = None,
-    listed: Annotated[bool, typer.Option("--list", help="What would be measured, and nothing else.")] = False,
-    count: Annotated[int, typer.Option(min=0, help="Contexts of each benchmark; 0: its own number.")] = 0,
+    listed: Annotated[
+        bool, typer.Option("--list", help="What would be measured, and nothing else.")
+    ] = False,
+    count: Annotated[
+        int, typer.Option(min=0, help="Contexts of each benchmark; 0: its own number.")
+    ] = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    ray: Annotated[str | None, typer.Option(help="Spread over Ray: local, auto or an address.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")] = 2,
+    ray: Annotated[
+        str | None, typer.Option(help="Spread over Ray: local, auto or an address.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")
+    ] = 2,
 ) -> None:
     common = {"count": count, "seeds": numbers(seeds), "device": device, "dtype": dtype}
     asked = setting_of(out, canonical(model), adapters, benchmark or [], data, common)
@@ -65,25 +87,42 @@ def run(
     if retrain:
         train_all(plan.trainings(experiments, asked), workers, 1)
     with warnings.catch_warnings(), open_pool(ray, workers, device) as pool, bar() as progress:
-        warnings.simplefilter("ignore", RestoreKVWarning)  # mismatched adapters are what some tables are about
+        # Mismatched adapters are what some tables are about.
+        warnings.simplefilter("ignore", RestoreKVWarning)
         done = carry_out(experiments, asked, out, told(progress), pool)
     page = write(experiments, asked, done, out, typed(context))
     if markdown:
         copy(page.parent, markdown)
     for experiment in experiments:
-        for line in (*plan.missing(experiment, asked), *plan.unreachable(experiment, asked, done.failed)):
-            notes.print(f"{experiment.number or experiment.title}: not measured, {line}", highlight=False, markup=False)
+        for line in (
+            *plan.missing(experiment, asked),
+            *plan.unreachable(experiment, asked, done.failed),
+        ):
+            notes.print(
+                f"{experiment.number or experiment.title}: not measured, {line}",
+                highlight=False,
+                markup=False,
+            )
     print_written(page)
 
 
 def setting_of(
-    out: Path, model: str, adapters: str | None, benchmarks: list[str], data: Path | None, common: dict[str, object]
+    out: Path,
+    model: str,
+    adapters: str | None,
+    benchmarks: list[str],
+    data: Path | None,
+    common: dict[str, object],
 ) -> setting.Setting:
     """What the model is asked; refuses what is for another one."""
     if model == TINY and (adapters or data or benchmarks):
-        raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the tiny one has its own.")
+        raise RestoreKVError(
+            "--adapters, --data and --benchmark are for another --model; the tiny one has its own."
+        )
     if model == SMOLLM2 and benchmarks:
-        raise RestoreKVError("--benchmark is for another --model; smollm2 has benchmarks that ship, see --count.")
+        raise RestoreKVError(
+            "--benchmark is for another --model; smollm2 has benchmarks that ship, see --count."
+        )
     if model == TINY:
         return setting.tiny(out, **common)
     if model == SMOLLM2:
@@ -92,7 +131,8 @@ def setting_of(
 
 
 def copy(report: Path, markdown: Path) -> None:
-    """The report's Markdown; its figures, and a folder of its charts, under the same name in results/ beside it.
+    """The report's Markdown; its figures, and a folder of its charts, under the same name in
+    results/ beside it.
 
     Where the Markdown is in a folder results/ itself, they are there too.
     """
@@ -136,7 +176,9 @@ def numbers(given: str) -> tuple[int, ...]:
     """ "0,1,2" -> (0, 1, 2)."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise RestoreKVError(f"--seeds takes whole numbers with commas between them, not {given!r}.")
+        raise RestoreKVError(
+            f"--seeds takes whole numbers with commas between them, not {given!r}."
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -149,9 +191,16 @@ def tell_list(experiments: list[plan.Experiment], asked: setting.Setting) -> Non
         for line in plan.missing(experiment, asked):
             output.print(f"{'':18} missing: {line}", markup=False, highlight=False, soft_wrap=True)
     every = plan.cells(experiments, asked)
-    output.print(f"{len(every)} cells in all; --retrain would train {len(plan.trainings(experiments, asked))} adapters")
+    output.print(
+        f"{len(every)} cells in all; --retrain would train {len(plan.trainings(experiments, asked))} adapters"
+    )
     for training in plan.trainings(experiments, asked):
-        output.print(f"{training.state():>16}  {training.name}", markup=False, highlight=False, soft_wrap=True)
+        output.print(
+            f"{training.state():>16}  {training.name}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def bar() -> Progress:

@@ -1,4 +1,6 @@
-"""What a table or figure of the paper is: rows measured at places, the paper's figures for them, and what they show."""
+"""What a table or figure of the paper is: rows measured at places, the paper's figures for them,
+and what they show.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from restorekv.evaluation.tables import name_method
 
 @dataclass(frozen=True)
 class Place:
-    """Where a score is measured: one of the paper's benchmarks, a ratio, and a part of the benchmark's tasks.
+    """Where a score is measured: one of the paper's benchmarks, a ratio, and a part of the
+    benchmark's tasks.
 
-    With `parts` it is the mean over those; `relative` makes it the share of the full cache's, in percent.
+    With `parts` it is the mean over those; `relative` makes it the share of the full cache's, in
+    percent.
     """
 
     benchmark: str
@@ -26,7 +30,9 @@ class Place:
     @property
     def each(self) -> tuple[Place, ...]:
         """The places that it is the mean of."""
-        return tuple(replace(self, part=part, parts=(), relative=False) for part in self.parts) or (self,)
+        return tuple(replace(self, part=part, parts=(), relative=False) for part in self.parts) or (
+            self,
+        )
 
 
 Spot: TypeAlias = tuple[str, Place]  # a row at a place
@@ -40,8 +46,9 @@ OWN: Own = "own"
 class Row:
     """A method: the evictor used, its adapter, its conventions; and the paper's points for it.
 
-    The adapter is None for the evictor alone, OWN for the one that belongs to the evictor, or what is changed of the
-    training settings in an ablation. `also` are points of further backbones that the paper's table has, by backbone.
+    The adapter is None for the evictor alone, OWN for the one that belongs to the evictor, or what
+    is changed of the training settings in an ablation. `also` are points of further backbones that
+    the paper's table has, by backbone.
     """
 
     label: str
@@ -59,7 +66,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """The weighted sum of scores, and `plus`, is above zero; less a deviation over seeds if a spot for it is named.
+    """The weighted sum of scores, and `plus`, is above zero; less a deviation over seeds if a spot
+    for it is named.
 
     The sum is in points: how far the scores are on the claim's side of its border.
     """
@@ -81,10 +89,11 @@ class Most:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table or figure of scores. `against` names the row that another one is compared with, question by question.
+    """A table or figure of scores. `against` names the row that another one is compared with,
+    question by question.
 
-    `orders` asks how many pairs of rows stand as in the paper; `chart` draws scores over ratios. `seconds` are the
-    paper's for making a cache, of the fast row and then the slow one.
+    `orders` asks how many pairs of rows stand as in the paper; `chart` draws scores over ratios.
+    `seconds` are the paper's for making a cache, of the fast row and then the slow one.
     """
 
     name: str

@@ -1,7 +1,9 @@
-"""Beside the scores: how far each row's caches are from the full one, KL(full || cache) and the share of same answers.
+"""Beside the scores: how far each row's caches are from the full one, KL(full || cache) and the
+share of same answers.
 
-Every task counts, also those on which the full cache scores too little to lose. A row's KL is the mean over all tokens
-of the full cache's answers, over its seeds alike; intervals are 95 % bootstraps over contexts, differences are paired.
+Every task counts, also those on which the full cache scores too little to lose. A row's KL is the
+mean over all tokens of the full cache's answers, over its seeds alike; intervals are 95 %
+bootstraps over contexts, differences are paired.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ NOTE = (
     "what parts it from {against} with the 95 % interval of that. Same: answers with the full cache's very text, in "
     "percent. All tasks count."
 )
-Found = Mapping[Asked, Mapping[int | None, Sequence[Result]]]  # results by seed, as `plan.measured` gives them
+# Results by seed, as `plan.measured` gives them.
+Found = Mapping[Asked, Mapping[int | None, Sequence[Result]]]
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """`sums` of KL over tokens and their number `tokens`, both (documents,); `same` in percent. Means over seeds."""
+    """`sums` of KL over tokens and their number `tokens`, both (documents,); `same` in percent.
+    Means over seeds.
+    """
 
     sums: np.ndarray
     tokens: np.ndarray
@@ -41,22 +46,31 @@ class Fidelity:
         return float(self.sums.sum() / self.tokens.sum())
 
     def draws(self) -> np.ndarray:
-        """The KL of every resampled set of documents: (RESAMPLES,), not a number where a set has no tokens."""
+        """The KL of every resampled set of documents: (RESAMPLES,), not a number where a set has no
+        tokens.
+        """
         drawn = resamples(len(self.sums), 0)
         with np.errstate(invalid="ignore"):
             return (drawn @ self.sums) / (drawn @ self.tokens)
 
 
 def read(by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]) -> Fidelity | None:
-    """Over some of the tasks (none: all of them); None where an answer was recorded without its fidelity."""
+    """Over some of the tasks (none: all of them); None where an answer was recorded without its
+    fidelity.
+    """
     sums, tokens, same = [], [], []
     for results in by_seed.values():
-        lines = [[told for told in line["answers"] if not tasks or told["task"] in tasks]
-                 for result in results for line in result.lines]  # fmt: skip
+        lines = [
+            [told for told in line["answers"] if not tasks or told["task"] in tasks]
+            for result in results
+            for line in result.lines
+        ]
         every = [told for answers in lines for told in answers]
         if not every or not all("kl" in told for told in every):
             return None
-        sums.append([sum(told["kl"] * told["answer_tokens"] for told in answers) for answers in lines])
+        sums.append(
+            [sum(told["kl"] * told["answer_tokens"] for told in answers) for answers in lines]
+        )
         tokens.append([sum(told["answer_tokens"] for told in answers) for answers in lines])
         same.append(100 * float(np.mean([told["same"] for told in every])))
     return Fidelity(np.mean(sums, 0), np.mean(tokens, 0), float(np.mean(same)))
@@ -71,16 +85,23 @@ def interval(one: Fidelity, other: Fidelity | None = None) -> tuple[float, float
 
 def known(experiment: Comparison, setting: Setting, found: Found) -> dict[Asked, Fidelity]:
     """Of every row but the full cache's, where it was recorded."""
-    told = {spot: read(by_seed, setting.benches[spot[1]].all_tasks)
-            for spot, by_seed in found.items() if experiment.rows[spot[0]].evictor != FULL}  # fmt: skip
+    told = {
+        spot: read(by_seed, setting.benches[spot[1]].all_tasks)
+        for spot, by_seed in found.items()
+        if experiment.rows[spot[0]].evictor != FULL
+    }
     return {spot: fidelity for spot, fidelity in told.items() if fidelity}
 
 
-def tables(experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str) -> Iterator[Table]:
+def tables(
+    experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str
+) -> Iterator[Table]:
     """Methods down, ratios across; none for a benchmark without figures."""
     if not any(spot[1] == key for spot in known):
         return
-    ratios = list(dict.fromkeys(place.ratio for place in experiment.places if place.benchmark == key))
+    ratios = list(
+        dict.fromkeys(place.ratio for place in experiment.places if place.benchmark == key)
+    )
     head = ["method"]
     for ratio in ratios:
         head += [f"r = {ratio:g} KL, nats", f"r = {ratio:g} same, %"]
@@ -88,7 +109,9 @@ def tables(experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidel
     strong: list[int] = []
     for name, row in experiment.rows.items():
         if row.evictor != FULL:
-            made = [cell for ratio in ratios for cell in cells(experiment, known, (name, key, ratio))]
+            made = [
+                cell for ratio in ratios for cell in cells(experiment, known, (name, key, ratio))
+            ]
             if name in experiment.against and row.adapter is not None:
                 strong.append(len(lines))
             lines.append([row.label, *made])
@@ -113,12 +136,20 @@ def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) 
 def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
     """In how many pairs of a restored row and its base the KL is lower."""
     rows = experiment.rows
-    pairs = [(known[spot], known[other, *spot[1:]]) for spot in known
-             if (other := experiment.against.get(spot[0], "")) and (other, *spot[1:]) in known
-             and rows[spot[0]].adapter is not None and rows[other].adapter is None]  # fmt: skip
+    pairs = [
+        (known[spot], known[other, *spot[1:]])
+        for spot in known
+        if (other := experiment.against.get(spot[0], ""))
+        and (other, *spot[1:]) in known
+        and rows[spot[0]].adapter is not None
+        and rows[other].adapter is None
+    ]
     if pairs:
         found = [interval(*pair) for pair in pairs]
-        less, surely = sum(value < 0 for value, _, _ in found), sum(high < 0 for _, _, high in found)
+        less, surely = (
+            sum(value < 0 for value, _, _ in found),
+            sum(high < 0 for _, _, high in found),
+        )
         raised = sum(low > 0 for _, low, _ in found)
         yield (
             f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; the interval is below zero in "
@@ -140,5 +171,8 @@ def figures(
         base = experiment.against.get(row, "")
         if (base, key, ratio) in known:
             apart = interval(mine, known[base, key, ratio])
-            line |= {"against": base, **dict(zip(("kl_change", "change_low", "change_high"), apart, strict=True))}
+            line |= {
+                "against": base,
+                **dict(zip(("kl_change", "change_low", "change_high"), apart, strict=True)),
+            }
         yield line

@@ -1,4 +1,6 @@
-"""What experiments need: cells that they share, adapters that are not at hand, and the scores that come of it."""
+"""What experiments need: cells that they share, adapters that are not at hand, and the scores that
+come of it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def needs(experiment: Experiment, setting: Setting) -> list[Need]:
 
 
 def cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell]:
-    """Returns each cell once, in the experiments' order, with those of the full cache, which decide what counts."""
+    """Returns each cell once, in the experiments' order, with those of the full cache, which decide
+    what counts.
+    """
     found: dict[Cell, None] = {}
     for experiment in experiments:
         found |= dict.fromkeys(need.cell for need in needs(experiment, setting))
@@ -81,8 +85,12 @@ def missing(experiment: Experiment, setting: Setting) -> Iterator[str]:
             yield f"{row.label}: no adapter" + (f" ({names})" if names else "")
 
 
-def unreachable(experiment: Experiment, setting: Setting, failed: Mapping[tuple[str, str], str]) -> list[str]:
-    """Evictors on benchmarks, or the study itself, that could not be measured, and why (`carry_out.Done.failed`)."""
+def unreachable(
+    experiment: Experiment, setting: Setting, failed: Mapping[tuple[str, str], str]
+) -> list[str]:
+    """Evictors on benchmarks, or the study itself, that could not be measured, and why
+    (`carry_out.Done.failed`).
+    """
     if isinstance(experiment, Study):
         return [failed[experiment.name, ""]] if (experiment.name, "") in failed else []
     told = [
@@ -97,8 +105,13 @@ def unreachable(experiment: Experiment, setting: Setting, failed: Mapping[tuple[
 
 def seeds_told(experiment: Comparison, setting: Setting) -> str:
     """Which training seeds stand behind the rows, where that is not one and the same."""
-    found = {row.label: [seed for seed, place in setting.located(row).items() if seed is not None and place]
-             for row in experiment.rows.values() if isinstance(row.adapter, Mapping)}  # fmt: skip
+    found = {
+        row.label: [
+            seed for seed, place in setting.located(row).items() if seed is not None and place
+        ]
+        for row in experiment.rows.values()
+        if isinstance(row.adapter, Mapping)
+    }
     if not found or all(len(seeds) == len(setting.seeds) for seeds in found.values()):
         return ""
     groups: dict[tuple[int, ...], list[str]] = {}
@@ -115,19 +128,28 @@ def seeds_told(experiment: Comparison, setting: Setting) -> str:
 
 
 def scores(experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> Scores:
-    """Of the cells that are done; tasks on which the full cache scores below 10 are left out of every mean."""
+    """Of the cells that are done; tasks on which the full cache scores below 10 are left out of
+    every mean.
+    """
     used = asked(experiment)
-    runs = {spot: {seed: answers(found) for seed, found in by_seed.items()}
-            for spot, by_seed in measured(experiment, setting, results).items()}  # fmt: skip
+    runs = {
+        spot: {seed: answers(found) for seed, found in by_seed.items()}
+        for spot, by_seed in measured(experiment, setting, results).items()
+    }
     sets = list(dict.fromkeys(setting.benches[key].specs for key in used))
     whole = {key: full_answers(key, setting, results) for key in used}
     out = {key: nothing_to_lose(setting.benches[key], told) for key, told in whole.items()}
     made = Scores(
-        runs, {(key, part): counted_tasks(of, whole[key], out[key])
-               for key in used for part, of in setting.benches[key].parts.items()},
+        runs,
+        {
+            (key, part): counted_tasks(of, whole[key], out[key])
+            for key in used
+            for part, of in setting.benches[key].parts.items()
+        },
         frozenset(key for key in used if setting.benches[key].by_context),
-        {key: sets.index(setting.benches[key].specs) for key in used}, out,
-    )  # fmt: skip
+        {key: sets.index(setting.benches[key].specs) for key in used},
+        out,
+    )
     made.check()
     return made
 
@@ -135,17 +157,24 @@ def scores(experiment: Comparison, setting: Setting, results: Mapping[Cell, Resu
 def measured(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> dict[Asked, dict[int | None, list[Result]]]:
-    """What is done of every row, benchmark and ratio, by seed in their order: a result for each spec, all or none."""
+    """What is done of every row, benchmark and ratio, by seed in their order: a result for each
+    spec, all or none.
+    """
     wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
     for need in needs(experiment, setting):
-        held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(need.seed, [])
+        held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(
+            need.seed, []
+        )
         held += [need.cell] if need.cell not in held else []
     done = {cell for cell, result in results.items() if result.done}
     found = {
-        spot: {seed: [results[cell] for cell in by_seed[seed]] for seed in sorted(by_seed, key=str)
-               if done.issuperset(by_seed[seed])}
+        spot: {
+            seed: [results[cell] for cell in by_seed[seed]]
+            for seed in sorted(by_seed, key=str)
+            if done.issuperset(by_seed[seed])
+        }
         for spot, by_seed in wanted.items()
-    }  # fmt: skip
+    }
     return {spot: by_seed for spot, by_seed in found.items() if by_seed}
 
 
@@ -161,7 +190,9 @@ def answers(found: Sequence[Result]) -> list[Answer]:
 
 
 def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> list[Answer]:
-    """The full cache's to all that stands for a benchmark of the paper; none where they are not at hand."""
+    """The full cache's to all that stands for a benchmark of the paper; none where they are not at
+    hand.
+    """
     found = [results[cell] for cell in setting.full(key) if cell in results and results[cell].done]
     return answers(found) if len(found) == len(setting.benches[key].specs) else []
 
@@ -172,29 +203,46 @@ def nothing_to_lose(bench: Bench, full: Sequence[Answer]) -> list[str]:
     return [task for task in below if not named or task in named]
 
 
-def counted_tasks(tasks: tuple[str, ...], full: Sequence[Answer], out: Sequence[str]) -> tuple[str, ...]:
-    """Those of a part (none: all of them) that its mean is over: without those left `out`, unless that is every one."""
+def counted_tasks(
+    tasks: tuple[str, ...], full: Sequence[Answer], out: Sequence[str]
+) -> tuple[str, ...]:
+    """Those of a part (none: all of them) that its mean is over: without those left `out`, unless
+    that is every one.
+    """
     if not out:
         return tasks
     every = dict.fromkeys(answer.family for answer in full)
-    return tuple(task for task in every if task not in out and (not tasks or task in tasks)) or tasks
+    return (
+        tuple(task for task in every if task not in out and (not tasks or task in tasks)) or tasks
+    )
 
 
-def seconds(experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> dict[str, dict[str, float]]:
-    """What a cache takes to make, by row that the experiment times and sample, at its tightest ratio.
+def seconds(
+    experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
+) -> dict[str, dict[str, float]]:
+    """What a cache takes to make, by row that the experiment times and sample, at its tightest
+    ratio.
 
-    A preparation's first cell bears prefill and scores, its first restored one the restore pass: both count for all.
+    A preparation's first cell bears prefill and scores, its first restored one the restore pass:
+    both count for all.
     """
     told, tight = {}, min(place.ratio for place in experiment.places)
     for name in experiment.seconds:
-        mine = [n.cell for n in needs(experiment, setting) if n.row == name and n.place.ratio == tight]
+        mine = [
+            n.cell for n in needs(experiment, setting) if n.row == name and n.place.ratio == tight
+        ]
         if not mine or mine[0] not in results or not results[mine[0]].done:
             continue
-        shared = [result for cell, result in results.items() if cell.preparation == mine[0].preparation]
+        shared = [
+            result for cell, result in results.items() if cell.preparation == mine[0].preparation
+        ]
         alike = [result for result in shared if result.cell.adapter == mine[0].adapter]
         phases = (phase(shared, "prefill"), phase(shared, "score"), phase(alike, "restore"))
         own = phase([results[mine[0]]], "evict")
-        told[name] = {sample: took + sum(each.get(sample, 0) for each in phases) for sample, took in own.items()}
+        told[name] = {
+            sample: took + sum(each.get(sample, 0) for each in phases)
+            for sample, took in own.items()
+        }
     return told
 
 

@@ -1,4 +1,6 @@
-"""What the tiny model's adapters are trained with; paper/log.md tells where and why this is not the paper's."""
+"""What the tiny model's adapters are trained with; paper/log.md tells where and why this is not the
+paper's.
+"""
 
 from __future__ import annotations
 
@@ -22,4 +24,5 @@ SHIPPED = TrainConfig(
     max_new_tokens=48,
     keep=CONTEXTS,
 )
-ABLATIONS = replace(SHIPPED, contexts=4)  # a step: half of what the shipped adapters were trained with, for time
+# A step: half of what the shipped adapters were trained with, for time.
+ABLATIONS = replace(SHIPPED, contexts=4)

@@ -1,4 +1,6 @@
-"""What stands behind a page's figures: the full cache by task, what caches held, when and with what it was made."""
+"""What stands behind a page's figures: the full cache by task, what caches held, when and with what
+it was made.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def section(results: Mapping[Cell, Result]) -> Section | None:
     """Returns the last section of a page; None where nothing is measured."""
     done = {cell: result for cell, result in results.items() if result.done}
     blocks: list[Block] = [full_cache(done)] if any(cell.evictor == FULL for cell in done) else []
-    return Section("The full cache, and what the caches held", RULE, [*blocks, held(done)]) if done else None
+    return (
+        Section("The full cache, and what the caches held", RULE, [*blocks, held(done)])
+        if done
+        else None
+    )
 
 
 def full_cache(done: Mapping[Cell, Result]) -> Table:
@@ -41,11 +47,24 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
             counts = points["score"] >= LEAST
             shown = format_score(points["score"], *bounds(points))
             rows.append(
-                [*asked(cell), task, format_number(points["questions"], 0), shown, "counts" if counts else "below 10"]
+                [
+                    *asked(cell),
+                    task,
+                    format_number(points["questions"], 0),
+                    shown,
+                    "counts" if counts else "below 10",
+                ]
             )
             figures = {key: points[key] for key in ("questions", "score", "low", "high")}
-            data.append({"benchmark": cell.benchmark, "protocol": cell.protocol, "task": task, **figures,
-                         "counts": counts})  # fmt: skip
+            data.append(
+                {
+                    "benchmark": cell.benchmark,
+                    "protocol": cell.protocol,
+                    "task": task,
+                    **figures,
+                    "counts": counts,
+                }
+            )
     head = ["benchmark", "settings", "task", "questions", "score of the full cache", "in means"]
     note = f"Points, 0 to 100; 95 % intervals over at least {FEW} contexts."
     return Table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
@@ -54,11 +73,17 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
 def held(done: Mapping[Cell, Result]) -> Table:
     """Returns what caches held: a line for every benchmark, ratio and size."""
     groups: dict[tuple, dict[str, None]] = {}
-    for cell, result in sorted(done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)):
+    for cell, result in sorted(
+        done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)
+    ):
         sizes = tuple(result.summary[key] for key in ("pairs", "pairs_with_prefix", "bytes"))
-        groups.setdefault((*asked(cell), cell.value, *sizes), {})[name_method(cell.evictor, cell.restored)] = None
-    rows = [[title, settings, f"{ratio:g}", ", ".join(names), *(f"{size:,.0f}" for size in sizes)]
-            for (title, settings, ratio, *sizes), names in groups.items()]  # fmt: skip
+        groups.setdefault((*asked(cell), cell.value, *sizes), {})[
+            name_method(cell.evictor, cell.restored)
+        ] = None
+    rows = [
+        [title, settings, f"{ratio:g}", ", ".join(names), *(f"{size:,.0f}" for size in sizes)]
+        for (title, settings, ratio, *sizes), names in groups.items()
+    ]
     head = ["benchmark", "settings", "r", "methods", "pairs", "with prefix", "bytes"]
     return Table("held", "Held for a context", head, rows, NOTE, left=(0, 1, 3))
 
@@ -76,10 +101,14 @@ def made_with(command: str) -> dict[str, object]:
 def sentence(made: Mapping[str, object]) -> Iterator[str]:
     """Yields the same as a sentence, where there was a command."""
     if made["command"]:
-        versions = ", ".join(f"{package} {version}" for package, version in made["versions"].items())
+        versions = ", ".join(
+            f"{package} {version}" for package, version in made["versions"].items()
+        )
         yield f"Written on {made['date']} by `{made['command']}` ({versions}; {made['processor']})."
 
 
 def of_cells(done: Sequence[Result]) -> dict[str, dict]:
     """Returns pairs and bytes that every cell's caches held, by the cell's name."""
-    return {result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done}
+    return {
+        result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done
+    }

@@ -1,7 +1,8 @@
 """From answers to scores over seeds, paired differences, and which of the paper's claims hold.
 
-A score is the mean over seeds of the mean over tasks, in points. Intervals are 95 % bootstraps over contexts and,
-within each row, over its seeds; contexts are drawn alike for all rows, so that differences are paired.
+A score is the mean over seeds of the mean over tasks, in points. Intervals are 95 % bootstraps over
+contexts and, within each row, over its seeds; contexts are drawn alike for all rows, so that
+differences are paired.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from itertools import combinations
 import numpy as np
 
 from paper.experiment import Claim, Comparison, Most, Place, Spot, Weights
-from restorekv.evaluation.stats import RESAMPLES, Answer, mean_score, resampled, same_questions, tally
+from restorekv.evaluation.stats import (
+    RESAMPLES,
+    Answer,
+    mean_score,
+    resampled,
+    same_questions,
+    tally,
+)
 
 Runs = Mapping[int | None, Sequence[Answer]]  # answers by seed
 HOLDS, NOISE, FAILS, MISSING = "holds", "within noise", "does not hold", "not measured"
@@ -21,11 +29,13 @@ HOLDS, NOISE, FAILS, MISSING = "holds", "within noise", "does not hold", "not me
 
 @dataclass(frozen=True)
 class Scores:
-    """`runs` by row, benchmark and ratio; `tasks` by benchmark and part (empty: all of them, absent: no counterpart).
+    """`runs` by row, benchmark and ratio; `tasks` by benchmark and part (empty: all of them,
+    absent: no counterpart).
 
-    `full` names the row of the full cache; `by_context` the benchmarks whose tasks are means over contexts' means;
-    `sets` numbers the sets of contexts, so that benchmarks that share one are resampled alike; `left_out` are a
-    benchmark's tasks on which the full cache scores too little to lose, which `tasks` lacks unless there is no other.
+    `full` names the row of the full cache; `by_context` the benchmarks whose tasks are means over
+    contexts' means; `sets` numbers the sets of contexts, so that benchmarks that share one are
+    resampled alike; `left_out` are a benchmark's tasks on which the full cache scores too little to
+    lose, which `tasks` lacks unless there is no other.
     """
 
     runs: Mapping[tuple[str, str, float], Runs]
@@ -37,10 +47,14 @@ class Scores:
     drawn: dict = field(default_factory=dict, compare=False, repr=False)
 
     def known(self, row: str, place: Place) -> list[Place]:
-        """The places behind `place` that have answers and a counterpart; of several those with something to lose."""
+        """The places behind `place` that have answers and a counterpart; of several those with
+        something to lose.
+        """
         if not self.runs.get((row, place.benchmark, place.ratio)):
             return []
-        if place.relative and not self.known(self.full, Place(place.benchmark, place.ratio, parts=place.parts)):
+        if place.relative and not self.known(
+            self.full, Place(place.benchmark, place.ratio, parts=place.parts)
+        ):
             return []
         found = [
             each
@@ -61,15 +75,24 @@ class Scores:
         """Those to the tasks of one part, by seed."""
         wanted = self.tasks[place.benchmark, place.part]
         found = self.runs[row, place.benchmark, place.ratio]
-        return {seed: [a for a in run if not wanted or a.family in wanted] for seed, run in found.items()}
+        return {
+            seed: [a for a in run if not wanted or a.family in wanted]
+            for seed, run in found.items()
+        }
 
     def seeds(self, row: str, place: Place) -> dict[int | None, float]:
         """Every seed's own score in points."""
         by_context, made = place.benchmark in self.by_context, []
         for each in self.known(row, place):
-            made.append({seed: mean_score(run, by_context) for seed, run in self.answers(row, each).items()})
+            made.append(
+                {seed: mean_score(run, by_context) for seed, run in self.answers(row, each).items()}
+            )
         means = {seed: float(np.mean([scores[seed] for scores in made])) for seed in made[0]}
-        return {seed: 100 * mean / self.whole(place) for seed, mean in means.items()} if place.relative else means
+        return (
+            {seed: 100 * mean / self.whole(place) for seed, mean in means.items()}
+            if place.relative
+            else means
+        )
 
     def points(self, row: str, place: Place) -> float:
         """The mean over the seeds."""
@@ -85,13 +108,17 @@ class Scores:
         return float(np.std(found, ddof=1)) if len(found) > 1 else None
 
     def draws(self, row: str, place: Place, stream: int) -> np.ndarray:
-        """The score of as many resampled sets of contexts, each with as many resampled seeds: (RESAMPLES,).
+        """The score of as many resampled sets of contexts, each with as many resampled seeds:
+        (RESAMPLES,).
 
-        `stream` numbers the row in a margin: its seeds are drawn alike at all places and apart from other rows'.
+        `stream` numbers the row in a margin: its seeds are drawn alike at all places and apart from
+        other rows'.
         """
         key = (row, place, stream)
         if key not in self.drawn:
-            made = np.mean([self.part(row, each, stream) for each in self.known(row, place)], axis=0)
+            made = np.mean(
+                [self.part(row, each, stream) for each in self.known(row, place)], axis=0
+            )
             if place.relative:
                 whole = Place(place.benchmark, place.ratio, parts=place.parts)
                 made = 100 * made / self.draws(self.full, whole, 0)
@@ -99,14 +126,22 @@ class Scores:
         return self.drawn[key]
 
     def part(self, row: str, place: Place, stream: int) -> np.ndarray:
-        """All contexts are resampled, also those that no task of the part is asked of: parts of one set are paired."""
+        """All contexts are resampled, also those that no task of the part is asked of: parts of one
+        set are paired.
+        """
         wanted, by_seed = self.tasks[place.benchmark, place.part], []
         for run in self.runs[row, place.benchmark, place.ratio].values():
             sums, counts = tally(run, place.benchmark in self.by_context)
             families = list(dict.fromkeys(answer.family for answer in run))
-            columns = [index for index, family in enumerate(families) if not wanted or family in wanted]
-            by_seed.append(resampled(sums[:, columns], counts[:, columns], self.sets.get(place.benchmark, 0)))
-        chosen = np.random.default_rng(stream).integers(len(by_seed), size=(len(by_seed), RESAMPLES))
+            columns = [
+                index for index, family in enumerate(families) if not wanted or family in wanted
+            ]
+            by_seed.append(
+                resampled(sums[:, columns], counts[:, columns], self.sets.get(place.benchmark, 0))
+            )
+        chosen = np.random.default_rng(stream).integers(
+            len(by_seed), size=(len(by_seed), RESAMPLES)
+        )
         return np.stack(by_seed)[chosen, np.arange(RESAMPLES)].mean(0)
 
     def check(self) -> None:
@@ -122,13 +157,18 @@ def margin(scores: Scores, weights: Weights) -> tuple[float, float, float]:
     """A weighted sum of scores with its interval."""
     rows = list(dict.fromkeys(row for row, _ in weights))
     value = sum(weight * scores.points(*spot) for spot, weight in weights.items())
-    drawn = sum(weight * scores.draws(*spot, rows.index(spot[0])) for spot, weight in weights.items())
-    low, high = np.nanpercentile(drawn, (2.5, 97.5))  # of few contexts some sets hold none that a part is asked of
+    drawn = sum(
+        weight * scores.draws(*spot, rows.index(spot[0])) for spot, weight in weights.items()
+    )
+    # Of few contexts some sets hold none that a part is asked of.
+    low, high = np.nanpercentile(drawn, (2.5, 97.5))
     return float(value), float(low), float(high)
 
 
 def spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
-    """The deviation over seeds with the 95 % interval that so few seeds leave it (chi-square, seeds normal)."""
+    """The deviation over seeds with the 95 % interval that so few seeds leave it (chi-square, seeds
+    normal).
+    """
     seeds, std = len(scores.seeds(*spot)), scores.std(*spot)
     drawn = np.random.default_rng(0).chisquare(seeds - 1, 200_000) / (seeds - 1)
     least, most = np.percentile(drawn, (2.5, 97.5))
@@ -146,7 +186,9 @@ def verdict(value: float, low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, its margin in the paper and ours; None where that is not known. `of` counts the margins of a Most."""
+    """A claim, its margin in the paper and ours; None where that is not known. `of` counts the
+    margins of a Most.
+    """
 
     text: str
     verdict: str
@@ -167,7 +209,11 @@ def judged(claim: Claim | Most, experiment: Comparison, scores: Scores) -> Judge
         return Judged(claim.text, MISSING, paper)
     value, low, high = margin(scores, claim.weights) if claim.weights else (0.0, 0.0, 0.0)
     std, least, greatest = spread(scores, claim.spread) if claim.spread else (0.0, 0.0, 0.0)
-    value, low, high = value + claim.plus - std, low + claim.plus - greatest, high + claim.plus - least
+    value, low, high = (
+        value + claim.plus - std,
+        low + claim.plus - greatest,
+        high + claim.plus - least,
+    )
     return Judged(claim.text, verdict(value, low, high), paper, value, low, high)
 
 
@@ -179,18 +225,32 @@ def most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> Judged
     for weights in claim.margins:
         rows = list(dict.fromkeys(row for row, _ in weights))
         value += sum(weight * scores.points(*spot) for spot, weight in weights.items()) > 0
-        drawn += sum(weight * scores.draws(*spot, rows.index(spot[0])) for spot, weight in weights.items()) > 0
+        drawn += (
+            sum(
+                weight * scores.draws(*spot, rows.index(spot[0]))
+                for spot, weight in weights.items()
+            )
+            > 0
+        )
     low, high = np.percentile(drawn, (2.5, 97.5))
     told = HOLDS if low >= claim.least else FAILS if high < claim.least else NOISE
-    return Judged(claim.text, told, paper, float(value), float(low), float(high), len(claim.margins))
+    return Judged(
+        claim.text, told, paper, float(value), float(low), float(high), len(claim.margins)
+    )
 
 
 def of_paper(claim: Claim | Most, experiment: Comparison, backbone: str = "") -> float | None:
-    """The claim's margin in the paper's own figures, or how many are above zero; None where it does not give them."""
+    """The claim's margin in the paper's own figures, or how many are above zero; None where it does
+    not give them.
+    """
 
     def summed(weights: Weights) -> float | None:
         points = [experiment.rows[row].points(backbone).get(place) for row, place in weights]
-        return None if None in points else sum(w * p for w, p in zip(weights.values(), points, strict=True))
+        return (
+            None
+            if None in points
+            else sum(w * p for w, p in zip(weights.values(), points, strict=True))
+        )
 
     if isinstance(claim, Most):
         margins = [summed(weights) for weights in claim.margins]
@@ -203,8 +263,14 @@ def of_paper(claim: Claim | Most, experiment: Comparison, backbone: str = "") ->
 
 
 def ordered(experiment: Comparison, scores: Scores, place: Place) -> dict:
-    """All pairs of rows that differ in the paper at a place: ordered so here, within noise, or the other way."""
-    known = [row for row in experiment.rows if place in experiment.rows[row].paper and scores.has((row, place))]
+    """All pairs of rows that differ in the paper at a place: ordered so here, within noise, or the
+    other way.
+    """
+    known = [
+        row
+        for row in experiment.rows
+        if place in experiment.rows[row].paper and scores.has((row, place))
+    ]
     counted = {"as in the paper": [], NOISE: [], "the other way": []}
     for one, other in combinations(known, 2):
         gap = experiment.rows[one].paper[place] - experiment.rows[other].paper[place]
@@ -212,5 +278,7 @@ def ordered(experiment: Comparison, scores: Scores, place: Place) -> dict:
             continue
         better, worse = (one, other) if gap > 0 else (other, one)
         kind = verdict(*margin(scores, {(better, place): 1, (worse, place): -1}))
-        counted[{HOLDS: "as in the paper", FAILS: "the other way"}.get(kind, kind)].append([better, worse])
+        counted[{HOLDS: "as in the paper", FAILS: "the other way"}.get(kind, kind)].append(
+            [better, worse]
+        )
     return counted

@@ -1,4 +1,6 @@
-"""What experiments are measured on: a model, what stands for each of the paper's benchmarks, where adapters lie."""
+"""What experiments are measured on: a model, what stands for each of the paper's benchmarks, where
+adapters lie.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ ABOUT_TINY = (
 class Bench:
     """What is asked where the paper asks the benchmark `title`.
 
-    `parts` are the tasks of each of its parts (no tasks: all of them); `standing` says in a sentence what stands in,
-    `name` what that is called. `more` are further benchmarks whose tasks, which have names of their own, count with
-    those of `spec`.
+    `parts` are the tasks of each of its parts (no tasks: all of them); `standing` says in a
+    sentence what stands in, `name` what that is called. `more` are further benchmarks whose tasks,
+    which have names of their own, count with those of `spec`.
     """
 
     title: str
@@ -72,11 +74,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Setting:
-    """`conventions` are fields of every cell; `adapters` a folder of adapters by evictor, or "published".
+    """`conventions` are fields of every cell; `adapters` a folder of adapters by evictor, or
+    "published".
 
-    `more_ratios` are asked in the ablations beside the paper's, where those do not strain the model. `name` is what
-    pages call the model, `about` what their readers must know of it; `efficiency_tokens` is the length of the context
-    whose compression is timed.
+    `more_ratios` are asked in the ablations beside the paper's, where those do not strain the
+    model. `name` is what pages call the model, `about` what their readers must know of it;
+    `efficiency_tokens` is the length of the context whose compression is timed.
     """
 
     setup: Setup
@@ -106,13 +109,17 @@ class Setting:
         return Training(self.setup, changed, seed)
 
     def cells(self, row: Row, place: Place, adapter: str | None) -> list[Cell]:
-        """A row at a place, with the adapter that `located` found: a cell for each of the place's benchmarks."""
+        """A row at a place, with the adapter that `located` found: a cell for each of the place's
+        benchmarks.
+        """
         if row.evictor == FULL:
             return self.full(place.benchmark)
         changed = {} if adapter is None else trained_under(row)
         own = {**self.conventions, **changed, **row.conventions, "adapter": adapter}
         asked = self.asked(place.benchmark)
-        return [Cell(evictor=row.evictor, ratio=f"{place.ratio:g}", **each, **own) for each in asked]
+        return [
+            Cell(evictor=row.evictor, ratio=f"{place.ratio:g}", **each, **own) for each in asked
+        ]
 
     def full(self, benchmark: str) -> list[Cell]:
         """The full cache asked what stands for a benchmark of the paper."""
@@ -125,7 +132,9 @@ class Setting:
         return [{**common, "benchmark": spec} for spec in bench.specs]
 
     def located(self, row: Row) -> dict[int | None, str | None]:
-        """Where the row's adapters lie, by seed; None for what is not at hand. A row without one has the seed None."""
+        """Where the row's adapters lie, by seed; None for what is not at hand. A row without one
+        has the seed None.
+        """
         if row.adapter is None:
             return {None: None}
         if row.adapter == OWN:
@@ -133,7 +142,9 @@ class Setting:
         return {seed: self.trained(row.adapter, seed, row.evictor) for seed in self.seeds}
 
     def of_evictor(self, evictor: str, used: str) -> str | None:
-        """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped or trained here."""
+        """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped
+        or trained here.
+        """
         if self.adapters == PUBLISHED:
             try:
                 return publish.published_name(self.model, evictor)
@@ -146,27 +157,39 @@ class Setting:
         return None if self.tiny else self.folder_of(self.training({"evictor": evictor}, 0))
 
     def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:
-        """The adapter of a training for caches of the evictor `used`: trained here, shipped, or given."""
+        """The adapter of a training for caches of the evictor `used`: trained here, shipped, or
+        given.
+        """
         training = self.training(changed, seed)
         if found := self.folder_of(training):
             return found
         own = self.settings == ABLATIONS or not self.tiny
         stored = TRAINED / self.model / training.name
         if own and stored.is_dir():
-            return str(stored.relative_to(Path.cwd()) if stored.is_relative_to(Path.cwd()) else stored)
+            return str(
+                stored.relative_to(Path.cwd()) if stored.is_relative_to(Path.cwd()) else stored
+            )
         if self.tiny:
             return None
-        if seed == 0 and training.config == replace(self.settings, evictor=training.config.evictor, seed=0):
+        if seed == 0 and training.config == replace(
+            self.settings, evictor=training.config.evictor, seed=0
+        ):
             return self.of_evictor(training.config.evictor, used)
         given = Path(self.adapters or "") / training.name
-        return str(given.absolute()) if self.adapters not in (None, PUBLISHED) and given.is_dir() else None
+        return (
+            str(given.absolute())
+            if self.adapters not in (None, PUBLISHED) and given.is_dir()
+            else None
+        )
 
     def folder_of(self, training: Training) -> str | None:
         return str(training.adapter.absolute()) if training.done else None
 
     def wanted(self, row: Row) -> list[Training]:
         """The trainings that would make the adapters that are not at hand."""
-        lacking = [seed for seed, place in self.located(row).items() if seed is not None and place is None]
+        lacking = [
+            seed for seed, place in self.located(row).items() if seed is not None and place is None
+        ]
         if row.adapter == OWN and self.tiny:
             return []
         changed = {"evictor": row.evictor} if row.adapter == OWN else row.adapter
@@ -180,9 +203,15 @@ def trained_under(row: Row) -> dict[str, object]:
 
 
 def tiny(
-    out: Path, count: int = 0, seeds: tuple[int, ...] = SEEDS, settings: TrainConfig = ABLATIONS, **more: object
+    out: Path,
+    count: int = 0,
+    seeds: tuple[int, ...] = SEEDS,
+    settings: TrainConfig = ABLATIONS,
+    **more: object,
 ) -> Setting:
-    """The tiny model with the suite's groups for the four benchmarks, and families of it for the rest."""
+    """The tiny model with the suite's groups for the four benchmarks, and families of it for the
+    rest.
+    """
     if count < 0:
         raise RestoreKVError(f"count is a number of documents, at least 0, not {count}.")
     suite = f"tiny:count={count or DOCUMENTS}"
@@ -190,30 +219,50 @@ def tiny(
     ruler, qasper, quality, health = world.GROUPS.values()
     of = "of the tiny suite (documents of 512 to 2,048 tokens) stand for"
     benches = {
-        "ruler": Bench("RULER-4K", suite, {"": ruler}, f"The families {', '.join(ruler)} {of} RULER-4K."),
-        "qasper": Bench("QASPER", suite, {"": qasper}, f"The families {', '.join(qasper)} {of} QASPER."),
-        "quality": Bench("QuALITY", suite, {"": quality}, f"Questions with four options {of} QuALITY."),
-        "longhealth": Bench("LongHealth", suite, {"": health}, f"Questions with five options {of} LongHealth."),
+        "ruler": Bench(
+            "RULER-4K", suite, {"": ruler}, f"The families {', '.join(ruler)} {of} RULER-4K."
+        ),
+        "qasper": Bench(
+            "QASPER", suite, {"": qasper}, f"The families {', '.join(qasper)} {of} QASPER."
+        ),
+        "quality": Bench(
+            "QuALITY", suite, {"": quality}, f"Questions with four options {of} QuALITY."
+        ),
+        "longhealth": Bench(
+            "LongHealth", suite, {"": health}, f"Questions with five options {of} LongHealth."
+        ),
         "longbench": Bench(
-            "LongBench", suite,
-            {"S-QA": ("qa",), "M-QA": ("multiquery", "vt"), "Summ": ("freeform",),
-             "Synth": ("single", "multikey", "multivalue", "cwe", "fwe")},
+            "LongBench",
+            suite,
+            {
+                "S-QA": ("qa",),
+                "M-QA": ("multiquery", "vt"),
+                "Summ": ("freeform",),
+                "Synth": ("single", "multikey", "multivalue", "cwe", "fwe"),
+            },
             "Families of the tiny suite stand for LongBench's categories: qa for S-QA; multiquery and vt, whose "
             "answers lie in several places, for M-QA; freeform, which gathers all that is said of someone, for Summ; "
             "single, multikey, multivalue, cwe and fwe for Synth. Few-shot and Code have no counterpart.",
         ),
         "scbench": Bench(
-            "SCBench", long,
+            "SCBench",
+            long,
             standing=f"Documents of {LONGEST + 20:,} to 2,048 tokens stand for SCBench: longer than every context that "
             f"the adapters were trained on (512 to {LONGEST:,}), if not by SCBench's order of magnitude.",
         ),
-    }  # fmt: skip
+    }
     setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
     conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
-        setup, benches, conventions, seeds=seeds, more_ratios=(0.025,), name="the tiny model", about=ABOUT_TINY,
+        setup,
+        benches,
+        conventions,
+        seeds=seeds,
+        more_ratios=(0.025,),
+        name="the tiny model",
+        about=ABOUT_TINY,
         efficiency_tokens=2048,
-    )  # fmt: skip
+    )
 
 
 def backbone(
@@ -225,11 +274,15 @@ def backbone(
     given: Sequence[str] = (),
     **more: object,
 ) -> Setting:
-    """A real model with the paper's benchmarks, settings and protocols; `given` are specs of benchmarks to take."""
+    """A real model with the paper's benchmarks, settings and protocols; `given` are specs of
+    benchmarks to take.
+    """
     check_adapters(adapters)
     chosen = {made.name: made for made in map(tasks.make, given)}
     if foreign := chosen.keys() - ASKED:
-        raise RestoreKVError(f"The paper does not ask {', '.join(sorted(foreign))}; it asks {', '.join(ASKED)}.")
+        raise RestoreKVError(
+            f"The paper does not ask {', '.join(sorted(foreign))}; it asks {', '.join(ASKED)}."
+        )
 
     def asked(name: str, **settings: object) -> str:
         made = chosen.get(name) or tasks.BENCHMARKS[name](**settings)
@@ -244,12 +297,15 @@ def backbone(
         "longbench": Bench("LongBench", asked("longbench"), dict(tasks.make("longbench").groups())),
         "scbench": Bench("SCBench", asked("scbench"), protocol="kvzip"),
     }
-    setup = Setup(out / "trained", TrainConfig(prefix_policy="counted"), model, **more)  # as RULER is asked
+    # As RULER is asked.
+    setup = Setup(out / "trained", TrainConfig(prefix_policy="counted"), model, **more)
     return Setting(setup, benches, {"on_small_budget": "fewer"}, adapters, seeds)
 
 
 def generated(ruler: str) -> str:
-    """What stands in for RULER's own samples, in a sentence; nothing where kvpress's data set is asked."""
+    """What stands in for RULER's own samples, in a sentence; nothing where kvpress's data set is
+    asked.
+    """
     told = tasks.make(ruler).described()
     if "stand_ins" not in told:
         return ""
@@ -260,4 +316,6 @@ def generated(ruler: str) -> str:
 def check_adapters(adapters: str | None) -> None:
     """Refuses a folder that is not there."""
     if adapters not in (None, PUBLISHED) and not Path(adapters).is_dir():
-        raise RestoreKVError(f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}.")
+        raise RestoreKVError(
+            f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}."
+        )

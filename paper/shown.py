@@ -42,7 +42,9 @@ NOTE = (
 )
 
 
-def tables(experiment: Comparison, setting: Setting, scores: Scores, benchmark: str) -> Iterator[Table]:
+def tables(
+    experiment: Comparison, setting: Setting, scores: Scores, benchmark: str
+) -> Iterator[Table]:
     """Yields one table for the benchmark, or one for every ratio if the benchmark has parts."""
     groups: dict[float | None, list[Place]] = {}
     split = any(each.parts for each in experiment.places)
@@ -62,26 +64,38 @@ def note(experiment: Comparison) -> str:
     others = {experiment.rows[row].label for row in experiment.against.values()}
     against = next(iter(others)) if len(others) == 1 else "its base"
     words = NOTE.format(against=against) if others else NOTE.split(", or")[0] + "."
-    return f"{words} Paper: {', '.join(filter(None, (experiment.backbone, *experiment.backbones)))}."
+    return (
+        f"{words} Paper: {', '.join(filter(None, (experiment.backbone, *experiment.backbones)))}."
+    )
 
 
 def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     """Says what the rule on tasks with nothing to lose does to the means of a benchmark."""
     below = scores.left_out.get(benchmark, ())
-    whole = [part for part in setting.benches[benchmark].parts if scores.lost(Place(benchmark, 1, part))]
+    whole = [
+        part for part in setting.benches[benchmark].parts if scores.lost(Place(benchmark, 1, part))
+    ]
     kept = [task for part in whole for task in scores.tasks[benchmark, part] or below]
     single = [task for task in below if task not in kept]
-    words = [f"Left out of means, because the full cache scores below 10: {', '.join(single)}."] if single else []
+    words = (
+        [f"Left out of means, because the full cache scores below 10: {', '.join(single)}."]
+        if single
+        else []
+    )
     if whole:
         of = f" of {', '.join(whole)}, which averages leave out" if any(whole) else ""
-        words.append(f"The full cache scores below 10 on every task{of}: nothing to lose, and the mean is over all.")
+        words.append(
+            f"The full cache scores below 10 on every task{of}: nothing to lose, and the mean is over all."
+        )
     return " ".join(words)
 
 
 def by_row(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return columns, rows with methods down and ratios across, and the indices of rows that stand out."""
+    """Return columns, rows with methods down and ratios across, and the indices of rows that stand
+    out.
+    """
     sources = {place: columns(experiment, [place]) for place in places}
     head = ["method"]
     for place, titles in sources.items():
@@ -90,7 +104,9 @@ def by_row(
     strong: list[int] = []
     for name, row in experiment.rows.items():
         values = [
-            each for place, titles in sources.items() for each in cells(experiment, scores, name, place)[: len(titles)]
+            each
+            for place, titles in sources.items()
+            for each in cells(experiment, scores, name, place)[: len(titles)]
         ]
         if name in experiment.against and row.adapter is not None:
             strong.append(len(rows))
@@ -101,7 +117,9 @@ def by_row(
 def by_place(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return columns, rows with a benchmark's parts down and methods across, and the indices of means."""
+    """Return columns, rows with a benchmark's parts down and methods across, and the indices of
+    means.
+    """
     sources = columns(experiment, places)
     head = ["part"]
     for row in experiment.rows.values():
@@ -110,7 +128,9 @@ def by_place(
     strong: list[int] = []
     for place in places:
         title = place.part or ("Rel., %" if place.relative else "Avg")
-        values = [cell for name in experiment.rows for cell in cells(experiment, scores, name, place)]
+        values = [
+            cell for name in experiment.rows for cell in cells(experiment, scores, name, place)
+        ]
         if place.parts:
             strong.append(len(rows))
         rows.append([title, *values])
@@ -118,10 +138,15 @@ def by_place(
 
 
 def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
-    """Returns the titles: ours, the paper's, and those of further backbones; ours alone if the paper has no figure."""
+    """Returns the titles: ours, the paper's, and those of further backbones; ours alone if the
+    paper has no figure.
+    """
     if not any(place in row.paper for row in experiment.rows.values() for place in places):
         return [HERE]
-    return [HERE, *((experiment.backbone, *experiment.backbones) if experiment.backbones else (PAPER,))]
+    return [
+        HERE,
+        *((experiment.backbone, *experiment.backbones) if experiment.backbones else (PAPER,)),
+    ]
 
 
 def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[str]:
@@ -159,32 +184,59 @@ def measured(experiment: Comparison, scores: Scores, name: str, place: Place) ->
     return f"{text} ({format_gain(gain)}, {format_range(low, high, sign=True)})"
 
 
-def figures(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> Iterator[dict[str, object]]:
+def figures(
+    experiment: Comparison, scores: Scores, places: Sequence[Place]
+) -> Iterator[dict[str, object]]:
     """Yields the figures for programs."""
     for name, row in experiment.rows.items():
         for place in places:
-            part = place.part or ("relative" if place.relative else "average" if place.parts else "")
-            line = {"row": name, "label": row.label, "benchmark": place.benchmark, "ratio": place.ratio, "part": part}
+            part = place.part or (
+                "relative" if place.relative else "average" if place.parts else ""
+            )
+            line = {
+                "row": name,
+                "label": row.label,
+                "benchmark": place.benchmark,
+                "ratio": place.ratio,
+                "part": part,
+            }
             if scores.has((name, place)):
-                line |= zip(("score", "low", "high"), margin(scores, {(name, place): 1}), strict=True)
-                seeds = {seed: value for seed, value in scores.seeds(name, place).items() if seed is not None}
+                line |= zip(
+                    ("score", "low", "high"), margin(scores, {(name, place): 1}), strict=True
+                )
+                seeds = {
+                    seed: value
+                    for seed, value in scores.seeds(name, place).items()
+                    if seed is not None
+                }
                 line |= {"std": scores.std(name, place), "seeds": seeds}
                 base = experiment.against.get(name)
                 if base and scores.has((base, place)):
                     apart = margin(scores, {(name, place): 1, (base, place): -1})
-                    line |= {"against": base, **dict(zip(("gain", "gain_low", "gain_high"), apart, strict=True))}
+                    line |= {
+                        "against": base,
+                        **dict(zip(("gain", "gain_low", "gain_high"), apart, strict=True)),
+                    }
             line |= {"paper": row.paper.get(place), "paper_std": row.paper_std.get(place)}
-            yield line | {f"paper, {other}": points.get(place) for other, points in row.also.items()}
+            yield line | {
+                f"paper, {other}": points.get(place) for other, points in row.also.items()
+            }
 
 
 def claims(name: str, claims: Sequence[Judged]) -> Table:
     """Returns each claim with its margin in the paper and here."""
     rows = [[claim.text, in_paper(claim), here(claim), judgement(claim)] for claim in claims]
     data = [
-        {"claim": claim.text, "verdict": claim.verdict, "paper": claim.paper[0] if claim.paper else None,
-         "here": claim.value, "low": claim.low, "high": claim.high}
+        {
+            "claim": claim.text,
+            "verdict": claim.verdict,
+            "paper": claim.paper[0] if claim.paper else None,
+            "here": claim.value,
+            "low": claim.low,
+            "high": claim.high,
+        }
         for claim in claims
-    ]  # fmt: skip
+    ]
     head = ["what the paper says", "margin in the paper", "margin here", "verdict"]
     note = (
         "How far the figures are on the claim's side, in points unless it says otherwise, with a 95 % interval; a "
@@ -195,7 +247,8 @@ def claims(name: str, claims: Sequence[Judged]) -> Table:
 
 def in_paper(claim: Judged) -> str:
     values = [
-        f"{value:.0f} of {claim.of}" if claim.of and value is not None else points(value) for value in claim.paper
+        f"{value:.0f} of {claim.of}" if claim.of and value is not None else points(value)
+        for value in claim.paper
     ]
     return " / ".join(values) or UNKNOWN
 
@@ -250,7 +303,10 @@ def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
                 f"{experiment.rows[worse].label} > {experiment.rows[better].label}"
                 for better, worse in counted["the other way"]
             )
-            items.append(f"r = {place.ratio:g}: of {total} pairs of rows {kinds}" + (f": {turned}." if turned else "."))
+            items.append(
+                f"r = {place.ratio:g}: of {total} pairs of rows {kinds}"
+                + (f": {turned}." if turned else ".")
+            )
     if items:
         yield "Order of the rows, in the paper and here:"
         yield items
@@ -258,10 +314,16 @@ def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
 
 @styled
 def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
-    """Returns a panel for every benchmark: lines over ratios with their intervals, the full cache dashed."""
-    evictors = list(dict.fromkeys(row.evictor for row in experiment.rows.values() if row.evictor != FULL))
+    """Returns a panel for every benchmark: lines over ratios with their intervals, the full cache
+    dashed.
+    """
+    evictors = list(
+        dict.fromkeys(row.evictor for row in experiment.rows.values() if row.evictor != FULL)
+    )
     marks = {
-        name: mark(row, evictors.index(row.evictor)) for name, row in experiment.rows.items() if row.evictor != FULL
+        name: mark(row, evictors.index(row.evictor))
+        for name, row in experiment.rows.items()
+        if row.evictor != FULL
     }
     benchmarks = list(dict.fromkeys(place.benchmark for place in experiment.places))
     titles = [setting.benches[key].shown for key in benchmarks]
@@ -284,7 +346,9 @@ def mark(row: Row, turn: int) -> Mark:
     return Mark(row.label, HUES[turn], MARKERS[turn], dashed=alone, hollow=alone)
 
 
-def draw_curves(axes: Axes, experiment: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str) -> None:
+def draw_curves(
+    axes: Axes, experiment: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str
+) -> None:
     """Draw the scores of one benchmark against ratio."""
     places = [place for place in experiment.places if place.benchmark == benchmark]
     known = {name: [place for place in places if scores.has((name, place))] for name in marks}
@@ -294,8 +358,17 @@ def draw_curves(axes: Axes, experiment: Comparison, scores: Scores, marks: Mappi
             found = [margin(scores, {(name, place): 1}) for place in own]
             interval = [low for _, low, _ in found], [high for _, _, high in found]
             ratios = [place.ratio for place in own]
-            plot_line(axes, marks[name], ratios, [middle for middle, _, _ in found], interval, bars=lines > 2)
+            plot_line(
+                axes,
+                marks[name],
+                ratios,
+                [middle for middle, _, _ in found],
+                interval,
+                bars=lines > 2,
+            )
     if scores.full in experiment.rows and scores.has((scores.full, places[0])):
-        plot_level(axes, Mark("full cache", INK, dashed=True), scores.points(scores.full, places[0]))
+        plot_level(
+            axes, Mark("full cache", INK, dashed=True), scores.points(scores.full, places[0])
+        )
     set_ratio_axis(axes, {place.ratio for place in places})
     axes.set_ylabel("score (points)")

@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct, and what stands for the paper's benchmarks: real texts that ship with the package."""
+"""SmolLM2-135M-Instruct, and what stands for the paper's benchmarks: real texts that ship with the
+package.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from restorekv.restore import adapter_file
 from restorekv.tasks.ruler.benchmark import GROUPS
 from restorekv.train.config import TrainConfig
 
-# Contexts, so that every experiment takes about six hours on two idle cores, four of them Table 1 (docs/evaluation.md).
+# Contexts, so that every experiment takes about six hours on two idle cores, four of them Table 1
+# (docs/evaluation.md).
 RULER, LONG_RULER = "ruler:length=1024,per_task=4", "ruler:length=2048,per_task=2"
 FAIRYTALES, ARTICLES, SECTIONS, PAIRS = (
     "fairytaleqa:count=30",
@@ -40,9 +43,15 @@ ABOUT = (
 
 
 def smollm2(
-    out: Path, count: int = 0, seeds: tuple[int, ...] = SEEDS, adapters: str | None = None, **more: object
+    out: Path,
+    count: int = 0,
+    seeds: tuple[int, ...] = SEEDS,
+    adapters: str | None = None,
+    **more: object,
 ) -> Setting:
-    """`count` contexts of each benchmark (0: the number above); `adapters` a folder of them, before those that ship."""
+    """`count` contexts of each benchmark (0: the number above); `adapters` a folder of them, before
+    those that ship.
+    """
     if count < 0:
         raise RestoreKVError(f"count is a number of contexts, at least 0, not {count}.")
     check_adapters(adapters)
@@ -54,45 +63,67 @@ def smollm2(
     ruler, fairytales, articles = asked(RULER), asked(FAIRYTALES), asked(ARTICLES)
     benches = {
         "ruler": Bench(
-            "RULER-4K", ruler, name="RULER at 1,024 tokens",
+            "RULER-4K",
+            ruler,
+            name="RULER at 1,024 tokens",
             standing="RULER's 13 tasks at 1,024 tokens, made from a novel and subsets of SQuAD and HotpotQA, stand for "
             "RULER-4K.",
         ),
         "qasper": Bench(
-            "QASPER", fairytales, name="FairytaleQA",
+            "QASPER",
+            fairytales,
+            name="FairytaleQA",
             standing="FairytaleQA (experts' questions on passages of stories, up to 1,024 tokens) stands for QASPER.",
         ),
         "quality": Bench(
-            "QuALITY", articles, name="XQuAD",
+            "QuALITY",
+            articles,
+            name="XQuAD",
             standing="XQuAD's English part (articles of an encyclopedia, up to 1,024 tokens, F1 and no options) stands "
             "for QuALITY.",
         ),
         "longhealth": Bench(
-            "LongHealth", asked(SECTIONS), name="Factbook",
+            "LongHealth",
+            asked(SECTIONS),
+            name="Factbook",
             standing="Sections of The World Factbook (512 to 4,096 tokens, machine-made questions, F1 and no options) "
             "stand for LongHealth.",
         ),
         "longbench": Bench(
-            "LongBench", ruler, CATEGORIES, more=(fairytales, articles, asked(PAIRS)),
+            "LongBench",
+            ruler,
+            CATEGORIES,
+            more=(fairytales, articles, asked(PAIRS)),
             name="FairytaleQA, XQuAD, HotpotQA and RULER",
             standing="FairytaleQA and XQuAD stand for LongBench's S-QA, HotpotQA for M-QA, RULER's needles, tracing "
             "and aggregation at 1,024 tokens for Synth. Summ, Few-shot and Code have no counterpart.",
         ),
         "scbench": Bench(
-            "SCBench", asked(LONG_RULER), name="RULER at 2,048 tokens",
+            "SCBench",
+            asked(LONG_RULER),
+            name="RULER at 2,048 tokens",
             standing="RULER at 2,048 tokens stands for SCBench: longer than the other benchmarks' contexts, if not by "
             "SCBench's order of magnitude.",
         ),
-    }  # fmt: skip
+    }
     setup = Setup(out / "trained", settings(adapters), SMOLLM2, **more)
     conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
-        setup, benches, conventions, adapters, seeds, name="SmolLM2-135M-Instruct", about=ABOUT, efficiency_tokens=2048
+        setup,
+        benches,
+        conventions,
+        adapters,
+        seeds,
+        name="SmolLM2-135M-Instruct",
+        about=ABOUT,
+        efficiency_tokens=2048,
     )
 
 
 def settings(adapters: str | None) -> TrainConfig:
-    """What KVzip's adapter was trained with: the one given, or that ships; the paper's settings where none tells."""
+    """What KVzip's adapter was trained with: the one given, or that ships; the paper's settings
+    where none tells.
+    """
     given = Path(adapters or "") / METHOD
     folder = given if (given / adapter_file.CARD).exists() else shipped_adapter(SMOLLM2, METHOD)
     card = adapter_file.read(folder).card if folder else None

@@ -16,7 +16,8 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Study:
-    """`measure` leaves what is needed in OUT and goes on where it stopped; `show` makes blocks and claims of that.
+    """`measure` leaves what is needed in OUT and goes on where it stopped; `show` makes blocks and
+    claims of that.
 
     `minutes` is about how long measuring takes on the tiny model.
     """

@@ -1,4 +1,6 @@
-"""Trainings of the paper's ablations: what differs from the settings is the name of the training and of its folder."""
+"""Trainings of the paper's ablations: what differs from the settings is the name of the training
+and of its folder.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Setup:
 
     @property
     def store(self) -> tuple[Path, bool]:
-        """Where prefills, scores and lessons are kept; the full caches of the tiny model take 2 GB in all."""
+        """Where prefills, scores and lessons are kept; the full caches of the tiny model take 2 GB
+        in all.
+        """
         return self.folder / "lessons", self.model == TINY
 
     def examples(self, model, tokenizer) -> list[Example]:
@@ -60,7 +64,11 @@ class Setup:
         """What was trained on: the tiny world, or a digest of the files."""
         if self.data is None:
             return f"tiny: {self.contexts} documents of {SHORTEST} to {LONGEST} tokens"
-        files = sorted(path for path in self.data.rglob("*") if path.is_file()) if self.data.is_dir() else [self.data]
+        files = (
+            sorted(path for path in self.data.rglob("*") if path.is_file())
+            if self.data.is_dir()
+            else [self.data]
+        )
         digest = hashlib.sha256()
         for path in files:
             digest.update(path.name.encode() + path.read_bytes())
@@ -106,7 +114,11 @@ class Training:
 
 def name_of(changed: Mapping[str, object], settings: TrainConfig, seed: int) -> str:
     """What differs from the settings, then the seed: "restorekv,restore_tokens=1,seed=0"."""
-    told = [f"{key}={worded(value)}" for key, value in sorted(changed.items()) if getattr(settings, key) != value]
+    told = [
+        f"{key}={worded(value)}"
+        for key, value in sorted(changed.items())
+        if getattr(settings, key) != value
+    ]
     return ",".join(["restorekv", *told, f"seed={seed}"])
 
 
@@ -130,9 +142,16 @@ def carry_out(training: Training, told: Told) -> RestoreAdapter:
 
     examples, (store, prefills) = setup.examples(model, tokenizer), setup.store
     return train(
-        model, tokenizer, examples, config, training.folder, resume=True, progress=progress, store=store,
+        model,
+        tokenizer,
+        examples,
+        config,
+        training.folder,
+        resume=True,
+        progress=progress,
+        store=store,
         store_prefill=prefills,
-    )  # fmt: skip
+    )
 
 
 def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None:
@@ -151,7 +170,9 @@ def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None
         process.join()
     missing = [training.name for training in trainings if not training.done]
     if missing:
-        raise RestoreKVError(f"{len(missing)} trainings are not done ({missing[0]}, ...); start the command again.")
+        raise RestoreKVError(
+            f"{len(missing)} trainings are not done ({missing[0]}, ...); start the command again."
+        )
     return None
 
 
@@ -165,7 +186,10 @@ def hand(trainings: Sequence[Training], threads: int) -> None:
 
 def check(setup: Setup) -> None:
     """Refuses a folder whose adapters were trained with other settings, model or data."""
-    path, now = setup.folder / "settings.json", json.dumps(setup.made_with(setup.settings), sort_keys=True)
+    path, now = (
+        setup.folder / "settings.json",
+        json.dumps(setup.made_with(setup.settings), sort_keys=True),
+    )
     if not path.exists():
         with replacing(path) as temporary:
             temporary.write_text(now, encoding="utf-8")
@@ -180,7 +204,9 @@ def work(trainings: Sequence[Training], threads: int) -> None:
     for training in trainings:
         with claimed(training) as mine:
             if mine and not training.done:
-                carry_out(training, lambda text, name=training.name: print(f"{name}: {text}", flush=True))
+                carry_out(
+                    training, lambda text, name=training.name: print(f"{name}: {text}", flush=True)
+                )
                 left = sum(not each.done for each in trainings)
                 print(f"{training.name}: done; {left} trainings left", flush=True)
     torch.set_num_threads(before)

@@ -28,22 +28,29 @@ SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
 DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured for it."
 
 
-def write(experiments: Sequence[Experiment], setting: Setting, done: Done, out: Path, command: str = "") -> Path:
+def write(
+    experiments: Sequence[Experiment], setting: Setting, done: Done, out: Path, command: str = ""
+) -> Path:
     """Writes the page and its files; returns the page. `command` is what made it, for the record."""
     framed_experiments, kept, results = [], {}, done.results
     for experiment in experiments:
         study = isinstance(experiment, Study)
         blocks, claims, data = (
-            shown_study(experiment, setting, out) if study else compared(experiment, setting, results)
+            shown_study(experiment, setting, out)
+            if study
+            else compared(experiment, setting, results)
         )
-        framed_experiments.append((framed(experiment, setting, claims, blocks, done.failed), claims))
+        framed_experiments.append(
+            (framed(experiment, setting, claims, blocks, done.failed), claims)
+        )
         kept[experiment.name] = {
             "number": experiment.number,
             "label": experiment.label,
             "title": experiment.title,
             "backbone": experiment.backbone,
-            **data, "claims": [asdict(claim) for claim in claims],
-        }  # fmt: skip
+            **data,
+            "claims": [asdict(claim) for claim in claims],
+        }
     sections, claims = (
         [section for section, _ in framed_experiments],
         [claim for _, part in framed_experiments for claim in part],
@@ -57,7 +64,12 @@ def write(experiments: Sequence[Experiment], setting: Setting, done: Done, out: 
         path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.facts for result in finished}
-    figures = {"made_with": with_what, "experiments": kept, "conventions": facts, "held": record.of_cells(finished)}
+    figures = {
+        "made_with": with_what,
+        "experiments": kept,
+        "conventions": facts,
+        "held": record.of_cells(finished),
+    }
     write_json(index.parent / "paper.json", figures)
     return index
 
@@ -70,9 +82,14 @@ def compared(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """Returns a comparison's blocks, claims and figures."""
-    scores, measured = plan.scores(experiment, setting, results), plan.measured(experiment, setting, results)
+    scores, measured = (
+        plan.scores(experiment, setting, results),
+        plan.measured(experiment, setting, results),
+    )
     claims = [judged(claim, experiment, scores) for claim in experiment.claims]
-    blocks: list[Block] = [shown.curves(experiment, setting, scores)] if experiment.chart and scores.runs else []
+    blocks: list[Block] = (
+        [shown.curves(experiment, setting, scores)] if experiment.chart and scores.runs else []
+    )
     faithful = fidelity.known(experiment, setting, measured)
     for benchmark in plan.asked(experiment):
         blocks += shown.tables(experiment, setting, scores, benchmark)
@@ -84,7 +101,10 @@ def compared(
         blocks.append(timed(experiment, took))
     blocks += [shown.claims(experiment.name, claims)] if claims else []
     blocks += shown.orders(experiment, scores) if experiment.orders else []
-    rows = {"rows": list(shown.figures(experiment, scores, experiment.places)), "left_out": dict(scores.left_out)}
+    rows = {
+        "rows": list(shown.figures(experiment, scores, experiment.places)),
+        "left_out": dict(scores.left_out),
+    }
     return blocks, claims, {**rows, "fidelity": list(fidelity.figures(experiment, faithful))}
 
 
@@ -95,7 +115,9 @@ def framed(
     blocks: Sequence[Block],
     failed: Mapping[tuple[str, str], str],
 ) -> Section:
-    """Returns the section with what a reader must know before the figures, and what could not be measured."""
+    """Returns the section with what a reader must know before the figures, and what could not be
+    measured.
+    """
     standing, seeds = [], ""
     if isinstance(experiment, Comparison):
         standing = [setting.benches[key].standing for key in plan.asked(experiment)]
@@ -108,30 +130,48 @@ def framed(
     return Section(title, intro, blocks, shown.summed(claims))
 
 
-def shown_study(experiment: Study, setting: Setting, out: Path) -> tuple[list[Block], list[Judged], dict[str, object]]:
+def shown_study(
+    experiment: Study, setting: Setting, out: Path
+) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """Returns the blocks, claims and figures of an analysis or of facts."""
     blocks, claims = experiment.show(setting, out)
     blocks = [*blocks, *([shown.claims(experiment.name, claims)] if claims else [])]
-    data = [dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.figures]
+    data = [
+        dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.figures
+    ]
     return blocks, list(claims), {"rows": data}
 
 
 def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
-    """Judges whether the first of the timed rows is faster than the second, bootstrapped over contexts."""
+    """Judges whether the first of the timed rows is faster than the second, bootstrapped over
+    contexts.
+    """
     (quick, quick_paper), (slow, slow_paper) = experiment.seconds.items()
-    both = np.array([[took[quick][sample], took[slow][sample]] for sample in took[quick] if sample in took[slow]])
+    both = np.array(
+        [
+            [took[quick][sample], took[slow][sample]]
+            for sample in took[quick]
+            if sample in took[slow]
+        ]
+    )
     drawn = resamples(len(both), 0) @ both
     low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
     value = float(both[:, 1].sum() / both[:, 0].sum())
     text = f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} (times less 1)"
     holds = verdict(value - 1, low - 1, high - 1)
-    return Judged(text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1)
+    return Judged(
+        text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1
+    )
 
 
 def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
     """Returns the seconds that a context takes."""
     lines = [
-        [experiment.rows[row].label, f"{np.mean(list(took[row].values())):.2f}", f"{experiment.seconds[row]:g}"]
+        [
+            experiment.rows[row].label,
+            f"{np.mean(list(took[row].values())):.2f}",
+            f"{experiment.seconds[row]:g}",
+        ]
         for row in experiment.seconds
     ]
     note = (
@@ -142,14 +182,20 @@ def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Ta
     return Table(f"{experiment.name}-seconds", "Seconds to make a cache", head, lines, note)
 
 
-def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]) -> list[str]:
+def introduction(
+    setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]
+) -> list[str]:
     """Returns the page's first paragraphs: how many claims hold, and under what conventions."""
     counts = [sum(claim.verdict == kind for claim in claims) for kind in (HOLDS, NOISE, FAILS)]
     parts = [
         f"{len(claims)} claims of the paper: {counts[0]} hold here, {counts[1]} within noise, {counts[2]} not holding, "
         f"{len(claims) - sum(counts)} not measured."
     ]
-    compressed = {cell: result.facts for cell, result in results.items() if result.done and cell.evictor != FULL}
+    compressed = {
+        cell: result.facts
+        for cell, result in results.items()
+        if result.done and cell.evictor != FULL
+    }
     if compressed:
         facts = next(iter(compressed.values()))
         means = " or ".join(dict.fromkeys(each["score"] for each in compressed.values()))
@@ -166,11 +212,17 @@ def ways(compressed: Mapping[Cell, Mapping]) -> str:
     """Returns protocol and prefix policy; where there are several, what was asked under each."""
     asked_under: dict[str, dict[str, None]] = {}
     for cell, facts in compressed.items():
-        policy = "kept beside the budget" if facts["prefix_policy"] == "free" else "counted in the budget"
+        policy = (
+            "kept beside the budget"
+            if facts["prefix_policy"] == "free"
+            else "counted in the budget"
+        )
         asked = facts["benchmark"]["title"]
         if cell.prefix_policy:
             asked += f" with {name_method(cell.evictor, cell.restored)}"
-        asked_under.setdefault(f"{facts['protocol']['name']} protocol, chat prefix {policy}", {})[asked] = None
+        asked_under.setdefault(f"{facts['protocol']['name']} protocol, chat prefix {policy}", {})[
+            asked
+        ] = None
     if len(asked_under) == 1:
         return next(iter(asked_under))
     return "; ".join(f"{way} ({', '.join(asked)})" for way, asked in asked_under.items())

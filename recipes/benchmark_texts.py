@@ -1,10 +1,11 @@
-"""Makes the texts that the benchmarks ship with from a folder of public data (docs/evaluation.md names the sources).
+"""Makes the texts that the benchmarks ship with from a folder of public data (docs/evaluation.md
+names the sources).
 
     python recipes/benchmark_texts.py --data ../shared/data --out src/restorekv/tasks/texts
 
-The folder holds fairytaleqa/val.jsonl, novels/*.txt, factbook/documents.jsonl, ruler-qa/{squad,hotpotqa}.json, corpus/
-with passages of many genres, and the license files. Equal data make equal files: gzip without a time stamp or name,
-lines in the order of the source.
+The folder holds fairytaleqa/val.jsonl, novels/*.txt, factbook/documents.jsonl,
+ruler-qa/{squad,hotpotqa}.json, corpus/ with passages of many genres, and the license files. Equal
+data make equal files: gzip without a time stamp or name, lines in the order of the source.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from restorekv.files import replacing
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, corpus_split, factbook_splits
 
-BANDS = (512, 1024, 1536, 2048, 4097)  # tokens of SmolLM2; from every band as many Factbook documents
+# Tokens of SmolLM2; from every band as many Factbook documents.
+BANDS = (512, 1024, 1536, 2048, 4097)
 DOCUMENTS = 60
 COPIED = {  # from the data to the package
     "fairytaleqa/val.jsonl": "fairytaleqa/val.jsonl.gz",
@@ -53,7 +55,8 @@ def factbook(path: Path) -> bytes:
 
 
 def genres(folder: Path) -> bytes:
-    """Returns PER_GENRE passages of every genre's evaluation half, those with questions by people first.
+    """Returns PER_GENRE passages of every genre's evaluation half, those with questions by people
+    first.
 
     Genres with fewer such documents give fewer; the largest genres make up for them.
     """
@@ -62,13 +65,16 @@ def genres(folder: Path) -> bytes:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         held_out = [row for row in rows if corpus_split(row["split"], row["id"]) == EVALUATION]
-        held_out = [row for row in held_out if passage(row)["questions"]]  # tables of single words give none
+        # Tables of single words give none.
+        held_out = [row for row in held_out if passage(row)["questions"]]
         random.Random(f"genres {path.name}").shuffle(held_out)
         held_out.sort(key=lambda row: not row.get("questions"))
         by_genre[path.name] = held_out
     chosen = [row for rows in by_genre.values() for row in rows[:PER_GENRE]]
     spare = [
-        row for rows in sorted(by_genre.values(), key=len, reverse=True) for row in rows[PER_GENRE : PER_GENRE + 1]
+        row
+        for rows in sorted(by_genre.values(), key=len, reverse=True)
+        for row in rows[PER_GENRE : PER_GENRE + 1]
     ]
     chosen += spare[: PER_GENRE * len(by_genre) - len(chosen)]
     return "".join(json.dumps(passage(row), ensure_ascii=False) + "\n" for row in chosen).encode()
@@ -78,15 +84,27 @@ def passage(row: dict) -> dict:
     """Returns a row of the benchmark of genres."""
     text = row["text"]
     if len(text) > LONGEST_PASSAGE:
-        text = text[: text.rindex("\n" if "\n" in text[:LONGEST_PASSAGE] else " ", 0, LONGEST_PASSAGE)]
-    # An answer that is no part of the text, such as "Not mentioned", is kept only if the text is whole.
+        text = text[
+            : text.rindex("\n" if "\n" in text[:LONGEST_PASSAGE] else " ", 0, LONGEST_PASSAGE)
+        ]
+    # An answer that is no part of the text, such as "Not mentioned", is kept only if the text is
+    # whole.
     whole = len(text) == len(row["text"])
-    people = [each for each in row.get("questions") or [] if whole or each["answer"].lower() in text.lower()]
-    asked = [{"question": each["question"], "answers": [each["answer"]]} for each in people[:QUESTIONS]]
+    people = [
+        each
+        for each in row.get("questions") or []
+        if whole or each["answer"].lower() in text.lower()
+    ]
+    asked = [
+        {"question": each["question"], "answers": [each["answer"]]} for each in people[:QUESTIONS]
+    ]
     drawn = draw_checked_exercises(text, random.Random(f"genres {row['id']}"), 3 * QUESTIONS)
     asked += [{"question": question, "answers": [answer]} for _, question, answer in drawn]
-    # The metric leaves out articles and punctuation; an answer of nothing else could never be right.
-    asked = [each for each in asked if token_f1(each["answers"][0], each["answers"][0]) == 1][:QUESTIONS]
+    # The metric leaves out articles and punctuation; an answer of nothing else could never be
+    # right.
+    asked = [each for each in asked if token_f1(each["answers"][0], each["answers"][0]) == 1][
+        :QUESTIONS
+    ]
     names = ("id", "genre", "source", "license", "title")
     return {**{name: row[name] for name in names}, "context": text, "questions": asked}
 

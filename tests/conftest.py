@@ -5,7 +5,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-# Read when Triton is imported, which torch may do: kernels run on the CPU, in its interpreter. With 0, on a GPU.
+# Read when Triton is imported, which torch may do: kernels run on the CPU, in its interpreter. With
+# 0, on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
@@ -22,7 +23,9 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> None:
-    """A shell that starts the tests in its background has told them to ignore it, and their children too."""
+    """A shell that starts the tests in its background has told them to ignore it, and their
+    children too.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -37,8 +40,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def saved_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small random model with its tokenizer, for commands that open a model by its name."""
+def saved_model(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a small random model with its tokenizer, for commands that open a model by its
+    name.
+    """
     folder = tmp_path_factory.mktemp("model")
     build_model("qwen3").save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)

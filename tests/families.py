@@ -1,7 +1,9 @@
-"""What RestoreKV does with every decoder class of the installed transformers: `python tests/families.py`.
+"""What RestoreKV does with every decoder class of the installed transformers: `python
+tests/families.py`.
 
-A tiny random model of each class is compared with transformers beyond every length that its config mentions, at ratio 1
-and below (tests/helpers/exactness.py). docs/methods.md has the table; `--types llama,mistral` prints some rows of it.
+A tiny random model of each class is compared with transformers beyond every length that its config
+mentions, at ratio 1 and below (tests/helpers/exactness.py). docs/methods.md has the table; `--types
+llama,mistral` prints some rows of it.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from tests.helpers import decoders, exactness
 TEXT, QUESTION, ANSWER = 200, 12, 6  # tokens; configs mention 48 and 96
 RATIOS = (1, 0.4)
 USED, WINDOWED, REFUSED, UNBUILT = "used", "up to its window", "refused", "not built"
-# Models whose default parts besides the text model take gigabytes or minutes, or packages that are not installed.
+# Models whose default parts besides the text model take gigabytes or minutes, or packages that are
+# not installed.
 LARGE = {"blt", "phi4_multimodal", "moss_transcribe_diarize", "gemma3n"}
 
 
@@ -64,8 +67,15 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
     if limit == UNLIMITED:
         return USED, "", exactness.compare(model, TEXT, QUESTION, ANSWER, RATIOS, seed)
     text = limit - QUESTION - ANSWER
-    problems = exactness.compare(model, text, QUESTION, ANSWER, RATIOS, seed) if text > exactness.PREFIX else []
-    problems += [f"{what} is not refused" for what in exactness.answered_beyond(model, limit, QUESTION, ANSWER)]
+    problems = (
+        exactness.compare(model, text, QUESTION, ANSWER, RATIOS, seed)
+        if text > exactness.PREFIX
+        else []
+    )
+    problems += [
+        f"{what} is not refused"
+        for what in exactness.answered_beyond(model, limit, QUESTION, ANSWER)
+    ]
     return WINDOWED, support_of(model).beyond, problems
 
 
@@ -97,7 +107,10 @@ def main() -> None:
         failures += [f"{kind}: {problem}" for problem in problems]
     print(table(rows))
     counts = Counter(row.outcome for row in rows)
-    print(f"\ntransformers {transformers.__version__}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+    print(
+        f"\ntransformers {transformers.__version__}: "
+        + ", ".join(f"{n} {what}" for what, n in counts.items())
+    )
     sys.exit("\n".join(failures) if failures else 0)
 
 

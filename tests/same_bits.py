@@ -1,10 +1,12 @@
-"""Print a digest of what restorekv computes on the tiny model, to compare two states of the source bit by bit.
+"""Print a digest of what restorekv computes on the tiny model, to compare two states of the source
+bit by bit.
 
     python tests/same_bits.py > before.txt        # and again after a change that should change no number
     diff before.txt after.txt
 
-It goes through the command line alone, so it runs on both sides of a redesign: compression by every evictor with and
-without restore tokens, other conventions, questions, 20 training steps, a gate, and a small evaluation grid.
+It goes through the command line alone, so it runs on both sides of a redesign: compression by every
+evictor with and without restore tokens, other conventions, questions, 20 training steps, a gate,
+and a small evaluation grid.
 """
 
 import contextlib
@@ -48,7 +50,18 @@ GRID = (
 )
 TRAIN = ("--steps", "20", "--count", "6", "--restore-tokens", "3", "--rank", "4")
 NEWER = {"contexts"}  # figures that earlier versions do not have
-VOLATILE = {"seconds", "version", "versions", "date", "time", "machine", "python", "torch", "peak", "file"} | NEWER
+VOLATILE = {
+    "seconds",
+    "version",
+    "versions",
+    "date",
+    "time",
+    "machine",
+    "python",
+    "torch",
+    "peak",
+    "file",
+} | NEWER
 
 
 def run(*arguments: object) -> str:
@@ -74,7 +87,11 @@ def digest(path: Path) -> str:
 def scores(value: object) -> object:
     """Results without what differs from run to run."""
     if isinstance(value, dict):
-        return {name: scores(part) for name, part in value.items() if not VOLATILE & set(name.lower().split("_"))}
+        return {
+            name: scores(part)
+            for name, part in value.items()
+            if not VOLATILE & set(name.lower().split("_"))
+        }
     return [scores(part) for part in value] if isinstance(value, list) else value
 
 
@@ -84,7 +101,9 @@ def show(name: str, value: str) -> None:
 
 def compressions(folder: Path) -> None:
     """Every evictor alone, those with an adapter restored, and each convention once."""
-    work = {name: ("--evictor", name, "--adapter", "none") for name in EVICTORS if name != "kvpress"}
+    work = {
+        name: ("--evictor", name, "--adapter", "none") for name in EVICTORS if name != "kvpress"
+    }
     work |= {f"{name} restored": ("--evictor", name) for name in RESTORED} | VARIANTS
     for number, (name, flags) in enumerate(work.items()):
         out = folder / f"{number}.rkv"
@@ -103,9 +122,31 @@ def main() -> None:
         problem = run("train", "--model", "tiny", "--out", folder / "run", *TRAIN)
         files = sorted((folder / "run" / "adapter").glob("*.safetensors"))
         show("train, 20 steps", " ".join(digest(path) for path in files) or problem)
-        problem = run("train-gate", "--model", "tiny", "--out", folder / "gate", "--count", "4", "--steps", "20")
-        show("train-gate, 20 steps", digest(folder / "gate") if (folder / "gate").exists() else problem)
-        run("eval", "--model", "tiny", "--out", folder / "grid", "--json", folder / "grid.json", *GRID)
+        problem = run(
+            "train-gate",
+            "--model",
+            "tiny",
+            "--out",
+            folder / "gate",
+            "--count",
+            "4",
+            "--steps",
+            "20",
+        )
+        show(
+            "train-gate, 20 steps",
+            digest(folder / "gate") if (folder / "gate").exists() else problem,
+        )
+        run(
+            "eval",
+            "--model",
+            "tiny",
+            "--out",
+            folder / "grid",
+            "--json",
+            folder / "grid.json",
+            *GRID,
+        )
         rows = scores(json.loads((folder / "grid.json").read_text())["rows"])
         show("eval", hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16])
 

@@ -32,8 +32,13 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     assert len(left) == 2 and left[0].startswith(".a[1].json.") and left[0].endswith(".tmp")
     dead = left[0].split(".")[-2]
     number = dead.removeprefix(f"{HOST}-")
-    stay = [f".a[1].json.{HOST}-mine.tmp", f".a[1].json.{HOST}-{os.getppid()}.tmp", f".a1.json.{dead}.tmp",
-            f"a[1].json.{dead}.tmp", f".a[1].json.other-{number}.tmp"]  # fmt: skip
+    stay = [
+        f".a[1].json.{HOST}-mine.tmp",
+        f".a[1].json.{HOST}-{os.getppid()}.tmp",
+        f".a1.json.{dead}.tmp",
+        f"a[1].json.{dead}.tmp",
+        f".a[1].json.other-{number}.tmp",
+    ]
     for name in stay:
         (tmp_path / name).write_text("stays")
     write_json(target, [1])
@@ -45,7 +50,10 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
 
 def test_a_folder_has_one_worker_at_a_time(tmp_path):
     with alone(tmp_path / "new"):
-        with pytest.raises(RestoreKVError, match="Another process is at work"), alone(tmp_path / "new"):
+        with (
+            pytest.raises(RestoreKVError, match="Another process is at work"),
+            alone(tmp_path / "new"),
+        ):
             pass
         assert list((tmp_path / "new").iterdir())
     assert not list((tmp_path / "new").iterdir())
@@ -124,14 +132,18 @@ def test_a_sweep_leaves_links_and_what_they_lead_to(tmp_path):
 
 
 def test_a_users_link_stays_and_one_in_the_packages_own_folder_is_replaced(tmp_path):
-    """Users may keep their outputs elsewhere; a name that we chose, in a folder from elsewhere, is not followed."""
+    """Users may keep their outputs elsewhere; a name that we chose, in a folder from elsewhere, is
+    not followed.
+    """
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
     write_json(link, ["new"])
     assert link.is_symlink() and "new" in target.read_text()
     write_json(link, ["newer"], follow=False)
-    assert not link.is_symlink() and "newer" in link.read_text() and "newer" not in target.read_text()
+    assert (
+        not link.is_symlink() and "newer" in link.read_text() and "newer" not in target.read_text()
+    )
 
 
 def test_logs_are_not_appended_to_through_a_link(tmp_path):

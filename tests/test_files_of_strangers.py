@@ -1,4 +1,6 @@
-"""Files that someone else wrote are data: opened once, bounded, checked, and refused with one sentence."""
+"""Files that someone else wrote are data: opened once, bounded, checked, and refused with one
+sentence.
+"""
 
 import json
 import math
@@ -35,8 +37,15 @@ def refused(call, *arguments) -> str:
 def test_a_good_file_is_read_as_safetensors_reads_it(good):
     metadata, tensors = seal.read_tensors(good, "The file")
     assert metadata == {"k": "ä"} and set(tensors) == set(GOOD)
-    assert all(torch.equal(tensors[name], GOOD[name]) and tensors[name].dtype == GOOD[name].dtype for name in GOOD)
-    assert seal.read_tensor_bytes(good, "The file") == good.read_bytes() == files.read_bytes(good, "The file")
+    assert all(
+        torch.equal(tensors[name], GOOD[name]) and tensors[name].dtype == GOOD[name].dtype
+        for name in GOOD
+    )
+    assert (
+        seal.read_tensor_bytes(good, "The file")
+        == good.read_bytes()
+        == files.read_bytes(good, "The file")
+    )
 
 
 def test_only_regular_files_are_opened(tmp_path, good):
@@ -49,7 +58,8 @@ def test_only_regular_files_are_opened(tmp_path, good):
         assert "does not exist" in refused(read, tmp_path / "none", "The file")
         refused(read, tmp_path / ("x" * 300), "The file")
         refused(read, tmp_path / "a\0b", "The file")
-    refused(seal.read_tensors, "/proc/self/mem", "The file")  # regular, of size 0, and reading it fails
+    # Regular, of size 0, and reading it fails.
+    refused(seal.read_tensors, "/proc/self/mem", "The file")
     assert seal.read_tensors(link, "The file")[0]
 
 
@@ -73,12 +83,30 @@ def test_headers_that_do_not_fit_the_file_are_refused(good):
         return struct.pack("<Q", len(text)) + text + body
 
     assert len(seal.parse_tensors(other(), "The file")[1]) == 2
-    bad = [b"", raw[:7], raw[:-1], raw + b"x", struct.pack("<Q", 2**63) + raw[8:], struct.pack("<Q", 0) + raw[8:]]
+    bad = [
+        b"",
+        raw[:7],
+        raw[:-1],
+        raw + b"x",
+        struct.pack("<Q", 2**63) + raw[8:],
+        struct.pack("<Q", 0) + raw[8:],
+    ]
     bad += [struct.pack("<Q", 17 << 20) + bytes(18 << 20)]
     bad += [
-        other(a=value) for value in (None, [], 7, {}, {**header["a"], "dtype": "U64x"}, {**header["a"], "shape": [7]})
+        other(a=value)
+        for value in (
+            None,
+            [],
+            7,
+            {},
+            {**header["a"], "dtype": "U64x"},
+            {**header["a"], "shape": [7]},
+        )
     ]
-    bad += [other(a={**header["a"], "data_offsets": value}) for value in ([0, 2**40], [-8, 16], [0], "x", [1.5, 24])]
+    bad += [
+        other(a={**header["a"], "data_offsets": value})
+        for value in ([0, 2**40], [-8, 16], [0], "x", [1.5, 24])
+    ]
     bad += [other(__metadata__=value) for value in ([], {"k": 7}, "x")]
     for each in bad:
         refused(seal.parse_tensors, each, "The file")
@@ -86,22 +114,43 @@ def test_headers_that_do_not_fit_the_file_are_refused(good):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "[" * 41 + "]" * 41, "NaN", "[-Infinity]", "1e999",
-     "9" * 6000, "9" * 30, '"\\ud800"', '{"\\udfff": 1}', '{"a": 1, "a": 2}', b'"\xff"', "1 2"],
-)  # fmt: skip
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        '{"a":' * 5000 + "1" + "}" * 5000,
+        "[" * 41 + "]" * 41,
+        "NaN",
+        "[-Infinity]",
+        "1e999",
+        "9" * 6000,
+        "9" * 30,
+        '"\\ud800"',
+        '{"\\udfff": 1}',
+        '{"a": 1, "a": 2}',
+        b'"\xff"',
+        "1 2",
+    ],
+)
 def test_json_that_no_program_should_compute_with_is_refused(text):
     refused(files.parse_json, text, "The record")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[" + "[]," * 1_000_000 + "0]", "[" + "0," * 1_000_001 + "0]", "[" + '"",' * 1_000_001 + "0]",
-     '{"a": {' + ",".join(f'"{n}": 0' for n in range(600_000)) + "}}"],
-)  # fmt: skip
+    [
+        "[" + "[]," * 1_000_000 + "0]",
+        "[" + "0," * 1_000_001 + "0]",
+        "[" + '"",' * 1_000_001 + "0]",
+        '{"a": {' + ",".join(f'"{n}": 0' for n in range(600_000)) + "}}",
+    ],
+)
 @pytest.mark.parametrize("kind", [str, bytes])
 def test_json_of_too_many_elements_is_refused_before_it_is_parsed(text, kind, monkeypatch):
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
-    assert "elements" in refused(files.parse_json, text if kind is str else text.encode(), "The record")
+    assert "elements" in refused(
+        files.parse_json, text if kind is str else text.encode(), "The record"
+    )
 
 
 def test_signs_in_texts_are_no_elements():
@@ -119,7 +168,11 @@ def test_texts_without_an_end_are_looked_at_once():
 
 def test_ordinary_json_is_read():
     value = {"a": [1, -2.5, None, True, "ä\U0001f600", 2**63], "b": {"c": []}}
-    assert files.parse_json(json.dumps(value), "It") == files.parse_json(json.dumps(value).encode(), "It") == value
+    assert (
+        files.parse_json(json.dumps(value), "It")
+        == files.parse_json(json.dumps(value).encode(), "It")
+        == value
+    )
     assert "more than" in refused(files.parse_json, "[1, 2]", "It", 3)
 
 

@@ -8,19 +8,47 @@ import pytest
 from tests.helpers.source import FILES, PACKAGE, ROOT, imported, name_of
 
 ROOMS = (  # each imports only from itself and from those before it
-    "restorekv.errors", "restorekv.spec", "restorekv.bounds", "restorekv.cluster", "restorekv.files", "restorekv.seal",
-    "restorekv.cache", "restorekv.model.attention", "restorekv.model", "restorekv.readers", "restorekv.evictors",
-    "restorekv.restore", "restorekv.compression", "restorekv.generation", "restorekv.storage", "restorekv.context",
-    "restorekv.many_contexts", "restorekv.pipeline", "restorekv.vllm", "restorekv.serve", "restorekv.serve.ray",
-    "restorekv.tiny", "restorekv.data", "restorekv.train", "restorekv.tasks", "restorekv.evaluation", "restorekv.cli",
-    "restorekv.__main__", "benchmarks", "paper",
-)  # fmt: skip
-LEAVES = ("restorekv.serve", "restorekv.evaluation")  # only commands, and what is beside the package, need them
-TOP, LOOSE = 17, 11  # rooms (the library's thirteen, vllm/ and serve/) and loose files that one sees in the package
+    "restorekv.errors",
+    "restorekv.spec",
+    "restorekv.bounds",
+    "restorekv.cluster",
+    "restorekv.files",
+    "restorekv.seal",
+    "restorekv.cache",
+    "restorekv.model.attention",
+    "restorekv.model",
+    "restorekv.readers",
+    "restorekv.evictors",
+    "restorekv.restore",
+    "restorekv.compression",
+    "restorekv.generation",
+    "restorekv.storage",
+    "restorekv.context",
+    "restorekv.many_contexts",
+    "restorekv.pipeline",
+    "restorekv.vllm",
+    "restorekv.serve",
+    "restorekv.serve.ray",
+    "restorekv.tiny",
+    "restorekv.data",
+    "restorekv.train",
+    "restorekv.tasks",
+    "restorekv.evaluation",
+    "restorekv.cli",
+    "restorekv.__main__",
+    "benchmarks",
+    "paper",
+)
+# Only commands, and what is beside the package, need them.
+LEAVES = ("restorekv.serve", "restorekv.evaluation")
+# Rooms (the library's thirteen, vllm/ and serve/) and loose files that one sees in the package.
+TOP, LOOSE = 17, 11
 
 
 def room_of(module: str) -> int:
-    """The number of the room in which a module stands: of the names that it begins with, the longest."""
+    """The number of the room in which a module stands: of the names that it begins with, the
+    longest.
+    """
     fitting = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
     assert fitting, f"{module} has no room; add it to ROOMS"
     return ROOMS.index(max(fitting, key=len))
@@ -38,12 +66,20 @@ def test_leaves_are_imported_by_commands_only(leaf):
     for path in PACKAGE.rglob("*.py"):
         own = name_of(path)
         if not own.startswith((leaf, "restorekv.cli")):
-            found = [other for other in imported(ast.parse(path.read_text())) if f"{other}.".startswith(f"{leaf}.")]
+            found = [
+                other
+                for other in imported(ast.parse(path.read_text()))
+                if f"{other}.".startswith(f"{leaf}.")
+            ]
             assert not found, f"{own} imports {found[0]}"
 
 
 def test_the_package_is_seen_at_a_glance():
-    rooms = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*") if "__pycache__" not in path.parts}
+    rooms = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.glob("*/*")
+        if "__pycache__" not in path.parts
+    }
     assert len(rooms) <= TOP and len(list(PACKAGE.glob("*.py"))) <= LOOSE
 
 
@@ -55,4 +91,6 @@ def test_every_file_has_a_docstring(path):
 
 def test_tests_share_helpers_and_not_each_other():
     for path in (ROOT / "tests").rglob("*.py"):
-        assert not re.search(r"^\s*(from|import) tests\.(\w+\.)*test_", path.read_text(), re.MULTILINE), path
+        assert not re.search(
+            r"^\s*(from|import) tests\.(\w+\.)*test_", path.read_text(), re.MULTILINE
+        ), path

@@ -1,4 +1,6 @@
-"""Folders of strangers: their names, links and indexes lead to no file elsewhere, which would be read or removed."""
+"""Folders of strangers: their names, links and indexes lead to no file elsewhere, which would be
+read or removed.
+"""
 
 import json
 import os
@@ -31,7 +33,13 @@ def victim(tmp_path) -> Path:
     return path
 
 
-def row(name: str, sha256: object = SHA, size: object = 1, expires: object = 5, status: str = "processed") -> tuple:
+def row(
+    name: str,
+    sha256: object = SHA,
+    size: object = 1,
+    expires: object = 5,
+    status: str = "processed",
+) -> tuple:
     return name, sha256, "a.txt", "user_data", size, 1, expires, status, ""
 
 
@@ -44,7 +52,10 @@ def index_of(folder: Path, *statements: tuple[str, tuple]) -> None:
     disk.close()
 
 
-FILES, CACHES = f"insert into files values ({', '.join('?' * 9)})", "insert into caches values (?, ?, ?, ?)"
+FILES, CACHES = (
+    f"insert into files values ({', '.join('?' * 9)})",
+    "insert into caches values (?, ?, ?, ?)",
+)
 LIES = {
     "an upload elsewhere": (FILES, row("../../victim")),
     "an upload at an absolute path": (FILES, row("/etc/hostname", expires=None)),
@@ -53,7 +64,10 @@ LIES = {
     "a size that is a text": (FILES, row(OWN, size="many")),
     "a cache elsewhere": (CACHES, ("../../victim", SHA, 1 << 40, 1.0)),
     "a deletion elsewhere": ("insert into pending values (?, ?)", ("../x", "")),
-    "a trigger": (f"create trigger t after update on reserve begin {FILES.replace('?', '1')}; end", ()),
+    "a trigger": (
+        f"create trigger t after update on reserve begin {FILES.replace('?', '1')}; end",
+        (),
+    ),
     "a view": ("create view v as select 1", ()),
     "a table of its own": ("create table more (id)", ()),
     "a column more": ("alter table caches add column more default 1", ()),
@@ -76,7 +90,9 @@ def test_a_link_among_the_uploads_is_removed_and_never_served(tmp_path, victim):
     (folder / "caches" / f"{KEY}.rkv").symlink_to(victim)
     store = Store(folder, MUCH)
     assert not store.list() and not store.has(KEY) and victim.read_text() == "precious"
-    assert not os.path.lexists(folder / "files" / OWN) and not os.path.lexists(folder / "caches" / f"{KEY}.rkv")
+    assert not os.path.lexists(folder / "files" / OWN) and not os.path.lexists(
+        folder / "caches" / f"{KEY}.rkv"
+    )
     (folder / "files" / OWN).symlink_to(victim)  # one that comes later is not followed either
     with pytest.raises(RestoreKVError, match="cannot be read"):
         store.content(OWN)
@@ -120,7 +136,9 @@ def to_parts(folder: Path, victim: Path) -> None:
 
 def to_cells(folder: Path, victim: Path) -> None:
     (folder / results.CELLS).symlink_to(victim.parent)
-    cell = next(iter(Grid(("tiny",), [("knorm", None)], ("tiny:count=2",), ratios=("0.2",)).cells()))
+    cell = next(
+        iter(Grid(("tiny",), [("knorm", None)], ("tiny:count=2",), ratios=("0.2",)).cells())
+    )
     results.opened(folder, cell, {})
 
 
@@ -140,7 +158,9 @@ def test_a_link_in_a_folder_changes_nothing_elsewhere(tmp_path, work: Callable[[
     with pytest.raises(RestoreKVError, match="symbolic link, which is not followed; remove it"):
         work(folder, victim)
     others = {adapter_file.README} if work is to_adapter else set()
-    assert {path.name for path in elsewhere.iterdir()} == {"victim"} | others and victim.read_text() == "precious"
+    assert {path.name for path in elsewhere.iterdir()} == {
+        "victim"
+    } | others and victim.read_text() == "precious"
 
 
 def test_an_adapters_folder_with_a_circle_of_links_gives_a_sentence(tmp_path):
@@ -148,7 +168,9 @@ def test_an_adapters_folder_with_a_circle_of_links_gives_a_sentence(tmp_path):
 
     (tmp_path / "x").symlink_to("x")
     with pytest.raises(RestoreKVError, match=r"has no adapter_config\.json"):
-        compress(*load_model("tiny"), "The red house belongs to Ada. " * 20, adapter=tmp_path, ratio=0.5)
+        compress(
+            *load_model("tiny"), "The red house belongs to Ada. " * 20, adapter=tmp_path, ratio=0.5
+        )
 
 
 @pytest.mark.parametrize("field", ["config", "origin", "step"])

@@ -56,7 +56,10 @@ def test_the_shortest_spec_is_written():
     ("text", "told"),
     [
         ("thin", "There is no thing 'thin'; use one of thing, bare."),
-        ("thing:size=3", "thing has no setting 'size=3'; give count=NUMBER, loud=true|false, mode=TEXT, share=NUMBER."),
+        (
+            "thing:size=3",
+            "thing has no setting 'size=3'; give count=NUMBER, loud=true|false, mode=TEXT, share=NUMBER.",
+        ),
         ("thing:count=abc", "thing takes count=NUMBER, not 'abc'."),
         ("thing:count=-3", "thing takes count=NUMBER, not '-3'."),
         ("thing:count", "thing takes count=NUMBER, not ''."),
@@ -90,10 +93,14 @@ class First(Evictor):
 
 
 def identity_of(folder: Path) -> tuple[str, str]:
-    """What another process that has the folder's packages calls the evictor "first", and its warnings."""
+    """What another process that has the folder's packages calls the evictor "first", and its
+    warnings.
+    """
     code = "from restorekv import evictors; print(evictors.make('first').identity(None))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     return done.stdout.strip(), done.stderr
 
 
@@ -118,7 +125,10 @@ def test_evictors_of_installed_packages_are_known_by_name_and_source(tmp_path):
 def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
     install_evictor(tmp_path, "raise ValueError('it needs Fortran')")
     _, errors = identity_of(tmp_path)
-    assert "mine:First, an entry point of restorekv.evictors, cannot be loaded (it needs Fortran)" in errors
+    assert (
+        "mine:First, an entry point of restorekv.evictors, cannot be loaded (it needs Fortran)"
+        in errors
+    )
     assert "There is no evictor 'first'" in errors
 
 
@@ -129,5 +139,10 @@ def test_the_digest_of_a_source_is_no_part_of_a_spec():
 
 def test_specs_in_a_row_keep_their_settings():
     text = "kvzip+,snapkv:window=64,kernel=5, h2o,fastkvzip:path=a=b"
-    assert spec.split_specs(text) == ["kvzip+", "snapkv:window=64,kernel=5", "h2o", "fastkvzip:path=a=b"]
+    assert spec.split_specs(text) == [
+        "kvzip+",
+        "snapkv:window=64,kernel=5",
+        "h2o",
+        "fastkvzip:path=a=b",
+    ]
     assert spec.split_specs("") == [] and spec.split_specs("kvzip") == ["kvzip"]

@@ -14,25 +14,36 @@ from restorekv.files import check_target
 
 KVPRESS = Path(".venv-kvpress/bin/python")  # made by `make bench`
 KvpressPython = Annotated[
-    Path | None, typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one.")
+    Path | None,
+    typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one."),
 ]
 
 
 def run(
     tokens: Annotated[str, typer.Option(help="Context lengths T, with commas.")] = "2048,4096",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
-    layers: Annotated[int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")] = 28,
-    repeat: Annotated[int, typer.Option(min=1, help="Measurements per side and T; medians are shown.")] = 1,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of both sides; 0 for PyTorch's own choice.")] = 0,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")
+    ] = 28,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Measurements per side and T; medians are shown.")
+    ] = 1,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads of both sides; 0 for PyTorch's own choice.")
+    ] = 0,
     kvpress_python: KvpressPython = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
         check_target(json)
     options = Options(
-        tokens=lengths(tokens), ratio=ratio, repeat=repeat, threads=threads,
-        kvpress_python=kvpress(kvpress_python), shape={"num_hidden_layers": layers},
-    )  # fmt: skip
+        tokens=lengths(tokens),
+        ratio=ratio,
+        repeat=repeat,
+        threads=threads,
+        kvpress_python=kvpress(kvpress_python),
+        shape={"num_hidden_layers": layers},
+    )
     benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
 
 
@@ -46,5 +57,7 @@ def lengths(given: str) -> list[int]:
     """ "2048,4096" -> [2048, 4096], in order, each once."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise RestoreKVError(f"--tokens takes whole numbers with commas between them, not {given!r}.")
+        raise RestoreKVError(
+            f"--tokens takes whole numbers with commas between them, not {given!r}."
+        )
     return sorted({int(part) for part in parts})

@@ -1,4 +1,6 @@
-"""`python -m benchmarks decode`: what a decode step and many answers cost over a compressed cache, on this machine."""
+"""`python -m benchmarks decode`: what a decode step and many answers cost over a compressed cache,
+on this machine.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +17,24 @@ from restorekv.files import check_target
 
 def run(
     tokens: Annotated[int, typer.Option(help="Context length T of steps.")] = 32768,
-    ratio: Annotated[list[float], typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")] = (),
+    ratio: Annotated[
+        list[float], typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
+    ] = (),
     repeat: Annotated[int, typer.Option(help="Rounds, of which medians are told.")] = 5,
-    questions: Annotated[int, typer.Option(help="Questions asked of one document; 0 leaves this out.")] = 16,
+    questions: Annotated[
+        int, typer.Option(help="Questions asked of one document; 0 leaves this out.")
+    ] = 16,
     document: Annotated[int, typer.Option(help="Tokens of that document.")] = 4096,
-    layers: Annotated[int, typer.Option(min=1, help="Qwen3-0.6B has 28; fewer need less memory.")] = 28,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")] = 0,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Qwen3-0.6B has 28; fewer need less memory.")
+    ] = 28,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+    ] = 0,
     kvpress_python: KvpressPython = None,
-    quick: Annotated[bool, typer.Option("--quick", help="4 layers, 4,096 and 512 tokens, r = 1 and 0.05.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="4 layers, 4,096 and 512 tokens, r = 1 and 0.05.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
@@ -31,7 +43,13 @@ def run(
     if quick:
         tokens, document, layers, ratios = 4096, 512, 4, (1, 0.05)
     options = Options(
-        tokens, ratios, repeat, questions, document, threads=threads,
-        kvpress_python=kvpress(kvpress_python), shape={"num_hidden_layers": layers},
-    )  # fmt: skip
+        tokens,
+        ratios,
+        repeat,
+        questions,
+        document,
+        threads=threads,
+        kvpress_python=kvpress(kvpress_python),
+        shape={"num_hidden_layers": layers},
+    )
     benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)

@@ -1,4 +1,6 @@
-"""`python -m benchmarks efficiency`: what the restore pass costs on a model, and what a compressed cache saves."""
+"""`python -m benchmarks efficiency`: what the restore pass costs on a model, and what a compressed
+cache saves.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,19 +21,30 @@ Scorers = Annotated[list[str], typer.Option(help="A base scorer; repeatable.")]
 
 
 def run(
-    out: Annotated[Path, typer.Option(help="The run folder; figures and their page go to OUT/efficiency.")],
-    page: Annotated[bool, typer.Option("--page", help="Measure nothing; make the page of the stored figures.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="The run folder; figures and their page go to OUT/efficiency.")
+    ],
+    page: Annotated[
+        bool, typer.Option("--page", help="Measure nothing; make the page of the stored figures.")
+    ] = False,
     model: options.Model = "tiny",
     scorer: Scorers = SCORERS,
     tokens: Annotated[int, typer.Option(help="The context's length T.")] = 2048,
-    ratio: Annotated[str, typer.Option(help="The ratio that eviction is timed at, in (0, 1].")] = "0.05",
+    ratio: Annotated[
+        str, typer.Option(help="The ratio that eviction is timed at, in (0, 1].")
+    ] = "0.05",
     repeat: Annotated[int, typer.Option(min=1, help="Compressions per measurement.")] = 3,
     latency_context: Annotated[
-        str, typer.Option(help="prefill, or random keys and values for attention over a long context.")
+        str,
+        typer.Option(help="prefill, or random keys and values for attention over a long context."),
     ] = "prefill",
-    label: Annotated[str | None, typer.Option(help="The name of the file; model and device unless given.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="The name of the file; model and device unless given.")
+    ] = None,
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
-    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")] = None,
+    prefix_policy: Annotated[
+        str | None, typer.Option(help="free or counted; the protocol's unless given.")
+    ] = None,
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     device: options.Device = "cpu",
@@ -40,11 +53,17 @@ def run(
     paths = []
     if not page:
         rules = protocols.make(protocol)
-        settings = CostOptions(tuple(scorer), tokens, ratio, repeat=repeat, latency_context=latency_context)
-        conventions = CompressionConfig(prefix_policy or rules.prefix_policy, on_small_budget, allocation)
+        settings = CostOptions(
+            tuple(scorer), tokens, ratio, repeat=repeat, latency_context=latency_context
+        )
+        conventions = CompressionConfig(
+            prefix_policy or rules.prefix_policy, on_small_budget, allocation
+        )
         for name in scorer:
             if not make_compressor(name).restores:
-                raise RestoreKVError(f"{name} is not an evictor, so it has no scores to measure; name one.")
+                raise RestoreKVError(
+                    f"{name} is not an evictor, so it has no scores to measure; name one."
+                )
         quiet()
         with notes.status(f"loading {model}"):
             loaded, tokenizer = opened_model(model, dtype, device, rules.name)

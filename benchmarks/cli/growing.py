@@ -1,4 +1,6 @@
-"""`python -m benchmarks growing`: texts that are appended or composed, beside the same texts compressed at once."""
+"""`python -m benchmarks growing`: texts that are appended or composed, beside the same texts
+compressed at once.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,13 +22,33 @@ def run(
     ] = "fairytaleqa:length=1024,questions=4,count=8",
     evictor: Annotated[str, typer.Option(help=flags.EVICTOR_HELP)] = "kvzip",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold.")] = "0.1",
-    parts: Annotated[list[int], typer.Option(help="Parts that a text is read in; repeatable.")] = (2, 4, 8, 16),
-    restore: Annotated[list[str], typer.Option(help="What becomes of restore tokens; repeatable.")] = RESTORE,
-    together: Annotated[int, typer.Option(min=0, help="Compose so many texts, with no --parts by default.")] = 0,
-    turns: Annotated[int, typer.Option(min=0, help="Talk about so many tokens of a novel, too.")] = 0,
+    parts: Annotated[list[int], typer.Option(help="Parts that a text is read in; repeatable.")] = (
+        2,
+        4,
+        8,
+        16,
+    ),
+    restore: Annotated[
+        list[str], typer.Option(help="What becomes of restore tokens; repeatable.")
+    ] = RESTORE,
+    together: Annotated[
+        int, typer.Option(min=0, help="Compose so many texts, with no --parts by default.")
+    ] = 0,
+    turns: Annotated[
+        int, typer.Option(min=0, help="Talk about so many tokens of a novel, too.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
         check_target(json)
-    options = Options(model, asked, evictor, ratio, () if together else tuple(parts), tuple(restore), together, turns)
+    options = Options(
+        model,
+        asked,
+        evictor,
+        ratio,
+        () if together else tuple(parts),
+        tuple(restore),
+        together,
+        turns,
+    )
     benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)

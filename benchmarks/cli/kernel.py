@@ -1,4 +1,6 @@
-"""`python -m benchmarks kernel`: what attention over a compressed cache costs in one decode step on this GPU."""
+"""`python -m benchmarks kernel`: what attention over a compressed cache costs in one decode step on
+this GPU.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,22 @@ from restorekv.files import check_target
 
 def run(
     tokens: Annotated[int, typer.Option(help="Context length T.")] = 32768,
-    ratio: Annotated[list[float], typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")] = (),
-    questions: Annotated[int, typer.Option(help="Questions that decode together over the context.")] = 1,
-    tail: Annotated[int, typer.Option(help="Rows of restore cache, question and answer so far.")] = 64,
+    ratio: Annotated[
+        list[float], typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
+    ] = (),
+    questions: Annotated[
+        int, typer.Option(help="Questions that decode together over the context.")
+    ] = 1,
+    tail: Annotated[
+        int, typer.Option(help="Rows of restore cache, question and answer so far.")
+    ] = 64,
     layers: Annotated[int, typer.Option(help="Llama-3.1-8B has 32; fewer need less memory.")] = 32,
     repeat: Annotated[int, typer.Option(help="Replays, of which the median is told.")] = 50,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="A tiny shape on the CPU, in Triton's interpreter; no figures.")
+        bool,
+        typer.Option(
+            "--rehearse", help="A tiny shape on the CPU, in Triton's interpreter; no figures."
+        ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
@@ -29,4 +40,6 @@ def run(
     options = Options(tokens=tokens, questions=questions, tail=tail, layers=layers, repeat=repeat)
     options = replace(options, ratios=tuple(ratio)) if ratio else options
     options = REHEARSAL if rehearse else options
-    benchmark(lambda tell: measure(options, tell, rehearse), lambda result: prose(markdown(result)), json)
+    benchmark(
+        lambda tell: measure(options, tell, rehearse), lambda result: prose(markdown(result)), json
+    )

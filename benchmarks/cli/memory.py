@@ -1,4 +1,6 @@
-"""`python -m benchmarks memory`: memory and growth of every phase of a compression, on this machine or on paper."""
+"""`python -m benchmarks memory`: memory and growth of every phase of a compression, on this machine
+or on paper.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,18 +17,33 @@ from restorekv.files import check_target
 
 
 def run(
-    tokens: Annotated[str, typer.Option(help="Context lengths T, with commas.")] = "2048,4096,8192,16384,32768",
+    tokens: Annotated[
+        str, typer.Option(help="Context lengths T, with commas.")
+    ] = "2048,4096,8192,16384,32768",
     layers: Annotated[int, typer.Option(min=1, help="Qwen3-0.6B has 28.")] = 4,
-    mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}; repeatable; all unless given.")] = (),
+    mode: Annotated[
+        list[str], typer.Option(help=f"{', '.join(MODES)}; repeatable; all unless given.")
+    ] = (),
     evictor: Annotated[str, typer.Option(help="What scores.")] = "kvzip",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
-    filled: Annotated[bool, typer.Option("--filled", help="Random numbers instead of a prefill.")] = False,
+    filled: Annotated[
+        bool, typer.Option("--filled", help="Random numbers instead of a prefill.")
+    ] = False,
     part: Annotated[
-        int, typer.Option(min=0, help="Tokens streamed at a time; 0 for 2,048, or half of the smallest T if less.")
+        int,
+        typer.Option(
+            min=0, help="Tokens streamed at a time; 0 for 2,048, or half of the smallest T if less."
+        ),
     ] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="512, 1,024 and 2,048 tokens, one layer.")] = False,
-    on_paper: Annotated[bool, typer.Option("--on-paper", help="Only compute what larger models would need.")] = False,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="512, 1,024 and 2,048 tokens, one layer.")
+    ] = False,
+    on_paper: Annotated[
+        bool, typer.Option("--on-paper", help="Only compute what larger models would need.")
+    ] = False,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
@@ -36,7 +53,13 @@ def run(
         return
     modes = tuple(mode) or tuple(each for each in MODES if not (filled and each == "streaming"))
     options = Options(
-        tokens=[512, 1024, 2048] if quick else lengths(tokens), modes=modes, evictor=evictor, ratio=ratio,
-        filled=filled, part=part, threads=threads, shape={"num_hidden_layers": 1 if quick else layers},
-    )  # fmt: skip
+        tokens=[512, 1024, 2048] if quick else lengths(tokens),
+        modes=modes,
+        evictor=evictor,
+        ratio=ratio,
+        filled=filled,
+        part=part,
+        threads=threads,
+        shape={"num_hidden_layers": 1 if quick else layers},
+    )
     benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)

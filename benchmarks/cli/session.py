@@ -1,4 +1,6 @@
-"""What every benchmark's command does: measure while it tells what it measures, print the result and write it."""
+"""What every benchmark's command does: measure while it tells what it measures, print the result
+and write it.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +16,9 @@ from restorekv.files import write_json
 
 @contextmanager
 def measuring() -> Iterator[Callable[[str], None]]:
-    """Gives the block a callback for what is being measured: a spinner on a terminal, lines with the time elsewhere."""
+    """Gives the block a callback for what is being measured: a spinner on a terminal, lines with
+    the time elsewhere.
+    """
     if notes.is_terminal:
         with notes.status("measuring") as status:
             yield lambda what: status.update(f"measuring: {what}")
@@ -24,7 +28,9 @@ def measuring() -> Iterator[Callable[[str], None]]:
 
 
 def benchmark(
-    measure: Callable[[Callable[[str], None]], dict], show: Callable[[dict], None], json: Path | None
+    measure: Callable[[Callable[[str], None]], dict],
+    show: Callable[[dict], None],
+    json: Path | None,
 ) -> None:
     """Measures, prints the result and writes it to `json`, if given."""
     logging.disable_progress_bar()

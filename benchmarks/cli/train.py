@@ -1,4 +1,6 @@
-"""`python -m benchmarks train`: time and memory of one training step, phase by phase, on this machine."""
+"""`python -m benchmarks train`: time and memory of one training step, phase by phase, on this
+machine.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,14 +15,20 @@ from restorekv.files import check_target
 
 def run(
     tokens: Annotated[int, typer.Option(help="Context length T.")] = 2048,
-    layers: Annotated[int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")] = 28,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")
+    ] = 28,
     questions: Annotated[int, typer.Option(help="Questions in the step.")] = 4,
     answer: Annotated[int, typer.Option(help="Ids of every answer.")] = 128,
     ratio: Annotated[float, typer.Option(help="The ratio that the step draws.")] = 0.1,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
         check_target(json)
-    options = Options(tokens, questions, answer, ratio, threads, shape={"num_hidden_layers": layers})
+    options = Options(
+        tokens, questions, answer, ratio, threads, shape={"num_hidden_layers": layers}
+    )
     benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)

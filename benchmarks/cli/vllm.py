@@ -1,4 +1,6 @@
-"""`.venv-vllm/bin/python -m benchmarks vllm`: whole documents beside compressed ones in the same unpatched vLLM."""
+"""`.venv-vllm/bin/python -m benchmarks vllm`: whole documents beside compressed ones in the same
+unpatched vLLM.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +14,24 @@ from restorekv.files import check_target
 
 
 def run(
-    model: Annotated[str, typer.Option(help=f"A small decoder: smollm2, a folder, a hub id, or {RANDOM}.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help=f"A small decoder: smollm2, a folder, a hub id, or {RANDOM}.")
+    ] = "smollm2",
     tokens: Annotated[int, typer.Option(help="Length of every document.")] = 2048,
-    documents: Annotated[int, typer.Option(min=2, help="How many documents are asked in turn.")] = 8,
-    fitting: Annotated[int, typer.Option(min=1, help="Whole documents for which the KV space is made.")] = 4,
-    ratio: Annotated[list[str], typer.Option(help="A ratio of the compressed documents; repeatable.")] = ("0.2", "0.1"),
-    together: Annotated[list[int], typer.Option(help="Questions at once; repeatable.")] = (1, 8, 32),
+    documents: Annotated[
+        int, typer.Option(min=2, help="How many documents are asked in turn.")
+    ] = 8,
+    fitting: Annotated[
+        int, typer.Option(min=1, help="Whole documents for which the KV space is made.")
+    ] = 4,
+    ratio: Annotated[
+        list[str], typer.Option(help="A ratio of the compressed documents; repeatable.")
+    ] = ("0.2", "0.1"),
+    together: Annotated[list[int], typer.Option(help="Questions at once; repeatable.")] = (
+        1,
+        8,
+        32,
+    ),
     answer: Annotated[int, typer.Option(help="Tokens of every answer.")] = 16,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:

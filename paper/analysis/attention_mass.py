@@ -1,8 +1,10 @@
-"""Where the last query token looks: its attention mass on the context, layer by layer (the paper's Fig. mechanism).
+"""Where the last query token looks: its attention mass on the context, layer by layer (the paper's
+Fig. mechanism).
 
-The last query token predicts the first answer token. In one query head its attention weights a_i over a cache's pairs
-fall in four parts, whose masses add up to 1; DEFINITIONS says which. The paper does not define its divergences; two
-natural ones are measured, in nats, over layers l and context columns i:
+The last query token predicts the first answer token. In one query head its attention weights a_i
+over a cache's pairs fall in four parts, whose masses add up to 1; DEFINITIONS says which. The paper
+does not define its divergences; two natural ones are measured, in nats, over layers l and context
+columns i:
 
     kl_profile     KL(p || q) = sum_l p_l log(p_l / q_l),  p = m^full / sum_l m^full_l,  q = m^cache / sum_l m^cache_l,
                    m_l = the mean of the context mass over query heads and questions; null where a layer holds no
@@ -38,7 +40,9 @@ DEFINITIONS = {
 
 
 def measure(case: Case) -> dict:
-    """Returns means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums (L), heads with context (L)]}}."""
+    """Returns means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums (L), heads
+    with context (L)]}}.
+    """
     figures: dict[str, list[dict]] = {name: [] for name in case.caches}
     for prompt in case.prompts:
         full: dict[tuple[int, int], Tensor] = {}
@@ -54,9 +58,14 @@ def measure(case: Case) -> dict:
 def measure_question(
     case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int, int], Tensor], keep: bool
 ) -> dict:
-    """Returns masses and divergences of one question; `keep` stores its weights on the context in `full`."""
+    """Returns masses and divergences of one question; `keep` stores its weights on the context in
+    `full`.
+    """
     model, layers, sinks = case.prepared.model, len(cache.layers), case.sinks
-    masses, kl = torch.zeros(layers, len(PARTS), dtype=torch.float64), torch.zeros(2, layers, dtype=torch.float64)
+    masses, kl = (
+        torch.zeros(layers, len(PARTS), dtype=torch.float64),
+        torch.zeros(2, layers, dtype=torch.float64),
+    )
 
     def see(index: int, layer: RaggedLayer, weights) -> None:
         columns = layer.positions.cpu().split(layer.offsets.diff().tolist())
@@ -64,7 +73,9 @@ def measure_question(
             row, held = own[:, -1], len(places)  # (G, N + t)
             parts = (row[:, :held][:, places >= sinks], row[:, :held][:, places < sinks])
             tail = (row[:, held : held + layer.restore], row[:, held + layer.restore :])
-            masses[index] += torch.stack([part.sum(-1).mean() for part in (*parts, *tail)]) / layer.heads
+            masses[index] += (
+                torch.stack([part.sum(-1).mean() for part in (*parts, *tail)]) / layer.heads
+            )
             if keep:
                 full[index, head] = row[:, :held]
             elif parts[0].shape[-1]:
@@ -72,7 +83,9 @@ def measure_question(
                 kl[:, index] += torch.stack([divergence(there, parts[0]).mean(), torch.ones(())])
 
     with watching(model, see, last=1):
-        decoder(model)(input_ids=prompt.to(model.device), past_key_values=cache.fork(), use_cache=True)
+        decoder(model)(
+            input_ids=prompt.to(model.device), past_key_values=cache.fork(), use_cache=True
+        )
     return {"masses": masses.tolist()} | ({} if keep else {"kl_attention": kl.tolist()})
 
 
@@ -91,7 +104,9 @@ def pooled(figures: DocumentFigures) -> dict:
         caches[name] = {
             **{part: plain(mean[:, index]) for index, part in enumerate(PARTS)},
             "average": dict(zip(PARTS, plain(mean.mean(0)), strict=True)),
-            "context_interval": figures.interval(lambda x: x[..., 0].mean(-1), name, "masses", by_question=True),
+            "context_interval": figures.interval(
+                lambda x: x[..., 0].mean(-1), name, "masses", by_question=True
+            ),
             "layers_below": int((mean[:, 0] < LEAST).sum()),
         }
         if name != FULL:
@@ -120,6 +135,8 @@ def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np
 
 
 def profile_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p / 0) is infinite."""
+    """Returns KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p
+    / 0) is infinite.
+    """
     p, q = first / first.sum(-1, keepdims=True), second / second.sum(-1, keepdims=True)
     return np.where(p > 0, p * np.log(np.where(p > 0, p / q, 1)), 0).sum(-1)

@@ -1,4 +1,6 @@
-"""What every analysis gets: a document at a ratio with its caches, attention weights, the figures of all documents."""
+"""What every analysis gets: a document at a ratio with its caches, attention weights, the figures
+of all documents.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +33,9 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # (R, ...) -> (R,)
 
 @dataclass(frozen=True)
 class Case:
-    """One document at one ratio, number `index` of the run; with an `adapter`, `prepared` has a restore cache."""
+    """One document at one ratio, number `index` of the run; with an `adapter`, `prepared` has a
+    restore cache.
+    """
 
     prepared: ScoredContext
     tokenizer: Tokenizer
@@ -43,7 +47,9 @@ class Case:
 
     @cached_property
     def caches(self) -> dict[str, RaggedCache]:
-        """The full cache (as views), the evicted one and, with an adapter, the restored one of as many pairs."""
+        """The full cache (as views), the evicted one and, with an adapter, the restored one of as
+        many pairs.
+        """
         caches = {FULL: RaggedCache.whole(self.prepared.full)}
         caches[BASE] = self.prepared.evict(self.ratio, 0)
         return caches | ({RESTORED: self.prepared.evict(self.ratio)} if self.adapter else {})
@@ -52,7 +58,10 @@ class Case:
     def prompts(self) -> list[Tensor]:
         """Every question as the protocol asks it, up to where its answer begins: (1, q) ids each."""
         context = self.prepared.context
-        return [self.protocol.prompt(self.tokenizer, context, question) for question in self.sample.questions]
+        return [
+            self.protocol.prompt(self.tokenizer, context, question)
+            for question in self.sample.questions
+        ]
 
     @property
     def sinks(self) -> int:
@@ -75,13 +84,21 @@ class Case:
     def pieces(self) -> list[str]:
         """The text of every context token, with the space that begins a word."""
         ids = self.prepared.context.ids[0, self.prepared.context.prefix :].tolist()
-        names, texts = self.tokenizer.convert_ids_to_tokens(ids), [self.tokenizer.decode([token]) for token in ids]
+        names, texts = (
+            self.tokenizer.convert_ids_to_tokens(ids),
+            [self.tokenizer.decode([token]) for token in ids],
+        )
         # SentencePiece writes that space as U+2581 and drops it when it decodes a token alone.
         starts = (name.startswith("\u2581") for name in names)
-        return [f" {text.lstrip(' ')}" if begins else text for begins, text in zip(starts, texts, strict=True)]
+        return [
+            f" {text.lstrip(' ')}" if begins else text
+            for begins, text in zip(starts, texts, strict=True)
+        ]
 
     def read_by_restore(self) -> RaggedCache:
-        """Returns the cache that the restore pass reads: full, or evicted where the conventions say so."""
+        """Returns the cache that the restore pass reads: full, or evicted where the conventions say
+        so.
+        """
         if self.prepared.conventions.restore_from == "full":
             return RaggedCache.whole(self.prepared.full)
         return RaggedCache.from_dense(self.prepared.full, self.kept[RESTORED])
@@ -89,7 +106,9 @@ class Case:
 
 @dataclass(frozen=True)
 class DocumentFigures:
-    """What an analysis measured in each document at one ratio, and how many questions each document has."""
+    """What an analysis measured in each document at one ratio, and how many questions each document
+    has.
+    """
 
     documents: list[dict]
     questions: list[int]
@@ -111,9 +130,13 @@ class DocumentFigures:
     def interval(self, statistic: Statistic, *path: str, by_question: bool = False) -> list[float]:
         """Returns [low, high], a 95 % bootstrap over documents of a statistic of the mean.
 
-        `statistic` maps the means of R resamples (R, ...) to (R,); [None, None] where it is not finite in one of them.
+        `statistic` maps the means of R resamples (R, ...) to (R,); [None, None] where it is not
+        finite in one of them.
         """
-        values, drawn = self.stacked(*path), resamples(len(self.documents), 0) * self.weights(by_question)
+        values, drawn = (
+            self.stacked(*path),
+            resamples(len(self.documents), 0) * self.weights(by_question),
+        )
         means = drawn @ values.reshape(len(values), -1) / drawn.sum(1, keepdims=True)
         drawn_values = statistic(means.reshape(-1, *values.shape[1:]))
         finite = np.isfinite(drawn_values).all()
@@ -132,11 +155,13 @@ def plain(values: np.ndarray | float) -> list | float | None:
 
 @contextmanager
 def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Iterator[None]:
-    """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 in the block.
+    """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 in the
+    block.
 
-    `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context pairs, in the order
-    of the layer's rows, and the t pairs of the tail, the pass's own included. With `last`, of the last so many queries.
-    The backend `frozen` computes the pass; the weights are those of its own blocks, in float64.
+    `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context
+    pairs, in the order of the layer's rows, and the t pairs of the tail, the pass's own included.
+    With `last`, of the last so many queries. The backend `frozen` computes the pass; the weights
+    are those of its own blocks, in float64.
     """
 
     def on_layer(view: LayerView) -> None:
@@ -144,7 +169,11 @@ def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Itera
         if mask is None:
             mask = causal(query.shape[-2], layer.columns, query.device)[None, None]
         first = 0 if last is None else query.shape[-2] - last
-        see(view.layer, layer, weights(query[..., first:, :], layer, mask[..., first:, :], view.scale))
+        see(
+            view.layer,
+            layer,
+            weights(query[..., first:, :], layer, mask[..., first:, :], view.scale),
+        )
 
     with attention.using("frozen"), observe_layers(model, on_layer):
         yield
@@ -152,8 +181,11 @@ def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Itera
 
 def weights(query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float) -> Iterator[Tensor]:
     """query (1, H, G, Q, D), mask (1, 1, Q, t) bool -> per head (G, Q, N + t) on the CPU."""
-    exact = query.dtype if query.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    # Apple's GPUs have no float64.
+    exact = query.dtype if query.device.type == "mps" else torch.float64
     context = (layer.context_keys, layer.context_values, layer.bias)
-    blocks = frozen.blocks(query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale)
+    blocks = frozen.blocks(
+        query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale
+    )
     for _, found in groupby(blocks, key=lambda block: block[0]):
         yield torch.cat([block[-1][0] for block in found], 1).double().cpu()

@@ -1,4 +1,6 @@
-"""`python -m paper.analysis`: measures attention, predictions, survivors and what restore tokens attend to."""
+"""`python -m paper.analysis`: measures attention, predictions, survivors and what restore tokens
+attend to.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +30,13 @@ def run(
         str, typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none).")
     ] = "kvzip",
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.05",),
-    benchmark: Annotated[str, typer.Option(help="Documents and questions to analyze.")] = "tiny:count=26",
+    benchmark: Annotated[
+        str, typer.Option(help="Documents and questions to analyze.")
+    ] = "tiny:count=26",
     what: Annotated[str, typer.Option(help=f"Comma-separated analyses out of {ALL}.")] = ALL,
-    label: Annotated[str | None, typer.Option(help="The name of the files; model and evictor unless given.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="The name of the files; model and evictor unless given.")
+    ] = None,
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
     model: options.Model = "tiny",
     restore_tokens: options.RestoreTokens = None,
@@ -48,19 +54,27 @@ def run(
     conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
     name, source = parse_method(evictor)
     if not make_compressor(name).restores:
-        raise RestoreKVError(f"{name} is not an evictor, so no pair of the context survives in it; name one.")
+        raise RestoreKVError(
+            f"{name} is not an evictor, so no pair of the context survives in it; name one."
+        )
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give a folder.")
     quiet()
     with notes.status(f"loading {model}"):
         loaded, tokenizer = opened_model(model, dtype, device, rules.name)
     eviction = make_compressor(name, conventions)
-    adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)
+    adapter = load_adapter(
+        loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens
+    )
     if "restore_attention" in chosen and not adapter:
-        notes.print("restore_attention is left out: without an adapter there are no restore tokens.")
+        notes.print(
+            "restore_attention is left out: without an adapter there are no restore tokens."
+        )
     eviction = replace(eviction, adapter=adapter)
     with bar("analyzing documents", lines=True) as update:
-        paths = analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update)
+        paths = analyze(
+            loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update
+        )
     for path in [*paths, write_analyses(out)]:
         print_written(path)
 

@@ -1,9 +1,11 @@
-"""How far a cache's predictions are from the full cache's: KL of the next-token distributions, in nats.
+"""How far a cache's predictions are from the full cache's: KL of the next-token distributions, in
+nats.
 
-p_t is the full cache's distribution after the question and the first t tokens of its own greedy answer; q_t is that of
-a compressed cache, which reads the same tokens (teacher forcing). `forward` is KL(p_t || q_t) (the paper's 7.3 -> 3.8),
-`backward` is KL(q_t || p_t), and `symmetric` their mean, which adapters train on (Eq. 8). `first` is t = 0; `answer` is
-the mean over the answer's tokens, EOS included, then over questions.
+p_t is the full cache's distribution after the question and the first t tokens of its own greedy
+answer; q_t is that of a compressed cache, which reads the same tokens (teacher forcing). `forward`
+is KL(p_t || q_t) (the paper's 7.3 -> 3.8), `backward` is KL(q_t || p_t), and `symmetric` their
+mean, which adapters train on (Eq. 8). `first` is t = 0; `answer` is the mean over the answer's
+tokens, EOS included, then over questions.
 """
 
 from itertools import product
@@ -30,7 +32,10 @@ DEFINITIONS = {
 @torch.no_grad()
 def measure(case: Case) -> dict:
     """Returns means over questions: {cache: {"first" and "answer": (4) FIGURES}}."""
-    model, limits = case.prepared.model, [question.max_new_tokens for question in case.sample.questions]
+    model, limits = (
+        case.prepared.model,
+        [question.max_new_tokens for question in case.sample.questions],
+    )
     full, may_stop = case.caches[FULL], case.protocol.first_may_stop
     answers = answer_ids(model, case.tokenizer, full, case.prompts, limits, first_may_stop=may_stop)
     figures: dict[str, list] = {name: [] for name in case.caches if name != FULL}
@@ -40,7 +45,10 @@ def measure(case: Case) -> dict:
         for name in figures:
             by_token = compared(full_logits, answer_logits(model, case.caches[name], rows, counts))
             figures[name].append(torch.stack([by_token[0], by_token.mean(0)]).tolist())
-    return {name: dict(zip(PLACES, np.mean(every, 0).tolist(), strict=True)) for name, every in figures.items()}
+    return {
+        name: dict(zip(PLACES, np.mean(every, 0).tolist(), strict=True))
+        for name, every in figures.items()
+    }
 
 
 def compared(full: Tensor, cache: Tensor) -> Tensor:
@@ -57,6 +65,8 @@ def pooled(figures: DocumentFigures) -> dict:
         mean, columns = figures.mean(name, place, by_question=True), {}
         for index, key in enumerate(FIGURES):
             columns[key] = plain(mean[index])
-            columns[f"{key}_interval"] = figures.interval(lambda x, i=index: x[:, i], name, place, by_question=True)
+            columns[f"{key}_interval"] = figures.interval(
+                lambda x, i=index: x[:, i], name, place, by_question=True
+            )
         caches.setdefault(name, {})[place] = columns
     return {"caches": caches}

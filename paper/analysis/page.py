@@ -1,4 +1,6 @@
-"""The page of the analyses: attention by layer, distances from the full cache, survivors, what restore tokens read."""
+"""The page of the analyses: attention by layer, distances from the full cache, survivors, what
+restore tokens read.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,14 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts, plots
 from restorekv.evaluation.charts import Mark, plot_line, set_ticks
 from restorekv.evaluation.report import Block, Details, Section, write_page
-from restorekv.evaluation.tables import UNKNOWN, Table, format_number, format_percent, format_range, make_slug
+from restorekv.evaluation.tables import (
+    UNKNOWN,
+    Table,
+    format_number,
+    format_percent,
+    format_range,
+    make_slug,
+)
 
 CACHES = {"full": Mark("full cache", charts.INK, dashed=True), "base": BASE, "restored": RESTORED}
 ALONE = Mark("restored: context alone", charts.SKY, "s")
@@ -34,7 +43,9 @@ Analysis = Mapping[str, object]
 
 def write_analyses(folder: Path) -> Path:
     """Write a page of all analyses in a run folder, to DIR/analysis/page, and return it."""
-    return write_page(folder / FOLDER / "page", "Attention to compressed caches", make_sections(folder))
+    return write_page(
+        folder / FOLDER / "page", "Attention to compressed caches", make_sections(folder)
+    )
 
 
 def make_sections(folder: Path) -> list[Section]:
@@ -46,10 +57,14 @@ def make_sections(folder: Path) -> list[Section]:
         for analysis in (file for file in files if file["analysis"] == kind):
             figures = analysis.get("figures")
             if not isinstance(figures, dict):
-                raise RestoreKVError(f"The analysis {analysis['label']} has no figures; make it again.")
+                raise RestoreKVError(
+                    f"The analysis {analysis['label']} has no figures; make it again."
+                )
             for ratio in sorted(figures, key=float):
                 heading = f"{analysis['label']}, r = {ratio}"
-                blocks += blocks_of(analysis, figures[ratio], heading, make_slug(str(analysis["name"]), ratio))
+                blocks += blocks_of(
+                    analysis, figures[ratio], heading, make_slug(str(analysis["name"]), ratio)
+                )
             blocks.append(explain_result(analysis))
         if blocks:
             sections.append(Section(title, intro, blocks))
@@ -57,7 +72,12 @@ def make_sections(folder: Path) -> list[Section]:
 
 
 def shade_gain(
-    axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], label: str, color: str
+    axes: Axes,
+    x: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    label: str,
+    color: str,
 ) -> None:
     """Shade the area between two lines where the second is above the first."""
     under = np.asarray(low)
@@ -70,7 +90,10 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     """Yields the paper's mechanism figure, and its averages over layers as a table."""
     caches = figures["caches"]
     layers = range(len(caches["base"]["context"]))
-    masses = {cache: {part: 100 * np.array(found[part]) for part in PARTS} for cache, found in caches.items()}
+    masses = {
+        cache: {part: 100 * np.array(found[part]) for part in PARTS}
+        for cache, found in caches.items()
+    }
     marks = CACHES | {"restored": ALONE}
 
     def draw(axes: Axes) -> None:
@@ -106,7 +129,9 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "restore cache": lambda row: format_percent(row["average_restore"], 2),
         "sinks": lambda row: format_percent(row["average_sinks"], 2),
         "question": lambda row: format_percent(row["average_question"], 2),
-        f"layers below {format_percent(FLOOR)} of context": lambda row: f"{row['layers_below']} of {len(layers)}",
+        f"layers below {format_percent(FLOOR)} of context": lambda row: (
+            f"{row['layers_below']} of {len(layers)}"
+        ),
         "KL(full || cache) of layers": lambda row: ranged(row, "kl_profile", 3),
         "KL(cache || full) of layers": lambda row: ranged(row, "kl_profile_backward", 3),
         "KL of attention in a layer": lambda row: ranged(row, "kl_attention", 3),
@@ -117,15 +142,21 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "defined); 95 % bootstrap intervals over contexts."
     )
     data = [{"cache": cache, **numbers(found)} for cache, found in caches.items()]
-    yield Table.from_figures(f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note)
+    yield Table.from_figures(
+        f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note
+    )
 
 
 def numbers(figures: Analysis) -> dict[str, object]:
     """Returns the figures of one number or interval, by the names of their columns in the CSV file."""
-    columns: dict[str, object] = {f"average_{part}": value for part, value in figures.get("average", {}).items()}
+    columns: dict[str, object] = {
+        f"average_{part}": value for part, value in figures.get("average", {}).items()
+    }
     for key, value in figures.items():
         if key.endswith("_interval"):
-            columns |= zip((key.replace("_interval", end) for end in ("_low", "_high")), value, strict=True)
+            columns |= zip(
+                (key.replace("_interval", end) for end in ("_low", "_high")), value, strict=True
+            )
         elif isinstance(value, (int, float)):
             columns[key] = value
     return columns
@@ -159,7 +190,9 @@ def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) ->
         "same likeliest token": lambda row: format_percent(row["agreement"]),
     }
     note = "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own distribution."
-    yield Table.from_figures(name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1))
+    yield Table.from_figures(
+        name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1)
+    )
 
 
 def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
@@ -177,12 +210,20 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         kept = np.array(found["kept_per_head"])
         heads = f"{CACHES[cache].label}: by head"
         panels.append(
-            Panel(heads, lambda axes, kept=kept: plots.plot_heads(axes, kept), height=plots.heads_height(len(kept)))
+            Panel(
+                heads,
+                lambda axes, kept=kept: plots.plot_heads(axes, kept),
+                height=plots.heads_height(len(kept)),
+            )
         )
     data = [
         {"cache": cache, "by": by, "index": index, "share": share}
         for cache, found in caches.items()
-        for by, key in (("layer", "share_per_layer"), ("twentieth", "kept_per_position"), ("head", "kept_per_head"))
+        for by, key in (
+            ("layer", "share_per_layer"),
+            ("twentieth", "kept_per_position"),
+            ("head", "kept_per_head"),
+        )
         for index, share in enumerate(np.ravel(found[key]).tolist())
     ]
     note = (
@@ -195,7 +236,10 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         for cache, found in caches.items()
         for kind, share in found["classes"].items()
     ]
-    lost = ", ".join(f"{CACHES[cache].label} {format_percent(found['forgotten'])}" for cache, found in caches.items())
+    lost = ", ".join(
+        f"{CACHES[cache].label} {format_percent(found['forgotten'])}"
+        for cache, found in caches.items()
+    )
     note = f"Tokens of the context that no head holds: {lost}."
     if "overlap" in figures:
         overlap = ranged(numbers(figures["overlap"]), "jaccard", 3)
@@ -208,16 +252,25 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "of all held pairs": lambda row: format_percent(row["held"]),
     }
     yield Table.from_figures(
-        f"{name}-kinds", f"Kinds of tokens that survive: {heading}", data, columns, note, left=(0, 1)
+        f"{name}-kinds",
+        f"Kinds of tokens that survive: {heading}",
+        data,
+        columns,
+        note,
+        left=(0, 1),
     )
 
 
-def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+def restore_attention(
+    analysis: Analysis, figures: Mapping, heading: str, name: str
+) -> Iterator[Block]:
     """Yields bars by restore token, and the tokens that each attends to most."""
     masses = {part: np.mean(figures[part], axis=0) for part in READ}  # (n,), means over layers
     tokens = [str(token) for token in range(len(masses["kept"]))]
     parts = {mark: 100 * masses[part] for part, mark in READ.items()}
-    panel = make_bars("", "attention (%)", tokens, parts, [[""] * len(tokens)], stacked=True, width=charts.WIDE)
+    panel = make_bars(
+        "", "attention (%)", tokens, parts, [[""] * len(tokens)], stacked=True, width=charts.WIDE
+    )
     title = f"Attention of the restore pass, by restore token: {heading}"
     seen, blind = (format_percent(figures["kept_share"][key]) for key in ("seen", "blind"))
     note = (
@@ -225,20 +278,36 @@ def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: 
         f"falls on pairs that are kept; looking at all pairs alike would put {blind} there."
     )
     data = [
-        {"restore_token": int(token), **{part: float(mass[int(token)]) for part, mass in masses.items()}}
+        {
+            "restore_token": int(token),
+            **{part: float(mass[int(token)]) for part, mass in masses.items()},
+        }
         for token in tokens
     ]
     yield make_chart(name, title, [panel], note, data)
     for example in figures["examples"]:
         rows = [
-            [str(token), "  ".join(f"{word['text']!r} {format_percent(word['weight'])}" for word in words)]
+            [
+                str(token),
+                "  ".join(f"{word['text']!r} {format_percent(word['weight'])}" for word in words),
+            ]
             for token, words in enumerate(example["tokens"][:FEW])
         ]
-        data = [{"restore_token": token, **word} for token, words in enumerate(example["tokens"]) for word in words]
+        data = [
+            {"restore_token": token, **word}
+            for token, words in enumerate(example["tokens"])
+            for word in words
+        ]
         document = str(example["document"])
         title = f"Context {document}: what restore tokens attend to most, {heading}"
-        head = ["restore token", "tokens of the context, with the share of its attention on the context"]
-        yield Details(title, [Table(make_slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
+        head = [
+            "restore token",
+            "tokens of the context, with the share of its attention on the context",
+        ]
+        yield Details(
+            title,
+            [Table(make_slug(name, "context", document), title, head, rows, "", data, left=(0, 1))],
+        )
 
 
 KINDS = {

@@ -1,7 +1,8 @@
 """What restore tokens attend to in the restore pass (Eqs. 4-6), before anything is evicted.
 
-A restore token's weights in one query head fall in five parts, whose masses add up to 1: `kept`, `evicted`, `sinks`,
-`restore` and `itself`; DEFINITIONS says which. `evicted` is 0 where the pass reads the evicted cache.
+A restore token's weights in one query head fall in five parts, whose masses add up to 1: `kept`,
+`evicted`, `sinks`, `restore` and `itself`; DEFINITIONS says which. `evicted` is 0 where the pass
+reads the evicted cache.
 """
 
 from collections.abc import Iterator
@@ -30,8 +31,15 @@ DEFINITIONS = {
 
 @torch.no_grad()
 def measure(case: Case) -> dict:
-    """Returns masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs [kept, all], tokens."""
-    adapter, cache, prefix, sinks = case.adapter, case.read_by_restore(), case.prepared.context.prefix, case.sinks
+    """Returns masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs
+    [kept, all], tokens.
+    """
+    adapter, cache, prefix, sinks = (
+        case.adapter,
+        case.read_by_restore(),
+        case.prepared.context.prefix,
+        case.sinks,
+    )
     layers, n = len(cache.layers), adapter.restore_tokens
     keep = case.kept[RESTORED]  # (L, H, S + T)
     masses, entropy = torch.zeros(len(PARTS), layers, n).double(), torch.zeros(layers, n).double()
@@ -41,15 +49,25 @@ def measure(case: Case) -> dict:
         columns = layer.positions.cpu().long().split(layer.offsets.diff().tolist())
         for head, (own, places) in enumerate(zip(weights, columns, strict=True)):
             context, tail = own[..., : len(places)], own[..., len(places) :]  # (G, n, N), (G, n, n)
-            inside, stays, itself = places >= sinks, keep[index, head, places], tail.diagonal(dim1=-2, dim2=-1)
-            parts = [context[..., mask].sum(-1) for mask in (inside & stays, inside & ~stays, ~inside)]
-            masses[:, index] += torch.stack([*parts, tail.sum(-1) - itself, itself]).mean(1) / layer.heads
+            inside, stays, itself = (
+                places >= sinks,
+                keep[index, head, places],
+                tail.diagonal(dim1=-2, dim2=-1),
+            )
+            parts = [
+                context[..., mask].sum(-1) for mask in (inside & stays, inside & ~stays, ~inside)
+            ]
+            masses[:, index] += (
+                torch.stack([*parts, tail.sum(-1) - itself, itself]).mean(1) / layer.heads
+            )
             entropy[index] += entropy_of(context[..., inside]).mean(0) / layer.heads
             total.index_add_(1, places[inside], context[..., inside].mean(0))
 
     with watching(case.prepared.model, see):
         adapter.append(cache)
-    total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[:, prefix:]
+    total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[
+        :, prefix:
+    ]
     histogram = torch.zeros(n, BINS, dtype=torch.float64).index_add_(1, case.bins, total)
     figures = {
         "masses": masses.tolist(),
@@ -58,11 +76,17 @@ def measure(case: Case) -> dict:
         "uniform": float(np.log(max(keep.shape[-1] - sinks, 1))),
         "pairs": [int(keep[..., sinks:].sum()), keep[..., sinks:].numel()],
     }
-    return figures | ({"document": case.sample.id, "tokens": top_tokens(case, total)} if case.index < EXAMPLES else {})
+    return figures | (
+        {"document": case.sample.id, "tokens": top_tokens(case, total)}
+        if case.index < EXAMPLES
+        else {}
+    )
 
 
 def entropy_of(weights: Tensor) -> Tensor:
-    """Returns the entropy (...) of weights (..., K) after normalizing them; 0 where all weights are 0."""
+    """Returns the entropy (...) of weights (..., K) after normalizing them; 0 where all weights are
+    0.
+    """
     shares = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     return -torch.special.xlogy(shares, shares).sum(-1)
 
@@ -91,6 +115,8 @@ def pooled(figures: DocumentFigures) -> dict:
         "entropy": plain(figures.mean("entropy")),
         "entropy_uniform": plain(figures.mean("uniform")),
         "examples": [
-            {key: each[key] for key in ("document", "tokens")} for each in figures.documents if "tokens" in each
+            {key: each[key] for key in ("document", "tokens")}
+            for each in figures.documents
+            if "tokens" in each
         ],
     }

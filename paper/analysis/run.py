@@ -1,4 +1,5 @@
-"""Runs the analyses over the documents of a benchmark; an interrupted run resumes document by document.
+"""Runs the analyses over the documents of a benchmark; an interrupted run resumes document by
+document.
 
 OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document, written when it is done
                         .json    figures of all documents, written last
@@ -19,7 +20,13 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import Protocol
-from restorekv.evaluation.results import append_line, complete_lines, differences, make_label, provenance
+from restorekv.evaluation.results import (
+    append_line,
+    complete_lines,
+    differences,
+    make_label,
+    provenance,
+)
 from restorekv.files import write_json
 from restorekv.model.load import model_name
 from restorekv.tasks import Benchmark, Sample
@@ -27,9 +34,11 @@ from restorekv.tasks.base import digest
 
 FOLDER = "analysis"
 ANALYSES: dict[str, ModuleType] = {
-    "attention": attention_mass, "divergence": divergence, "survivors": survivors,
+    "attention": attention_mass,
+    "divergence": divergence,
+    "survivors": survivors,
     "restore_attention": restore_attention,
-}  # fmt: skip
+}
 Progress = Callable[[int, int], None]
 
 
@@ -50,14 +59,19 @@ class Journal:
         if not lines:
             append_line(path, {"settings": settings})
         elif changes := differences(lines[0].get("settings", {}), settings):
-            raise RestoreKVError(f"{path} was made with {changes}; give another --out or --label, or remove it.")
+            raise RestoreKVError(
+                f"{path} was made with {changes}; give another --out or --label, or remove it."
+            )
         return cls(what, label, path, settings)
 
     def lines(self) -> dict[str, dict]:
         return {line["document"]: line for line in list(complete_lines(self.path))[1:]}
 
     def add(self, sample: Sample, figures: dict) -> None:
-        append_line(self.path, {"document": sample.id, "questions": len(sample.questions), "figures": figures})
+        append_line(
+            self.path,
+            {"document": sample.id, "questions": len(sample.questions), "figures": figures},
+        )
 
     def finish(self, samples: Sequence[Sample], ratios: Sequence[str]) -> Path:
         """Writes the figures of all documents, in the order of the benchmark, and returns the file."""
@@ -65,14 +79,25 @@ class Journal:
         lines = [by_document[sample.id] for sample in samples]
         questions = [line["questions"] for line in lines]
         figures = {
-            ratio: module.pooled(DocumentFigures([line["figures"][ratio] for line in lines], questions))
+            ratio: module.pooled(
+                DocumentFigures([line["figures"][ratio] for line in lines], questions)
+            )
             for ratio in ratios
         }
         path = self.path.with_suffix(".json")
-        write_json(path, {
-            "analysis": self.what, "label": self.label, "conventions": self.settings, "definitions": module.DEFINITIONS,
-            "documents": len(lines), "questions": sum(questions), "figures": figures,
-        }, follow=False)  # fmt: skip
+        write_json(
+            path,
+            {
+                "analysis": self.what,
+                "label": self.label,
+                "conventions": self.settings,
+                "definitions": module.DEFINITIONS,
+                "documents": len(lines),
+                "questions": sum(questions),
+                "figures": figures,
+            },
+            follow=False,
+        )
         return path
 
 
@@ -88,10 +113,11 @@ def analyze(
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Path]:
-    """Returns the files written. One preparation of a document serves all analyses and ratios; none is repeated.
+    """Returns the files written. One preparation of a document serves all analyses and ratios; none
+    is repeated.
 
-    Without an adapter there is neither a restored cache nor "restore_attention". Raises RestoreKVError where files of
-    other settings are in the way.
+    Without an adapter there is neither a restored cache nor "restore_attention". Raises
+    RestoreKVError where files of other settings are in the way.
     """
     what = [each for each in what if each != "restore_attention" or eviction.adapter]
     name = model_name(model)
@@ -100,8 +126,9 @@ def analyze(
     contexts = [protocol.context(name, tokenizer, sample.context)[0] for sample in samples]
     eviction = protocol.adapted(eviction, contexts[0].prefix)
     settings = settings_of(eviction, model, protocol, benchmark, samples) | {
-        "ratios": [float(exact_ratio(ratio)) for ratio in ratios], "interval": "95 %, bootstrap over documents",
-    }  # fmt: skip
+        "ratios": [float(exact_ratio(ratio)) for ratio in ratios],
+        "interval": "95 %, bootstrap over documents",
+    }
     keys = {f"{float(exact_ratio(ratio)):g}": ratio for ratio in ratios}
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     journals = [Journal.open(each, label, out / FOLDER, settings) for each in what]
@@ -124,7 +151,11 @@ def analyze(
 
 
 def settings_of(
-    eviction: Eviction, model: PreTrainedModel, protocol: Protocol, benchmark: Benchmark, samples: Sequence[Sample]
+    eviction: Eviction,
+    model: PreTrainedModel,
+    protocol: Protocol,
+    benchmark: Benchmark,
+    samples: Sequence[Sample],
 ) -> dict:
     return {
         **provenance(model, eviction.conventions),

@@ -1,6 +1,8 @@
-"""What survives: which layers, heads, positions and kinds of token hold the budget, and what restoring changes in that.
+"""What survives: which layers, heads, positions and kinds of token hold the budget, and what
+restoring changes in that.
 
-Counted are the context pairs that a cache holds, without the chat prefix, which stays, and the restore pairs.
+Counted are the context pairs that a cache holds, without the chat prefix, which stays, and the
+restore pairs.
 """
 
 import re
@@ -29,14 +31,19 @@ DEFINITIONS = {
 
 
 def measure(case: Case) -> dict:
-    """Returns {cache: shares and, by class, [tokens, pairs held]}, and under "overlap" [both, either] per layer."""
+    """Returns {cache: shares and, by class, [tokens, pairs held]}, and under "overlap" [both,
+    either] per layer.
+    """
     prefix = case.prepared.context.prefix
     kinds = torch.tensor([CLASSES.index(name) for name in classes(case.pieces)])
     kept = {name: keep[..., prefix:] for name, keep in case.kept.items()}
     figures: dict = {name: shares(keep, case.bins, kinds) for name, keep in kept.items()}
     if RESTORED in kept:
         base, restored = kept[BASE], kept[RESTORED]
-        figures["overlap"] = [(base & restored).sum((1, 2)).tolist(), (base | restored).sum((1, 2)).tolist()]
+        figures["overlap"] = [
+            (base & restored).sum((1, 2)).tolist(),
+            (base | restored).sum((1, 2)).tolist(),
+        ]
     return figures
 
 
@@ -56,7 +63,9 @@ def shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
 
 
 def classes(pieces: Sequence[str]) -> list[str]:
-    """Returns one of CLASSES for every token of a text, as DEFINITIONS says; tokens of blanks alone are "other"."""
+    """Returns one of CLASSES for every token of a text, as DEFINITIONS says; tokens of blanks alone
+    are "other".
+    """
     text = "".join(pieces)
     words = list(WORD.finditer(text))
     lower_case = {word.group() for word in words if word.group().islower()}
@@ -80,14 +89,18 @@ def classes(pieces: Sequence[str]) -> list[str]:
 
 def pooled(figures: DocumentFigures) -> dict:
     """Every document weighs the same; classes and overlap are pooled over all pairs."""
-    caches = {name: pooled_cache(figures, name) for name in figures.documents[0] if name != "overlap"}
+    caches = {
+        name: pooled_cache(figures, name) for name in figures.documents[0] if name != "overlap"
+    }
     if "overlap" not in figures:
         return {"caches": caches}
     both, either = figures.mean("overlap")
     with np.errstate(invalid="ignore"):
         overlap = {
             "jaccard": plain(both.sum() / either.sum()),
-            "jaccard_interval": figures.interval(lambda x: x[:, 0].sum(-1) / x[:, 1].sum(-1), "overlap"),
+            "jaccard_interval": figures.interval(
+                lambda x: x[:, 0].sum(-1) / x[:, 1].sum(-1), "overlap"
+            ),
             "jaccard_per_layer": plain(both / either),
         }
     return {"caches": caches, "overlap": overlap}
@@ -97,7 +110,12 @@ def pooled_cache(figures: DocumentFigures, name: str) -> dict:
     tokens, pairs = figures.mean(name, "classes")
     layers, heads = figures.mean(name, "kept_per_head").shape
     with np.errstate(invalid="ignore"):
-        table = zip(tokens / tokens.sum(), pairs / (tokens * layers * heads), pairs / pairs.sum(), strict=True)
+        table = zip(
+            tokens / tokens.sum(),
+            pairs / (tokens * layers * heads),
+            pairs / pairs.sum(),
+            strict=True,
+        )
     keys = ("share_per_layer", "kept_per_head", "kept_per_position", "forgotten")
     columns = {key: plain(figures.mean(name, key)) for key in keys}
     columns["classes"] = {

@@ -1,4 +1,6 @@
-"""The experiments in the order of the paper; each module makes one, or a few that share figures, for a setting."""
+"""The experiments in the order of the paper; each module makes one, or a few that share figures,
+for a setting.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ EXPERIMENTS: dict[str, Make] = {
     "seeds": seeds.experiment,
     "metrics": facts.metrics,
 }
-FURTHER: dict[str, Make] = {"contrastkv-simple": methods.simplified, "beyond": beyond.experiment}  # only when asked for
+# Only when asked for.
+FURTHER: dict[str, Make] = {"contrastkv-simple": methods.simplified, "beyond": beyond.experiment}
 
 
 def chosen(names: str, setting: Setting) -> list[Experiment]:
@@ -60,5 +63,7 @@ def chosen(names: str, setting: Setting) -> list[Experiment]:
     known = {**EXPERIMENTS, **FURTHER}
     strange = [name for name in wanted if name not in known]
     if strange:
-        raise RestoreKVError(f"There is no table or figure {strange[0]!r}; use some of {', '.join(known)}.")
+        raise RestoreKVError(
+            f"There is no table or figure {strange[0]!r}; use some of {', '.join(known)}."
+        )
     return [make(setting) for name, make in known.items() if name in (wanted or EXPERIMENTS)]

@@ -1,4 +1,6 @@
-"""What the paper does not try, at the same cost of inference: another law of the ratio, a further loss, more data."""
+"""What the paper does not try, at the same cost of inference: another law of the ratio, a further
+loss, more data.
+"""
 
 from __future__ import annotations
 

@@ -23,9 +23,17 @@ def experiment(setting: Setting) -> Comparison:
         rows={
             "base": base(setting, at(WHERE, *BASE)),
             "embeddings": Row(
-                "learned embeddings, no LoRA", evictor, {"targets": ()}, paper=at(WHERE, 92.7, 82.6, 42.1)
+                "learned embeddings, no LoRA",
+                evictor,
+                {"targets": ()},
+                paper=at(WHERE, 92.7, 82.6, 42.1),
             ),
-            "qkv": Row("learned, LoRA on q, k, v", evictor, {"targets": QKV}, paper=at(WHERE, 93.4, 88.2, 72.4)),
+            "qkv": Row(
+                "learned, LoRA on q, k, v",
+                evictor,
+                {"targets": QKV},
+                paper=at(WHERE, 93.4, 88.2, 72.4),
+            ),
             "qkvo": Row(
                 "learned, LoRA on q, k, v, o",
                 evictor,
@@ -45,8 +53,17 @@ def experiment(setting: Setting) -> Comparison:
             above("embeddings", "base", tight, "embeddings alone bring something"),
             above("full", "embeddings", tight, "LoRA brings more than embeddings alone"),
             Claim("embeddings alone bring less than a fifth of the gain at r = 0.05", few),
-            keeps("fixed", 0.9, "full", "base", tight, "fixed embeddings keep at least 90 % of the gain"),
-            keeps("qkv", 0.9, "full", "base", tight, "LoRA on q, k, v keeps at least 90 % of the gain"),
+            keeps(
+                "fixed",
+                0.9,
+                "full",
+                "base",
+                tight,
+                "fixed embeddings keep at least 90 % of the gain",
+            ),
+            keeps(
+                "qkv", 0.9, "full", "base", tight, "LoRA on q, k, v keeps at least 90 % of the gain"
+            ),
             above("full", "qkv", tight, "LoRA everywhere is above q, k, v"),
             above("full", "qkvo", tight, "LoRA everywhere is above q, k, v, o"),
             above("full", "fixed", tight, "learned embeddings are above fixed ones"),

@@ -48,7 +48,9 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
 def label(setting: Setting) -> str:
     """Of the file; figures with adapters of random weights are not in the way of later ones."""
     lacking = [scorer for scorer in cost.SCORERS if not shipped_adapter(setting.model, scorer)]
-    return make_label(setting.model, setting.setup.device, *(["without", *lacking] if lacking else []))
+    return make_label(
+        setting.model, setting.setup.device, *(["without", *lacking] if lacking else [])
+    )
 
 
 def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
@@ -58,25 +60,59 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
         return ["Not measured yet."], []
     short = make_label(setting.model, setting.setup.device)
     drawn = {**found, "name": short, "label": short}
-    return [charts.compression(drawn), compression(found), charts.latency(drawn), attention(found)], claims(found)
+    return [
+        charts.compression(drawn),
+        compression(found),
+        charts.latency(drawn),
+        attention(found),
+    ], claims(found)
 
 
 def compression(found: dict) -> Table:
     """A line for every scorer."""
     facts, lines = found["conventions"], []
-    totals = {(row["evictor"], row["restored"]): row["seconds"]["total"] for row in found["compression"]}
+    totals = {
+        (row["evictor"], row["restored"]): row["seconds"]["total"] for row in found["compression"]
+    }
     for evictor, more in found["overhead"].items():
         peak, share = more["peak"], more["peak_share"]
-        seconds = (f"{totals[evictor, False]:.2f}", f"{more['seconds']:.3f}", f"{100 * more['share']:.1f}")
+        seconds = (
+            f"{totals[evictor, False]:.2f}",
+            f"{more['seconds']:.3f}",
+            f"{100 * more['share']:.1f}",
+        )
         memory = (None, None) if peak is None else (peak / 1e6, 100 * share)
-        lines.append([name_method(evictor, False), *seconds, *(format_number(value, 1, True) for value in memory)])
+        lines.append(
+            [
+                name_method(evictor, False),
+                *seconds,
+                *(format_number(value, 1, True) for value in memory),
+            ]
+        )
     lines.append(["paper: any scorer", "", "0.03 to 0.04", "0.5", "+84", "+0.4"])
-    head = ["scorer", "compression, s", "restore pass, s", "its share, %", "peak memory, MB", "its share, %"]
+    head = [
+        "scorer",
+        "compression, s",
+        "restore pass, s",
+        "its share, %",
+        "peak memory, MB",
+        "its share, %",
+    ]
     note = f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; {facts['tokens']:,} tokens. "
     note += f"Peak: {found['definitions']['peak']}."
-    drawn = [name_method(row["evictor"], False) for row in found["compression"] if row["adapter"] == "random"]
+    drawn = [
+        name_method(row["evictor"], False)
+        for row in found["compression"]
+        if row["adapter"] == "random"
+    ]
     note += f" The adapters of {', '.join(drawn)} have random weights." if drawn else ""
-    return Table("efficiency-compression", "(a) Compression with and without the restore pass", head, lines, note)
+    return Table(
+        "efficiency-compression",
+        "(a) Compression with and without the restore pass",
+        head,
+        lines,
+        note,
+    )
 
 
 def counted(number: int, what: str) -> str:
@@ -90,13 +126,30 @@ def attention(found: dict) -> Table:
     for ratio in dict.fromkeys(row["ratio"] for row in found["latency"]):
         base, restored = rows[ratio, False], rows[ratio, True]
         milliseconds, held = LATENCY.get(ratio, ("", ""))
-        lines.append([
-            f"{ratio:g}", f"{base['milliseconds']:.3f}", f"{restored['milliseconds']:.3f}", str(milliseconds),
-            f"{base['bytes'] / 1e6:.2f}", f"{restored['bytes'] / 1e6:.2f}", str(held),
-        ])  # fmt: skip
-    head = ["r", "KVzip, ms", "RestoreKV, ms", "paper, ms", "KVzip, MB", "RestoreKV, MB", "paper, GB"]
+        lines.append(
+            [
+                f"{ratio:g}",
+                f"{base['milliseconds']:.3f}",
+                f"{restored['milliseconds']:.3f}",
+                str(milliseconds),
+                f"{base['bytes'] / 1e6:.2f}",
+                f"{restored['bytes'] / 1e6:.2f}",
+                str(held),
+            ]
+        )
+    head = [
+        "r",
+        "KVzip, ms",
+        "RestoreKV, ms",
+        "paper, ms",
+        "KVzip, MB",
+        "RestoreKV, MB",
+        "paper, GB",
+    ]
     random = found["conventions"]["latency_context"] == "random"
-    note = "One layer's attention for one new token." + (" Keys and values are random." if random else "")
+    note = "One layer's attention for one new token." + (
+        " Keys and values are random." if random else ""
+    )
     return Table("efficiency-attention", "(b) Attention and memory afterwards", head, lines, note)
 
 
@@ -106,14 +159,23 @@ def claims(found: dict) -> list[Judged]:
     share = max(each["share"] for each in more)
     peaks = [each["peak_share"] for each in more if each["peak_share"] is not None]
     tight = min(row["ratio"] for row in found["latency"])
-    base, restored = (next(row for row in found["latency"] if (row["ratio"], row["restored"]) == (tight, side))
-                      for side in (False, True))  # fmt: skip
+    base, restored = (
+        next(row for row in found["latency"] if (row["ratio"], row["restored"]) == (tight, side))
+        for side in (False, True)
+    )
     slower = 100 * (found["latency_ratio"][f"{tight:g}"] - 1)
     larger = 100 * (restored["bytes"] / base["bytes"] - 1)
     return [
-        judged("the restore pass takes less than 0.5 % of compression (percent)", 0.5 - 100 * share),
-        judged("peak memory grows by less than 0.5 % (percent)", 0.5 - 100 * max(peaks) if peaks else None),
-        judged(f"at r = {tight:g} attention is as fast to {NEAR:g} % (percent)", NEAR - abs(slower)),
+        judged(
+            "the restore pass takes less than 0.5 % of compression (percent)", 0.5 - 100 * share
+        ),
+        judged(
+            "peak memory grows by less than 0.5 % (percent)",
+            0.5 - 100 * max(peaks) if peaks else None,
+        ),
+        judged(
+            f"at r = {tight:g} attention is as fast to {NEAR:g} % (percent)", NEAR - abs(slower)
+        ),
         judged(f"at r = {tight:g} the cache holds as many bytes to 1 % (percent)", 1 - abs(larger)),
     ]
 

@@ -48,11 +48,22 @@ def machine(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     framework = f"PyTorch {torch.__version__}, transformers {version('transformers')}"
     own = {
-        "GPU": gpu, "CPU": processor(), "memory": f"{memory:.0f} GiB",
-        "system": platform.platform(), "framework": framework,
-    }  # fmt: skip
+        "GPU": gpu,
+        "CPU": processor(),
+        "memory": f"{memory:.0f} GiB",
+        "system": platform.platform(),
+        "framework": framework,
+    }
     lines = [[key, own[key], ENVIRONMENT[key]] for key in ENVIRONMENT]
-    return [Table("environment-machine", "Hardware and software", ["", "here", "paper"], lines, left=(0, 1, 2))], []
+    return [
+        Table(
+            "environment-machine",
+            "Hardware and software",
+            ["", "here", "paper"],
+            lines,
+            left=(0, 1, 2),
+        )
+    ], []
 
 
 def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
@@ -60,7 +71,9 @@ def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     lines = []
     for key, told in METRICS.items():
         bench = setting.benches[key]
-        made = [f"{each.title}: {each.described()['metric']}" for each in map(tasks.make, bench.specs)]
+        made = [
+            f"{each.title}: {each.described()['metric']}" for each in map(tasks.make, bench.specs)
+        ]
         lines.append([bench.title, "; ".join(made), told])
     head = ["benchmark", "here", "paper"]
     return [Table("metrics-benchmarks", "Metrics by benchmark", head, lines, left=(0, 1, 2))], []

@@ -12,13 +12,81 @@ RATIOS = (0.125, 0.0625)
 ROWS = {
     LLAMA: {
         "full": (44.6, 47.6, 29.2, 54.0, 55.1, 48.1, 46.4, 100.0) * 2,
-        "kvzip": (42.7, 43.9, 27.7, 61.9, 44.0, 47.7, 44.7, 96.3, 33.3, 32.4, 24.0, 49.1, 20.6, 41.6, 33.5, 72.1),
-        "own": (43.6, 43.0, 28.5, 63.9, 45.9, 49.3, 45.7, 98.4, 38.2, 35.4, 27.0, 59.3, 22.8, 43.2, 37.7, 81.2),
+        "kvzip": (
+            42.7,
+            43.9,
+            27.7,
+            61.9,
+            44.0,
+            47.7,
+            44.7,
+            96.3,
+            33.3,
+            32.4,
+            24.0,
+            49.1,
+            20.6,
+            41.6,
+            33.5,
+            72.1,
+        ),
+        "own": (
+            43.6,
+            43.0,
+            28.5,
+            63.9,
+            45.9,
+            49.3,
+            45.7,
+            98.4,
+            38.2,
+            35.4,
+            27.0,
+            59.3,
+            22.8,
+            43.2,
+            37.7,
+            81.2,
+        ),
     },
     QWEN: {
         "full": (42.8, 48.6, 27.6, 57.4, 50.5, 62.6, 48.2, 100.0) * 2,
-        "kvzip": (38.4, 44.0, 26.2, 63.1, 42.4, 56.8, 45.2, 93.6, 23.2, 15.5, 20.9, 50.8, 14.3, 46.9, 28.6, 59.3),
-        "own": (39.2, 42.6, 26.9, 64.1, 39.9, 59.9, 45.4, 94.2, 28.1, 17.7, 23.8, 55.0, 15.0, 53.0, 32.1, 66.5),
+        "kvzip": (
+            38.4,
+            44.0,
+            26.2,
+            63.1,
+            42.4,
+            56.8,
+            45.2,
+            93.6,
+            23.2,
+            15.5,
+            20.9,
+            50.8,
+            14.3,
+            46.9,
+            28.6,
+            59.3,
+        ),
+        "own": (
+            39.2,
+            42.6,
+            26.9,
+            64.1,
+            39.9,
+            59.9,
+            45.4,
+            94.2,
+            28.1,
+            17.7,
+            23.8,
+            55.0,
+            15.0,
+            53.0,
+            32.1,
+            66.5,
+        ),
     },
 }
 
@@ -40,7 +108,8 @@ def experiment(setting: Setting) -> Comparison:
     """The main figures are Llama's; a Qwen3 model is compared with Qwen3-8B first."""
     first, second = (QWEN, LLAMA) if "qwen" in setting.model.lower() else (LLAMA, QWEN)
     own_figures, other = (
-        {row: dict(zip(WHERE, figures, strict=True)) for row, figures in ROWS[name].items()} for name in (first, second)
+        {row: dict(zip(WHERE, figures, strict=True)) for row, figures in ROWS[name].items()}
+        for name in (first, second)
     )
     also = {row: {second: points} for row, points in other.items()}
     tight, mild = average(0.0625), average(0.125)
@@ -58,7 +127,10 @@ def experiment(setting: Setting) -> Comparison:
         },
         places=WHERE,
         claims=(
-            *(above(restored("kvzip"), "kvzip", place, "restoring raises the average") for place in (mild, tight)),
+            *(
+                above(restored("kvzip"), "kvzip", place, "restoring raises the average")
+                for place in (mild, tight)
+            ),
             Claim("the average gains more at r = 0.0625 than at r = 0.125", more),
         ),
         against={restored("kvzip"): "kvzip"},

@@ -14,7 +14,9 @@ def experiment(setting: Setting) -> Comparison:
     """KVzip and KVzip+ with and without restoring, and the full cache."""
     mild = {Place("ruler", 0.4): (93.5, 94.3)}
     claims = [
-        above(restored(evictor), evictor, Place(benchmark, 0.05), f"{title}: {name} is above its base")
+        above(
+            restored(evictor), evictor, Place(benchmark, 0.05), f"{title}: {name} is above its base"
+        )
         for evictor, name in (("kvzip", "RestoreKV"), ("kvzip+", "RestoreKV+"))
         for benchmark, title in TITLES.items()
     ]

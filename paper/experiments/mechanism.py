@@ -19,7 +19,18 @@ from restorekv import tasks
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
-from restorekv.evaluation.charts import BLUE, INK, NARROW, SKY, Chart, Mark, make_figure, plot_line, set_ticks, styled
+from restorekv.evaluation.charts import (
+    BLUE,
+    INK,
+    NARROW,
+    SKY,
+    Chart,
+    Mark,
+    make_figure,
+    plot_line,
+    set_ticks,
+    styled,
+)
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.results import complete_lines, make_label
 from restorekv.evaluation.tables import Table, format_number
@@ -34,9 +45,13 @@ LOOKS = {
     "base": Mark("KVzip", BLUE, "o", dashed=True, hollow=True),
     "restored": Mark("RestoreKV", BLUE, "o"),
 }
-# Mass on the context in percent, layers below 0.1 %, divergence of the layer profile and of predictions in nats.
-PAPER = {"full": ("2.73", "", "", ""), "base": ("0.56", "7 of 36", "0.198", "7.3"),
-         "restored": ("1.30", "0 of 36", "0.167", "3.8")}  # fmt: skip
+# Mass on the context in percent, layers below 0.1 %, divergence of the layer profile and of
+# predictions in nats.
+PAPER = {
+    "full": ("2.73", "", "", ""),
+    "base": ("0.56", "7 of 36", "0.198", "7.3"),
+    "restored": ("1.30", "0 of 36", "0.167", "3.8"),
+}
 
 
 def experiment(setting: Setting) -> Study:
@@ -61,7 +76,9 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     setup, bench = setting.setup, setting.benches["ruler"]
     protocol = protocols.make(bench.protocol)
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
-    conventions = CompressionConfig(**{"prefix_policy": protocol.prefix_policy, **setting.conventions})
+    conventions = CompressionConfig(
+        **{"prefix_policy": protocol.prefix_policy, **setting.conventions}
+    )
     eviction = make_compressor(EVICTOR, conventions)
     adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
     restoring, few = replace(eviction, adapter=adapter), documents(setting)
@@ -89,7 +106,9 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     blocks = [profile(setting, attention, caches), averages(attention, caches, told)]
     if "restored" not in caches:
         return [*blocks, "There is no adapter for KVzip: the restored cache is not measured."], []
-    return blocks, claims(pool(out, attention["label"], "attention"), pool(out, attention["label"], "divergence"))
+    return blocks, claims(
+        pool(out, attention["label"], "attention"), pool(out, attention["label"], "divergence")
+    )
 
 
 @styled
@@ -110,7 +129,10 @@ def profile(setting: Setting, found: dict, caches: dict) -> Chart:
         figure=figure,
         alt="Attention of the last question token on non-sink context by layer: full, evicted and restored cache",
         note=f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes back.",
-        figures=[{"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}} for layer in layers],
+        figures=[
+            {"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}}
+            for layer in layers
+        ],
     )
 
 
@@ -127,15 +149,26 @@ def averages(found: dict, caches: dict, told: dict) -> Table:
         lines.append([LABELS[name], *paired, format_number(100 * cache["average"]["restore"], 2)])
     note = "Context mass: attention on context pairs beyond the sinks; restore mass: on the restore states. Both of "
     note += found["definitions"]["query"] + "."
-    titles = ["context mass, %", "layers below 0.1 %", "KL of the layer profile, nats", "KL of predictions, nats"]
-    head = ["cache", *(f"{title}, {whose}" for title in titles for whose in ("here", "paper")), "restore mass, %, here"]
+    titles = [
+        "context mass, %",
+        "layers below 0.1 %",
+        "KL of the layer profile, nats",
+        "KL of predictions, nats",
+    ]
+    head = [
+        "cache",
+        *(f"{title}, {whose}" for title in titles for whose in ("here", "paper")),
+        "restore mass, %, here",
+    ]
     return Table("mechanism-averages", "Averages over layers", head, lines, note)
 
 
 def pool(out: Path, label: str, kind: str) -> DocumentFigures:
     """Every document's figures, as the analysis left them."""
     lines = list(complete_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
-    return DocumentFigures([line["figures"][RATIO] for line in lines], [line["questions"] for line in lines])
+    return DocumentFigures(
+        [line["figures"][RATIO] for line in lines], [line["questions"] for line in lines]
+    )
 
 
 def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Judged]:
@@ -153,21 +186,50 @@ def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Jud
 
     lost, back = apart(mass), apart(lambda x: x[..., 0])
     return [
-        judged("eviction takes attention from the context (percent points)", 2.17, attention, ("full", "base"), lost),
-        judged("restoring gives some back (percent points)", 0.74, attention, ("restored", "base"), lost),
-        judged("the layer profile comes closer to the full cache's (nats)", 0.031, attention,
-               ("full", "base", "restored"), recovered),
-        judged("predictions come closer to the full cache's (nats)", 3.5, predictions, ("base", "restored"), back,
-               "first"),
-    ]  # fmt: skip
+        judged(
+            "eviction takes attention from the context (percent points)",
+            2.17,
+            attention,
+            ("full", "base"),
+            lost,
+        ),
+        judged(
+            "restoring gives some back (percent points)",
+            0.74,
+            attention,
+            ("restored", "base"),
+            lost,
+        ),
+        judged(
+            "the layer profile comes closer to the full cache's (nats)",
+            0.031,
+            attention,
+            ("full", "base", "restored"),
+            recovered,
+        ),
+        judged(
+            "predictions come closer to the full cache's (nats)",
+            3.5,
+            predictions,
+            ("base", "restored"),
+            back,
+            "first",
+        ),
+    ]
 
 
 def judged(
-    text: str, paper: float, found: DocumentFigures, caches: Sequence[str], of: Callable, field: str = "masses"
+    text: str,
+    paper: float,
+    found: DocumentFigures,
+    caches: Sequence[str],
+    of: Callable,
+    field: str = "masses",
 ) -> Judged:
     """A statistic of several caches' means, which should be above zero."""
     both = DocumentFigures(
-        [{"all": [each[name][field] for name in caches]} for each in found.documents], found.questions
+        [{"all": [each[name][field] for name in caches]} for each in found.documents],
+        found.questions,
     )
     with np.errstate(invalid="ignore", divide="ignore"):
         value = float(of(both.mean("all", by_question=True)[None])[0])

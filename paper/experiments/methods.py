@@ -1,11 +1,25 @@
-"""Five evictors alone and restored on four benchmarks, and the same with ContrastKV as the paper's authors have it."""
+"""Five evictors alone and restored on four benchmarks, and the same with ContrastKV as the paper's
+authors have it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paper.experiment import THREE, Comparison, Most, Place, Points, Row, Weights, alone, at, own, places
+from paper.experiment import (
+    THREE,
+    Comparison,
+    Most,
+    Place,
+    Points,
+    Row,
+    Weights,
+    alone,
+    at,
+    own,
+    places,
+)
 from paper.setting import Setting
 
 BENCHMARKS = ("ruler", "qasper", "quality", "longhealth")
@@ -45,9 +59,17 @@ def experiment(setting: Setting) -> Comparison:
         rows=rows,
         places=WHERE,
         claims=(
-            Most("restoring improves 59 of 60 pairs", tuple(gain(m, place) for m in METHODS for place in WHERE), 59),
+            Most(
+                "restoring improves 59 of 60 pairs",
+                tuple(gain(m, place) for m in METHODS for place in WHERE),
+                59,
+            ),
             *(
-                Most(f"restoring improves {alone(m).label} in all its 12 cells", tuple(gain(m, p) for p in WHERE), 12)
+                Most(
+                    f"restoring improves {alone(m).label} in all its 12 cells",
+                    tuple(gain(m, p) for p in WHERE),
+                    12,
+                )
                 for m in METHODS
                 if m != "snapkv"
             ),
@@ -62,7 +84,9 @@ def experiment(setting: Setting) -> Comparison:
 
 
 def simplified(setting: Setting) -> Comparison:
-    """ContrastKV in the paper is its authors' own simplification; Table 1 here has ContrastKV itself."""
+    """ContrastKV in the paper is its authors' own simplification; Table 1 here has ContrastKV
+    itself.
+    """
     evictor = "contrastkv-simple"
     return replace(
         experiment(setting),
@@ -73,7 +97,13 @@ def simplified(setting: Setting) -> Comparison:
             evictor: alone(evictor, points("contrastkv", False)),
             restored(evictor): own(evictor, points("contrastkv", True)),
         },
-        claims=(Most("restoring improves all 12 pairs", tuple(gain(evictor, place) for place in WHERE), 12),),
+        claims=(
+            Most(
+                "restoring improves all 12 pairs",
+                tuple(gain(evictor, place) for place in WHERE),
+                12,
+            ),
+        ),
         against={restored(evictor): evictor},
         note="The paper's figures are those of Table 1, which come from this version.",
     )
@@ -101,14 +131,19 @@ def widening(evictor: str) -> Weights:
     weights = {}
     for benchmark in BENCHMARKS:
         for ratio, sign in ((THREE[-1], share), (THREE[0], -share)):
-            weights |= {spot: sign * weight for spot, weight in gain(evictor, Place(benchmark, ratio)).items()}
+            weights |= {
+                spot: sign * weight
+                for spot, weight in gain(evictor, Place(benchmark, ratio)).items()
+            }
     return weights
 
 
 def pair(
     evictor: str, where: tuple[Place, ...], more: dict[Place, tuple[float, float]] | None = None
 ) -> dict[str, Row]:
-    """Both rows of an evictor at some places, with the paper's figures from here and `more` of (alone, restored)."""
+    """Both rows of an evictor at some places, with the paper's figures from here and `more` of
+    (alone, restored).
+    """
     found = [
         {**points(evictor, side), **{place: both[side] for place, both in (more or {}).items()}}
         for side in (False, True)

@@ -11,7 +11,9 @@ WHERE = places("ruler", THREE)
 
 
 def experiment(setting: Setting) -> Comparison:
-    """The inference evictor is the settings'; the training evictor is the same or another: SnapKV, or KVzip for it."""
+    """The inference evictor is the settings'; the training evictor is the same or another: SnapKV,
+    or KVzip for it.
+    """
     used, tight = setting.settings.evictor, ruler(0.05)
     own, other = name_method(used, False), "kvzip" if used == "snapkv" else "snapkv"
     label = f"trained on {name_method(other, False)}, used with {own}"
@@ -30,7 +32,9 @@ def experiment(setting: Setting) -> Comparison:
         claims=(
             above("mismatched", "base", ruler(0.2), "a mismatched adapter still helps"),
             above("mismatched", "base", tight, "a mismatched adapter still helps"),
-            above("matched", "mismatched", ruler(0.1), "a matched adapter is above a mismatched one"),
+            above(
+                "matched", "mismatched", ruler(0.1), "a matched adapter is above a mismatched one"
+            ),
             above("matched", "mismatched", tight, "a matched adapter is above a mismatched one"),
         ),
         against={"base": "matched", "mismatched": "matched"},

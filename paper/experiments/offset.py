@@ -30,7 +30,10 @@ def experiment(setting: Setting) -> Comparison:
         claims=(
             above("base", "offset", tight, "the offset alone brings nothing"),
             Claim("the offset alone brings less than a tenth of the gain at r = 0.05", few),
-            *(above("full", "offset", place, "restore states are above the offset alone") for place in WHERE),
+            *(
+                above("full", "offset", place, "restore states are above the offset alone")
+                for place in WHERE
+            ),
         ),
         against={"offset": "base", "full": "base"},
         orders=True,

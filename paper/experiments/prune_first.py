@@ -13,7 +13,10 @@ def experiment(setting: Setting) -> Comparison:
     """The restore pass before and after eviction, each trained for it."""
     evictor, tight = setting.settings.evictor, ruler(0.05)
     evicted = Row(
-        "generated from the evicted cache", evictor, {"restore_from": "evicted"}, paper=at(WHERE, 93.7, 87.6, 64.4)
+        "generated from the evicted cache",
+        evictor,
+        {"restore_from": "evicted"},
+        paper=at(WHERE, 93.7, 87.6, 64.4),
     )
     return Comparison(
         name="prune-first",
@@ -29,7 +32,14 @@ def experiment(setting: Setting) -> Comparison:
         places=with_more(setting, WHERE),
         claims=(
             above("evicted", "base", tight, "restoring from the evicted cache helps"),
-            keeps("evicted", 0.5, "full", "base", tight, "the evicted cache gives more than half of the gain"),
+            keeps(
+                "evicted",
+                0.5,
+                "full",
+                "base",
+                tight,
+                "the evicted cache gives more than half of the gain",
+            ),
             above("full", "evicted", tight, "the full cache gives more than the evicted one"),
             above("full", "evicted", ruler(0.1), "the full cache gives more than the evicted one"),
             above("evicted", "full", ruler(0.2), "the evicted cache gives more than the full one"),

@@ -25,7 +25,11 @@ def experiment(setting: Setting) -> Comparison:
         rows[name] = Row(f"r from {name}", evictor, changed, paper=paper)
     others = [name for name in rows if name != DEFAULT]
     near = [
-        Claim(f"r from {other} is within a point of {DEFAULT} at r = 0.4", {(other, mild): 1, (DEFAULT, mild): -1}, 1)
+        Claim(
+            f"r from {other} is within a point of {DEFAULT} at r = 0.4",
+            {(other, mild): 1, (DEFAULT, mild): -1},
+            1,
+        )
         for other in others
     ]
     return Comparison(
@@ -43,8 +47,18 @@ def experiment(setting: Setting) -> Comparison:
                 for other in others
             ),
             *near,
-            above("0.025 to 0.5", "0.05 to 0.5", tight, "with r up to 0.5, starting at 0.025 is above 0.05"),
-            above("0.05 to 0.25", "0.05 to 0.5", tight, "with r from 0.05, ending at 0.25 is above 0.5"),
+            above(
+                "0.025 to 0.5",
+                "0.05 to 0.5",
+                tight,
+                "with r up to 0.5, starting at 0.025 is above 0.05",
+            ),
+            above(
+                "0.05 to 0.25",
+                "0.05 to 0.5",
+                tight,
+                "with r from 0.05, ending at 0.25 is above 0.5",
+            ),
         ),
         against=dict.fromkeys(("base", *others), DEFAULT),
         orders=True,

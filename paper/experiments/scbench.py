@@ -24,7 +24,9 @@ def experiment(setting: Setting) -> Comparison:
             better: own("kvzip", at(WHERE, 29.7, 33.1, 32.4, 25.6)),
         },
         places=WHERE,
-        claims=tuple(above(better, "kvzip", place, "restoring raises the average") for place in WHERE),
+        claims=tuple(
+            above(better, "kvzip", place, "restoring raises the average") for place in WHERE
+        ),
         against={better: "kvzip"},
         chart=True,
     )

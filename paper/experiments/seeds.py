@@ -14,7 +14,12 @@ def experiment(setting: Setting) -> Comparison:
     tight, std = ruler(0.05), at(WHERE, 0.04, 0.11, 0.51, 0.57)
     sixtieth = {("full", tight): 1 / 60, ("base", tight): -1 / 60}
     steady = [
-        Claim(f"the seeds' deviation is below 0.6 points at r = {place.ratio:g}", {}, 0.6, ("full", place))
+        Claim(
+            f"the seeds' deviation is below 0.6 points at r = {place.ratio:g}",
+            {},
+            0.6,
+            ("full", place),
+        )
         for place in WHERE
     ]
     return Comparison(
@@ -30,7 +35,11 @@ def experiment(setting: Setting) -> Comparison:
         places=with_more(setting, WHERE),
         claims=(
             *(above("full", "base", place, "restoring helps") for place in WHERE),
-            Claim("the seeds' deviation is below a sixtieth of the gain at r = 0.05", sixtieth, spread=("full", tight)),
+            Claim(
+                "the seeds' deviation is below a sixtieth of the gain at r = 0.05",
+                sixtieth,
+                spread=("full", tight),
+            ),
             *steady,
         ),
         against={"full": "base"},

@@ -17,7 +17,9 @@ PAPER = {
 
 
 def experiment(setting: Setting) -> Comparison:
-    """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get fewer."""
+    """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get
+    fewer.
+    """
     default, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
     rows = {}
     for n in sorted({*PAPER, default}):
@@ -33,7 +35,9 @@ def experiment(setting: Setting) -> Comparison:
         places=with_more(setting, WHERE),
         claims=(
             *(above(f"n{n}", "base", tight, f"n = {n} helps") for n in PAPER),
-            keeps("n1", 0.5, "n8", "base", tight, "n = 1 brings more than half of the gain of n = 8"),
+            keeps(
+                "n1", 0.5, "n8", "base", tight, "n = 1 brings more than half of the gain of n = 8"
+            ),
             *(above("n8", f"n{n}", tight, f"n = 8 is above n = {n}") for n in (1, 2, 4)),
             above("n8", "n16", tight, "n = 16 is below n = 8"),
         ),

@@ -1,4 +1,6 @@
-"""RestoreKV+ beside a cache that is synthesised for each context: accuracy, and the time it takes to make one."""
+"""RestoreKV+ beside a cache that is synthesised for each context: accuracy, and the time it takes
+to make one.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,18 @@ def experiment(setting: Setting) -> Comparison:
         claims=(
             above(better, "kvzip+", tight, "RULER-4K: RestoreKV+ is above KVzip+"),
             above(better, "am-fast", tight, "RULER-4K: RestoreKV+ is above AM-fast"),
-            above(better, "am-fast", Place("longhealth", 0.05), "LongHealth: RestoreKV+ is above AM-fast"),
-            above("am-fast", better, Place("longhealth", 0.2), "LongHealth: AM-fast is above RestoreKV+"),
+            above(
+                better,
+                "am-fast",
+                Place("longhealth", 0.05),
+                "LongHealth: RestoreKV+ is above AM-fast",
+            ),
+            above(
+                "am-fast",
+                better,
+                Place("longhealth", 0.2),
+                "LongHealth: AM-fast is above RestoreKV+",
+            ),
         ),
         against={better: "kvzip+"},
         note="AM-fast compresses the context alone; the chat prefix is kept beside the budget.",

@@ -30,16 +30,31 @@ def experiment(setting: Setting) -> Study:
         )
     else:
         note += "Here: the mixture given as --data."
-    return Study("training-data", "Table E", "tab:traindata", "Training data", "Qwen3's tokenizer", show, note=note)
+    return Study(
+        "training-data",
+        "Table E",
+        "tab:traindata",
+        "Training data",
+        "Qwen3's tokenizer",
+        show,
+        note=note,
+    )
 
 
 def show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged]]:
     """Sources and the total."""
     rows = found(setting)
     if not rows:
-        return ["There is no mixture; make one with `restorekv data build` and give its folder as --data."], []
-    lines = [[row["title"], *(text for key in COLUMNS for text in (f"{row[key]:,.0f}", f"{row['paper'][key]:,}"))]
-             for row in rows]  # fmt: skip
+        return [
+            "There is no mixture; make one with `restorekv data build` and give its folder as --data."
+        ], []
+    lines = [
+        [
+            row["title"],
+            *(text for key in COLUMNS for text in (f"{row[key]:,.0f}", f"{row['paper'][key]:,}")),
+        ]
+        for row in rows
+    ]
     head = ["source", *(f"{key}, {whose}" for key in COLUMNS for whose in ("here", "paper"))]
     return [Table("training-data-sources", "Samples and tokens of their contexts", head, lines)], []
 
@@ -49,4 +64,8 @@ def found(setting: Setting) -> list[dict]:
     data = setting.setup.data
     if data is not None and data.is_dir():
         return figures(*read_mixture(data))
-    return json.loads(MIXTURE.read_text(encoding="utf-8"))["rows"] if setting.tiny and MIXTURE.exists() else []
+    return (
+        json.loads(MIXTURE.read_text(encoding="utf-8"))["rows"]
+        if setting.tiny and MIXTURE.exists()
+        else []
+    )

@@ -1,14 +1,15 @@
-"""Measure from which ratio on restoring does harm, benchmark by benchmark, from runs of `restorekv eval`.
+"""Measure from which ratio on restoring does harm, benchmark by benchmark, from runs of `restorekv
+eval`.
 
     A=src/restorekv/smollm2/adapters/kvzip
     restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
         --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 --out runs/border
     python recipes/smollm2/border.py runs/border --json paper/results/smollm2-border.json
 
-For every ratio, the divergence from the full cache of the evictor alone and restored is compared context by context.
-A restored cache does harm where the 95 % interval of the difference lies above zero, and helps where it lies below.
-Writes the JSON file, and the table between two marks of docs/evaluation.md. Without runs, the table is made again from
-the JSON file.
+For every ratio, the divergence from the full cache of the evictor alone and restored is compared
+context by context. A restored cache does harm where the 95 % interval of the difference lies above
+zero, and helps where it lies below. Writes the JSON file, and the table between two marks of
+docs/evaluation.md. Without runs, the table is made again from the JSON file.
 """
 
 import argparse
@@ -32,7 +33,8 @@ END = "<!-- end of the border -->"
 
 
 def compare(alone: Result, restored: Result) -> dict[str, object]:
-    """Returns the divergences of two cells that were asked the same contexts, and their paired difference.
+    """Returns the divergences of two cells that were asked the same contexts, and their paired
+    difference.
 
     Contexts that only one of them has answered so far are left out.
     """
@@ -40,7 +42,9 @@ def compare(alone: Result, restored: Result) -> dict[str, object]:
     of_restored = {line["sample"]: line for line in restored.lines}
     samples = [sample for sample in of_alone if sample in of_restored]
     if not samples:
-        raise RestoreKVError(f"{alone.folder} and {restored.folder} share no context; let both runs end.")
+        raise RestoreKVError(
+            f"{alone.folder} and {restored.folder} share no context; let both runs end."
+        )
     differences = []
     weights = []
     for sample in samples:
@@ -89,7 +93,10 @@ def describe_effect(row: Mapping) -> str:
 
 def make_table(rows: Sequence[Mapping]) -> str:
     """Returns the rows as Markdown."""
-    lines = ["| texts | r | KL alone | restored | difference, 95 % interval | restoring |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| texts | r | KL alone | restored | difference, 95 % interval | restoring |",
+        "|---|---|---|---|---|---|",
+    ]
     previous = None
     for row in rows:
         name = f"{row['title']}, {row['contexts']} texts"
@@ -112,23 +119,35 @@ def fill_page(page: Path, text: str) -> None:
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise RestoreKVError(f"{page} lacks the marks {BEGIN} and {END}; put them where the table belongs.")
+        raise RestoreKVError(
+            f"{page} lacks the marks {BEGIN} and {END}; put them where the table belongs."
+        )
     with replacing(page) as temporary:
         temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Compares runs, stores the comparison and fills the page's table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="*", help="Folders that `restorekv eval --out` wrote.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="*", help="Folders that `restorekv eval --out` wrote."
+    )
     parser.add_argument("--json", type=Path, default=STORED)
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(args)
     if given.runs:
         results = [result for folder in given.runs for result in load(folder)]
         made_with = next(result.facts for result in results if result.cell.adapter is not None)
-        conventions = {name: made_with[name] for name in ("model", "fingerprint", "prefix_policy", "dtype", "versions")}
-        write_json(given.json, {**conventions, "adapter": "kvzip, as shipped", "rows": compare_all(results)})
+        conventions = {
+            name: made_with[name]
+            for name in ("model", "fingerprint", "prefix_policy", "dtype", "versions")
+        }
+        write_json(
+            given.json,
+            {**conventions, "adapter": "kvzip, as shipped", "rows": compare_all(results)},
+        )
     rows = read_json(given.json, str(given.json))["rows"]
     fill_page(given.page, make_table(rows))
     print(json.dumps({"rows": len(rows), "page": str(given.page)}))

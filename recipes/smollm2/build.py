@@ -1,11 +1,13 @@
-"""Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore adapters. Resumable.
+"""Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore
+adapters. Resumable.
 
     make smollm2     or     python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only | --per-head]
     python recipes/smollm2/build.py runs/smollm2 --corpus CORPUS [--shards 1 2]
 
-The training data stands beside this file; --anew makes the passages of stories and novels again, --corpus the shards of
-the corpus of many genres, whose folder it names, and nothing else. Two processes with one thread each take hours on two
-cores. What ships was trained in several goes; paper/log.md says how.
+The training data stands beside this file; --anew makes the passages of stories and novels again,
+--corpus the shards of the corpus of many genres, whose folder it names, and nothing else. Two
+processes with one thread each take hours on two cores. What ships was trained in several goes;
+paper/log.md says how.
 """
 
 from __future__ import annotations
@@ -29,24 +31,70 @@ from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
 from restorekv.restore.adapter import RestoreAdapter
 
 TEXTS, READY = Path(__file__).parent / "texts", Path(__file__).parent / "data"
-WORDING = "Question: {question}\nAnswer:"  # with a blank line before it, that of the benchmarks (tasks/reading.py)
-ANSWERS = ("--answer-tokens", "40", "--question-tokens", "40", "--least-answer", "1", "--wording", WORDING)
+# With a blank line before it, that of the benchmarks (tasks/reading.py)
+WORDING = "Question: {question}\nAnswer:"
+ANSWERS = (
+    "--answer-tokens",
+    "40",
+    "--question-tokens",
+    "40",
+    "--least-answer",
+    "1",
+    "--wording",
+    WORDING,
+)
 DATA = {  # folder: how it is built
     "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
     "novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 --questions 3",
 }
 SHARDS = 8  # of the corpus, 320 passages each; a shard takes about 90 minutes of one core
 CORPUS = (
-    "--mixture", "corpus", "--corpus-passages", "320", "--passage-shortest", "300", "--passage-longest", "4000",
-    "--longest", "4000", "--made", "0.15", "--questions", "4", "--answer-tokens", "96", "--short-answer-tokens", "40",
-    "--question-tokens", "48", "--least-answer", "1", "--loop", "16", "--wording", WORDING,
-)  # fmt: skip
-GATE = ("--kind", "fastkvzip", "--count", "68", "--tokens", "300", "--steps", "500", "--batch", "500")
+    "--mixture",
+    "corpus",
+    "--corpus-passages",
+    "320",
+    "--passage-shortest",
+    "300",
+    "--passage-longest",
+    "4000",
+    "--longest",
+    "4000",
+    "--made",
+    "0.15",
+    "--questions",
+    "4",
+    "--answer-tokens",
+    "96",
+    "--short-answer-tokens",
+    "40",
+    "--question-tokens",
+    "48",
+    "--least-answer",
+    "1",
+    "--loop",
+    "16",
+    "--wording",
+    WORDING,
+)
+GATE = (
+    "--kind",
+    "fastkvzip",
+    "--count",
+    "68",
+    "--tokens",
+    "300",
+    "--steps",
+    "500",
+    "--batch",
+    "500",
+)
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
-FIRST, STEPS, MORE = "kvzip", "3000", "1200"  # the adapter that the others begin with, its steps, and theirs
+# The adapter that the others begin with, its steps, and theirs.
+FIRST, STEPS, MORE = "kvzip", "3000", "1200"
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
-PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}  # steps from what ships, with one length in all heads
+# Steps from what ships, with one length in all heads.
+PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
 
 
 def restorekv(*arguments: str) -> subprocess.Popen:
@@ -64,36 +112,83 @@ def finish(*running: subprocess.Popen) -> None:
 
 def data(folder: Path) -> None:
     """Build both mixtures of passages at once."""
-    sources = ("--stories", str(TEXTS / "stories.jsonl.gz"), "--novels", str(TEXTS / "novels"),
-               "--sections", str(TEXTS / "sections.jsonl.gz"))  # fmt: skip
-    finish(*(
-        restorekv("data", "build", "--mixture", "passages", "--model", SMOLLM2, *sources, *ANSWERS,
-                  *how.split(), "--resume", "--out", str(folder / "data" / name))
-        for name, how in DATA.items() if not (folder / "data" / name / "manifest.json").exists()
-    ))  # fmt: skip
+    sources = (
+        "--stories",
+        str(TEXTS / "stories.jsonl.gz"),
+        "--novels",
+        str(TEXTS / "novels"),
+        "--sections",
+        str(TEXTS / "sections.jsonl.gz"),
+    )
+    finish(
+        *(
+            restorekv(
+                "data",
+                "build",
+                "--mixture",
+                "passages",
+                "--model",
+                SMOLLM2,
+                *sources,
+                *ANSWERS,
+                *how.split(),
+                "--resume",
+                "--out",
+                str(folder / "data" / name),
+            )
+            for name, how in DATA.items()
+            if not (folder / "data" / name / "manifest.json").exists()
+        )
+    )
 
 
 def corpus(folder: Path, source: Path, shards: list[int]) -> None:
-    """Build shards of the corpus, two at a time; its development passages are kept out by their words too."""
+    """Build shards of the corpus, two at a time; its development passages are kept out by their
+    words too.
+    """
     held_out = folder / "development.jsonl"
-    texts = [row["text"] for row in rows(str(source), {}) if row.get("split") not in (None, TRAINING)]
+    texts = [
+        row["text"] for row in rows(str(source), {}) if row.get("split") not in (None, TRAINING)
+    ]
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
     for shard in shards:
         begun, place = READY / f"corpus-{shard}", folder / "data" / f"corpus-{shard}"
         if begun.exists() and not place.exists():  # complete, or with the answers so far
             shutil.copytree(begun, place)
             name_corpus(place / "build.json", source)
-    missing = [shard for shard in shards if not (folder / "data" / f"corpus-{shard}" / "manifest.json").exists()]
+    missing = [
+        shard
+        for shard in shards
+        if not (folder / "data" / f"corpus-{shard}" / "manifest.json").exists()
+    ]
     for first in range(0, len(missing), 2):
-        finish(*(
-            restorekv("data", "build", *CORPUS, "--model", SMOLLM2, "--corpus", str(source), "--exclude", str(held_out),
-                      "--part", f"{shard}/{SHARDS}", "--resume", "--out", str(folder / "data" / f"corpus-{shard}"))
-            for shard in missing[first : first + 2]
-        ))  # fmt: skip
+        finish(
+            *(
+                restorekv(
+                    "data",
+                    "build",
+                    *CORPUS,
+                    "--model",
+                    SMOLLM2,
+                    "--corpus",
+                    str(source),
+                    "--exclude",
+                    str(held_out),
+                    "--part",
+                    f"{shard}/{SHARDS}",
+                    "--resume",
+                    "--out",
+                    str(folder / "data" / f"corpus-{shard}"),
+                )
+                for shard in missing[first : first + 2]
+            )
+        )
 
 
 def name_corpus(record: Path, source: Path) -> None:
-    """Write where the corpus is now into the record of an unfinished build, which is continued only as it was begun."""
+    """Write where the corpus is now into the record of an unfinished build, which is continued only
+    as it was begun.
+    """
     if record.exists():
         entries = json.loads(record.read_text("utf-8"))
         entries["config"]["corpus"] = str(source)
@@ -101,9 +196,12 @@ def name_corpus(record: Path, source: Path) -> None:
 
 
 def data_flags(folder: Path) -> list[str]:
-    """Return all complete data as flags: what was built in `folder`, and what stands beside this file."""
+    """Return all complete data as flags: what was built in `folder`, and what stands beside this
+    file.
+    """
     places = [*READY.glob("*/manifest.json"), *(folder / "data").glob("*/manifest.json")]
-    complete = {path.parent.name: path.parent for path in places}  # what was built anew goes before what ships
+    # What was built anew goes before what ships.
+    complete = {path.parent.name: path.parent for path in places}
     return [part for name in sorted(complete) for part in ("--data", str(complete[name]))]
 
 
@@ -111,7 +209,18 @@ def gate(folder: Path) -> Path:
     """Train Fast KVzip's gate on KVzip's scores."""
     path = folder / "fastkvzip.safetensors"
     if not path.exists():
-        finish(restorekv("train-gate", *GATE, "--model", SMOLLM2, *data_flags(folder), "--out", str(path), "--resume"))
+        finish(
+            restorekv(
+                "train-gate",
+                *GATE,
+                "--model",
+                SMOLLM2,
+                *data_flags(folder),
+                "--out",
+                str(path),
+                "--resume",
+            )
+        )
     return path
 
 
@@ -121,9 +230,22 @@ def training(folder: Path, evictor: str, *more: str, kind: str = "") -> subproce
     if (out / "adapter").exists():
         return None
     return restorekv(
-        "train", "--model", SMOLLM2, *data_flags(folder), "--evictor", evictor, *SHAPE, *RATIOS, "--store",
-        str(folder / "store"), "--store-prefill", "--resume", "--out", str(out), *more,
-    )  # fmt: skip
+        "train",
+        "--model",
+        SMOLLM2,
+        *data_flags(folder),
+        "--evictor",
+        evictor,
+        *SHAPE,
+        *RATIOS,
+        "--store",
+        str(folder / "store"),
+        "--store-prefill",
+        "--resume",
+        "--out",
+        str(out),
+        *more,
+    )
 
 
 def adapters(folder: Path) -> None:
@@ -131,14 +253,25 @@ def adapters(folder: Path) -> None:
     first = training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
     install_gate(gate(folder))
     finish(*filter(None, [first]))
-    begin = ("--init", str(folder / f"restore-{FIRST}" / "adapter"), "--lr", "5e-4", "--warmup", "10", "--steps", MORE)
+    begin = (
+        "--init",
+        str(folder / f"restore-{FIRST}" / "adapter"),
+        "--lr",
+        "5e-4",
+        "--warmup",
+        "10",
+        "--steps",
+        MORE,
+    )
     for start in range(0, len(OTHERS), 2):
         pair = (training(folder, evictor, *begin) for evictor in OTHERS[start : start + 2])
         finish(*[process for process in pair if process])
 
 
 def per_head(folder: Path) -> None:
-    """Train adapters for one length in all heads, from those that ship; KVzip's ships, all three would make 73 MB."""
+    """Train adapters for one length in all heads, from those that ship; KVzip's ships, all three
+    would make 73 MB.
+    """
     how = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
     for evictor, steps in PER_HEAD.items():
         begin = ("--init", str(shipped_path(SMOLLM2, "adapters", evictor)), "--steps", steps)
@@ -148,7 +281,9 @@ def per_head(folder: Path) -> None:
 def install_gate(path: Path) -> None:
     """Copy the gate into the package, in bfloat16, before the adapter for what it keeps is trained."""
     found = gate_file.read(path)
-    layers = [{name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers]
+    layers = [
+        {name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers
+    ]
     target = shipped_path(SMOLLM2, "gates", path.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     gate_file.write(target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2)))
@@ -161,9 +296,13 @@ def install(folder: Path) -> None:
         place = folder / f"restore-{evictor}" / "adapter"
         if place.exists():
             adapter = RestoreAdapter.from_pretrained(model, place)
-            adapter.card = replace(adapter.card, model=SMOLLM2, local=False, weights=base_weights.describe(model))
+            adapter.card = replace(
+                adapter.card, model=SMOLLM2, local=False, weights=base_weights.describe(model)
+            )
             adapter.config.base_model_name_or_path = SMOLLM2_ID
-            adapter.save_pretrained(shipped_path(SMOLLM2, "adapters", evictor), dtype=torch.bfloat16)
+            adapter.save_pretrained(
+                shipped_path(SMOLLM2, "adapters", evictor), dtype=torch.bfloat16
+            )
 
 
 def main() -> None:
@@ -171,11 +310,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--anew", action="store_true", help="Make the training data again.")
-    parser.add_argument("--install-only", action="store_true", help="Copy what there is; train nothing.")
-    parser.add_argument("--per-head", action="store_true", help="Train for one length in all heads instead.")
+    parser.add_argument(
+        "--install-only", action="store_true", help="Copy what there is; train nothing."
+    )
+    parser.add_argument(
+        "--per-head", action="store_true", help="Train for one length in all heads instead."
+    )
     parser.add_argument("--corpus", type=Path, help="Make the data of this corpus instead.")
     shards = range(1, SHARDS + 1)
-    parser.add_argument("--shards", type=int, nargs="+", default=[*shards], choices=shards, help="Of the corpus.")
+    parser.add_argument(
+        "--shards", type=int, nargs="+", default=[*shards], choices=shards, help="Of the corpus."
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.corpus:

@@ -2,9 +2,9 @@
 
     python recipes/smollm2/chart.py paper/results/smollm2-scores.json     # make charts
 
-Writes docs/charts/smollm2.svg, which the README shows, and the table between two marks of docs/evaluation.md. The
-chart has a panel for each benchmark: score against the share of the full cache's bytes that is held, chat prefix
-included, for an evictor alone and with its restore adapter.
+Writes docs/charts/smollm2.svg, which the README shows, and the table between two marks of
+docs/evaluation.md. The chart has a panel for each benchmark: score against the share of the full
+cache's bytes that is held, chat prefix included, for an evictor alone and with its restore adapter.
 """
 
 import argparse
@@ -19,12 +19,25 @@ from restorekv.files import read_json, replacing
 ROOT = Path(__file__).parents[2]
 CHART, PAGE = ROOT / "docs" / "charts" / "smollm2.svg", ROOT / "docs" / "evaluation.md"
 BEGIN, END = "<!-- made by `make charts` -->", "<!-- end -->"
-NAMES = {"kvzip": "KVzip", "kvzip+": "KVzip+", "fastkvzip": "Fast KVzip", "snapkv": "SnapKV", "h2o": "H2O"}
+NAMES = {
+    "kvzip": "KVzip",
+    "kvzip+": "KVzip+",
+    "fastkvzip": "Fast KVzip",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+}
 STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "smollm2", "font.size": 11, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.color": "#d5dae1", "axes.titlelocation": "left",
-}  # fmt: skip
-LOOKS = ((False, "#d55e00", "s", -1), (True, "#0072b2", "o", 1))  # restored, color, marker, side of its intervals
+    "svg.fonttype": "none",
+    "svg.hashsalt": "smollm2",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#d5dae1",
+    "axes.titlelocation": "left",
+}
+# Restored, color, marker, side of its intervals.
+LOOKS = ((False, "#d55e00", "s", -1), (True, "#0072b2", "o", 1))
 Row = Mapping[str, object]
 
 
@@ -36,18 +49,29 @@ def evictor(row: Row) -> str:
 def titles(result: Mapping) -> dict[str, str]:
     """Returns what each benchmark of the rows is called."""
     facts = [cell["benchmark"] for cell in result["facts"].values()]
-    return {row["benchmark"]: next((fact["title"] for fact in facts if fact["title"].lower() == name), name)
-            for row in result["rows"] for name in [row["benchmark"].partition(":")[0]]}  # fmt: skip
+    return {
+        row["benchmark"]: next(
+            (fact["title"] for fact in facts if fact["title"].lower() == name), name
+        )
+        for row in result["rows"]
+        for name in [row["benchmark"].partition(":")[0]]
+    }
 
 
 def full_cache(result: Mapping, benchmark: str) -> Row:
     """Returns the row of the full cache."""
-    return next(row for row in result["rows"] if row["benchmark"] == benchmark and row["method"] == "full")
+    return next(
+        row for row in result["rows"] if row["benchmark"] == benchmark and row["method"] == "full"
+    )
 
 
 def small_caches(result: Mapping, benchmark: str, name: str, restored: bool) -> list[Row]:
     """Returns an evictor's rows, the smallest cache first."""
-    rows = [row for row in result["rows"] if (row["benchmark"], row["restored"]) == (benchmark, restored)]
+    rows = [
+        row
+        for row in result["rows"]
+        if (row["benchmark"], row["restored"]) == (benchmark, restored)
+    ]
     return sorted((row for row in rows if evictor(row) == name), key=lambda row: row["ratio"])
 
 
@@ -55,7 +79,9 @@ def draw(result: Mapping, name: str, path: Path) -> None:
     """Writes the chart of one evictor as an SVG on white, which reads in light and dark themes."""
     benchmarks = titles(result)
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(benchmarks), 3.9), layout="constrained", facecolor="white")
+        figure = Figure(
+            figsize=(4.6 * len(benchmarks), 3.9), layout="constrained", facecolor="white"
+        )
         places = figure.subplots(1, len(benchmarks), squeeze=False)[0]
         for axes, benchmark in zip(places, benchmarks, strict=True):
             full = full_cache(result, benchmark)
@@ -65,9 +91,17 @@ def draw(result: Mapping, name: str, path: Path) -> None:
                 rows = small_caches(result, benchmark, name, restored)
                 share = [100 * row["kept_with_prefix"] for row in rows]
                 label = f"{NAMES.get(name, name)} {'restored' if restored else 'alone'}"
-                axes.plot(share, [row["score"] for row in rows], color=color, marker=marker, label=label)
+                axes.plot(
+                    share, [row["score"] for row in rows], color=color, marker=marker, label=label
+                )
                 apart = [x + 0.06 * side for x in share]
-                axes.vlines(apart, [row["low"] for row in rows], [row["high"] for row in rows], color=color, alpha=0.4)
+                axes.vlines(
+                    apart,
+                    [row["low"] for row in rows],
+                    [row["high"] for row in rows],
+                    color=color,
+                    alpha=0.4,
+                )
             axes.set(ylim=(0, None), xlabel="memory held, % of the full cache", ylabel="score")
             axes.set_title(benchmarks[benchmark])
             axes.legend(loc="lower right", frameon=False, fontsize=10)
@@ -76,8 +110,13 @@ def draw(result: Mapping, name: str, path: Path) -> None:
 
 
 def table(result: Mapping) -> str:
-    """Returns the figures as a Markdown table: for each benchmark, evictor and ratio, alone and restored."""
-    lines = ["| benchmark | evictor | r | MB | score alone | restored | KL alone | restored |", "|---" * 8 + "|"]
+    """Returns the figures as a Markdown table: for each benchmark, evictor and ratio, alone and
+    restored.
+    """
+    lines = [
+        "| benchmark | evictor | r | MB | score alone | restored | KL alone | restored |",
+        "|---" * 8 + "|",
+    ]
     for benchmark, title in titles(result).items():
         full = full_cache(result, benchmark)
         cells = [
@@ -91,13 +130,19 @@ def table(result: Mapping) -> str:
             "",
         ]
         lines.append(joined(cells))
-        for name in dict.fromkeys(evictor(row) for row in result["rows"] if row["method"] != "full"):
+        for name in dict.fromkeys(
+            evictor(row) for row in result["rows"] if row["method"] != "full"
+        ):
             restored = {row["ratio"]: row for row in small_caches(result, benchmark, name, True)}
             for row in reversed(small_caches(result, benchmark, name, False)):
                 ours = restored.get(row["ratio"])
                 scores = [f"{each['score']:.1f}" if each else "" for each in (row, ours)]
                 spreads = [divergence(each) if each else "" for each in (row, ours)]
-                lines.append(joined(["", NAMES.get(name, name), row["ratio"], megabytes(row), *scores, *spreads]))
+                lines.append(
+                    joined(
+                        ["", NAMES.get(name, name), row["ratio"], megabytes(row), *scores, *spreads]
+                    )
+                )
     return "\n".join(lines)
 
 
@@ -124,9 +169,13 @@ def fill(page: Path, text: str) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Draws the chart and fills the page's table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("result", type=Path, help="What `restorekv eval --json` wrote.")
-    parser.add_argument("--evictor", default="kvzip", help="The evictor of the chart; the table has all.")
+    parser.add_argument(
+        "--evictor", default="kvzip", help="The evictor of the chart; the table has all."
+    )
     parser.add_argument("--chart", type=Path, default=CHART)
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(args)

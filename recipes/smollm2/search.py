@@ -1,13 +1,15 @@
-"""Compare recipes of training on development passages: one change at a time, the same contexts and steps for all.
+"""Compare recipes of training on development passages: one change at a time, the same contexts and
+steps for all.
 
     python recipes/smollm2/search.py prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
     python recipes/smollm2/search.py run FOLDER VARIANT [VARIANT ...] [--steps 400] [--seed 0]
     python recipes/smollm2/search.py table FOLDER
 
-`prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the teacher's targets of
-the shorter training contexts, and of one development passage of every genre and some made documents. `run` trains a
-variant and measures its divergence from the full cache on the development passages. `table` compares the variants pair
-by pair with the first one. Everything is resumable: what is in FOLDER is not computed again.
+`prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the
+teacher's targets of the shorter training contexts, and of one development passage of every genre
+and some made documents. `run` trains a variant and measures its divergence from the full cache on
+the development passages. `table` compares the variants pair by pair with the first one. Everything
+is resumable: what is in FOLDER is not computed again.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ LOOP = 16
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe. The defaults are those of the first row, from which every other one differs in one thing."""
+    """A recipe. The defaults are those of the first row, from which every other one differs in one
+    thing.
+    """
 
     restore_tokens: int = 4
     rank: int = 12
@@ -118,7 +122,13 @@ class Bench:
         lines = (self.folder / f"{split}.jsonl").read_text("utf-8").splitlines()
         raw = [json.loads(line) for line in lines]
         return [
-            Case(row["name"], row["text"], tuple(row["questions"]), tuple(map(tuple, row["answer_ids"]))) for row in raw
+            Case(
+                row["name"],
+                row["text"],
+                tuple(row["questions"]),
+                tuple(map(tuple, row["answer_ids"])),
+            )
+            for row in raw
         ]
 
     def path(self, case: Case) -> Path:
@@ -159,19 +169,27 @@ class Bench:
         prepared = ScoredContext(self.model, context, full, tensors["scores"], conventions)
         count = sum(name.startswith("ids.") for name in tensors)
         targets = [
-            TeacherTarget(tensors[f"ids.{index}"], int(tensors[f"answer.{index}"]), tensors[f"hidden.{index}"])
+            TeacherTarget(
+                tensors[f"ids.{index}"], int(tensors[f"answer.{index}"]), tensors[f"hidden.{index}"]
+            )
             for index in range(count)
         ]
         return prepared, targets
 
     def losses(
-        self, prepared: ScoredContext, targets: list[TeacherTarget], ratio: float, restorer: Restorer | None
+        self,
+        prepared: ScoredContext,
+        targets: list[TeacherTarget],
+        ratio: float,
+        restorer: Restorer | None,
     ) -> Tensor:
         """Return the divergence at every answer token."""
         if restorer is not None:
             prepared = restorer.restore(prepared, ratio)
         cache = prepared.evict(f"{ratio:.6f}")
-        output = answer_pass(self.model, cache, [t.ids for t in targets], [t.answer for t in targets])
+        output = answer_pass(
+            self.model, cache, [t.ids for t in targets], [t.answer for t in targets]
+        )
         return from_hidden(self.model, torch.cat([t.hidden for t in targets]), output.hidden)
 
     @torch.no_grad()
@@ -180,7 +198,10 @@ class Bench:
         measured = []
         for case in self.cases("development"):
             prepared, targets = self.load(case)
-            kl = {f"{ratio:g}": float(self.losses(prepared, targets, ratio, restorer).mean()) for ratio in RATIOS}
+            kl = {
+                f"{ratio:g}": float(self.losses(prepared, targets, ratio, restorer).mean())
+                for ratio in RATIOS
+            }
             measured.append({"name": case.name, "kl": kl})
         return measured
 
@@ -192,16 +213,23 @@ class Restorer:
         self.bench = bench
         self.variant = variant
         if variant.init:
-            self.adapter = RestoreAdapter.from_pretrained(bench.model, shipped_path("smollm2", "adapters", "kvzip"))
+            self.adapter = RestoreAdapter.from_pretrained(
+                bench.model, shipped_path("smollm2", "adapters", "kvzip")
+            )
         else:
             n, rank = variant.restore_tokens, variant.rank
-            self.adapter = RestoreAdapter.create(bench.model, n, rank=rank, alpha=2.0 * rank, seed=seed)
+            self.adapter = RestoreAdapter.create(
+                bench.model, n, rank=rank, alpha=2.0 * rank, seed=seed
+            )
         self.embeddings = self.adapter.embeddings
         self.shift = torch.nn.Parameter(torch.zeros_like(self.embeddings))
 
     def parameters(self) -> list[Tensor]:
         own = [self.shift] if self.variant.shift_from else []
-        return [*(parameter for parameter in self.adapter.parameters() if parameter.requires_grad), *own]
+        return [
+            *(parameter for parameter in self.adapter.parameters() if parameter.requires_grad),
+            *own,
+        ]
 
     def restore(self, prepared: ScoredContext, ratio: float) -> ScoredContext:
         """Return the context with the restore cache for a ratio."""
@@ -215,8 +243,11 @@ class Restorer:
             table = self.bench.model.get_input_embeddings()
             context = prepared.context
             states = table(context.ids[0, context.prefix :])
-            inputs = inputs + torch.stack([chunk.mean(0) for chunk in states.tensor_split(len(inputs))])
-        # The adapter reads its own attribute; the sum takes its place for one pass, with gradients to all parts.
+            inputs = inputs + torch.stack(
+                [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
+            )
+        # The adapter reads its own attribute; the sum takes its place for one pass, with gradients
+        # to all parts.
         parameter = self.adapter._parameters.pop("embeddings")
         self.adapter.embeddings = inputs
         try:
@@ -227,13 +258,19 @@ class Restorer:
 
 
 def train(
-    bench: Bench, variant: Variant, steps: int, seed: int, report: Callable[[int, float, float], None]
+    bench: Bench,
+    variant: Variant,
+    steps: int,
+    seed: int,
+    report: Callable[[int, float, float], None],
 ) -> Restorer:
     """Train a variant on the search's contexts: linear warm-up, then a cosine."""
     restorer = Restorer(bench, variant, seed)
     parameters = restorer.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=variant.lr, betas=(0.9, 0.999), weight_decay=0.01)
-    cases = [case for case in bench.cases("train") if variant.made or not case.name.startswith("made ")]
+    cases = [
+        case for case in bench.cases("train") if variant.made or not case.name.startswith("made ")
+    ]
     rng = random.Random(f"search {seed}")
     order: list[int] = []
     warmup = 20
@@ -257,7 +294,9 @@ def train(
 
 
 def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iterator[Case]:
-    """Yield the contexts of data builds with their answers: of complete builds, and of unfinished ones so far."""
+    """Yield the contexts of data builds with their answers: of complete builds, and of unfinished
+    ones so far.
+    """
     answered: dict[str, list[dict]] = {}
     for folder in data:
         if (folder / "manifest.json").exists():
@@ -266,7 +305,9 @@ def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iter
         else:
             lines = Attempts(folder / "parts" / "corpus.jsonl").done
             answered |= {"\n".join(line["context"]): line["attempts"] for line in lines}
-    config = BuildConfig(mixture="corpus", passage_shortest=300, passage_longest=4000, wording=WORDING)
+    config = BuildConfig(
+        mixture="corpus", passage_shortest=300, passage_longest=4000, wording=WORDING
+    )
     left = len(answered)
     for item in read_corpus(rows(str(corpus), {}), config, tokenizer) if answered else ():
         attempts = isinstance(item, Document) and answered.get("\n".join(mark(item)))
@@ -282,9 +323,14 @@ def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iter
 def development_documents(corpus: Path, bench: Bench) -> list[Document]:
     """Return a passage of every genre's development split, and made documents of another seed."""
     config = BuildConfig(
-        mixture="corpus", passage_shortest=300, passage_longest=LONGEST, wording=WORDING, made=0.0, seed=77,
+        mixture="corpus",
+        passage_shortest=300,
+        passage_longest=LONGEST,
+        wording=WORDING,
+        made=0.0,
+        seed=77,
         invented=0.3,
-    )  # fmt: skip
+    )
     development = (
         {**row, "split": TRAINING}
         for row in rows(str(corpus), {})
@@ -300,7 +346,9 @@ def development_documents(corpus: Path, bench: Bench) -> list[Document]:
     for number in range(MADE):
         rng = random.Random(f"development made {number}")
         made = make_document(rng, rng.randint(300, LONGEST))
-        documents.append(Document(f"made {number}", made.text, "cc0-1.0", asked=tuple(made.questions)))
+        documents.append(
+            Document(f"made {number}", made.text, "cc0-1.0", asked=tuple(made.questions))
+        )
     return documents
 
 
@@ -310,7 +358,9 @@ def prepare(options: argparse.Namespace) -> None:
     bench = Bench(options.folder)
     development = options.folder / "development.jsonl"
     if not development.exists():
-        lines = [answered(bench, document) for document in development_documents(options.corpus, bench)]
+        lines = [
+            answered(bench, document) for document in development_documents(options.corpus, bench)
+        ]
         development.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     for case in bench.cases("development"):
         bench.prepare(case)
@@ -337,29 +387,41 @@ def answered(bench: Bench, document: Document) -> dict:
     context = make_context(bench.tokenizer, document.text)
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
     questions = [BETWEEN + question for _, question in document.asked]
-    prompts = [question_ids(bench.tokenizer, context, question, empty=True)[0] for question in questions]
+    prompts = [
+        question_ids(bench.tokenizer, context, question, empty=True)[0] for question in questions
+    ]
     choosers = [GreedyUntilLoop(LOOP) for _ in prompts]
     ids = answer_ids(bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, rows=choosers)
     print(document.name, flush=True)
     return {
-        "name": document.name, "text": document.text, "questions": questions, "answer_ids": [x.tolist() for x in ids],
-    }  # fmt: skip
+        "name": document.name,
+        "text": document.text,
+        "questions": questions,
+        "answer_ids": [x.tolist() for x in ids],
+    }
 
 
 def run(options: argparse.Namespace) -> None:
     """Train and measure variants, each into a file of its own."""
     bench = Bench(options.folder)
     for name in options.variants:
-        path = options.folder / "results" / f"{name}, seed {options.seed}, {options.steps} steps.json"
+        path = (
+            options.folder / "results" / f"{name}, seed {options.seed}, {options.steps} steps.json"
+        )
         if path.exists():
             continue
         losses = []
         start = time.perf_counter()
 
-        def report(step: int, ratio: float, loss: float, name: str = name, losses: list = losses) -> None:
+        def report(
+            step: int, ratio: float, loss: float, name: str = name, losses: list = losses
+        ) -> None:
             losses.append((ratio, loss))
             if step % 20 == 19:
-                print(f"{name}: step {step + 1}, loss {sum(x for _, x in losses[-20:]) / 20:.4f}", flush=True)
+                print(
+                    f"{name}: step {step + 1}, loss {sum(x for _, x in losses[-20:]) / 20:.4f}",
+                    flush=True,
+                )
 
         if name in ("alone", "shipped"):
             variant = Variant()
@@ -371,30 +433,54 @@ def run(options: argparse.Namespace) -> None:
         measured = bench.measure(restorer)
         path.parent.mkdir(exist_ok=True)
         result = {
-            "variant": name, **asdict(variant), "steps": options.steps, "seed": options.seed, "seconds": seconds,
-            "losses": losses, "development": measured,
-        }  # fmt: skip
+            "variant": name,
+            **asdict(variant),
+            "steps": options.steps,
+            "seed": options.seed,
+            "seconds": seconds,
+            "losses": losses,
+            "development": measured,
+        }
         path.write_text(json.dumps(result), "utf-8")
-        means = {ratio: sum(row["kl"][f"{ratio:g}"] for row in measured) / len(measured) for ratio in RATIOS}
+        means = {
+            ratio: sum(row["kl"][f"{ratio:g}"] for row in measured) / len(measured)
+            for ratio in RATIOS
+        }
         print(
-            f"{name}: {seconds:.0f} s, " + ", ".join(f"{ratio:g}: {kl:.4f}" for ratio, kl in means.items()), flush=True
+            f"{name}: {seconds:.0f} s, "
+            + ", ".join(f"{ratio:g}: {kl:.4f}" for ratio, kl in means.items()),
+            flush=True,
         )
 
 
 def compare(results: list[dict]) -> str:
-    """Return a Markdown table of variants: mean divergence at every ratio, and what is gained over the first.
+    """Return a Markdown table of variants: mean divergence at every ratio, and what is gained over
+    the first.
 
-    The gain is paired, development case by development case, with a 95 % bootstrap interval over the cases.
+    The gain is paired, development case by development case, with a 95 % bootstrap interval over
+    the cases.
     """
-    lines = ["| variant | seed | steps | seconds | " + " | ".join(f"KL at {ratio:g} | gain" for ratio in RATIOS) + " |"]
+    lines = [
+        "| variant | seed | steps | seconds | "
+        + " | ".join(f"KL at {ratio:g} | gain" for ratio in RATIOS)
+        + " |"
+    ]
     lines.append("|" + "---|" * (4 + 2 * len(RATIOS)))
     first = next((result for result in results if result["variant"] == FIRST), results[0])
     expected = {row["name"]: row["kl"] for row in first["development"]}
     for result in results:
-        cells = [result["variant"], str(result["seed"]), str(result["steps"]), f"{result['seconds']:.0f}"]
+        cells = [
+            result["variant"],
+            str(result["seed"]),
+            str(result["steps"]),
+            f"{result['seconds']:.0f}",
+        ]
         for ratio in RATIOS:
             own = [row["kl"][f"{ratio:g}"] for row in result["development"]]
-            gains = [expected[row["name"]][f"{ratio:g}"] - row["kl"][f"{ratio:g}"] for row in result["development"]]
+            gains = [
+                expected[row["name"]][f"{ratio:g}"] - row["kl"][f"{ratio:g}"]
+                for row in result["development"]
+            ]
             gain, low, high = weighted_interval(np.array(gains), np.ones(len(gains)))
             cells += [f"{np.mean(own):.4f}", f"{gain:+.4f} ({low:+.4f} to {high:+.4f})"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -403,11 +489,16 @@ def compare(results: list[dict]) -> str:
 
 def table(options: argparse.Namespace) -> None:
     """Print the comparison of all variants that are done, in the order of VARIANTS."""
-    results = [json.loads(path.read_text("utf-8")) for path in sorted((options.folder / "results").glob("*.json"))]
+    results = [
+        json.loads(path.read_text("utf-8"))
+        for path in sorted((options.folder / "results").glob("*.json"))
+    ]
     if not results:
         raise SystemExit(f"{options.folder} has no results; run some variants first.")
     order = ["alone", "shipped", *VARIANTS]
-    results.sort(key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"]))
+    results.sort(
+        key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"])
+    )
     print(compare(results))
 
 

@@ -1,9 +1,10 @@
-"""Make the training texts that stand in recipes/smollm2/texts from a folder laid out as the project's ../shared/data.
+"""Make the training texts that stand in recipes/smollm2/texts from a folder laid out as the
+project's ../shared/data.
 
     python recipes/smollm2/texts.py ../shared/data
 
-They are the texts of the split "training" (restorekv.tasks.splits): what evaluation or the choice of variants uses is
-left out. docs/evaluation.md names the sources and their licenses.
+They are the texts of the split "training" (restorekv.tasks.splits): what evaluation or the choice
+of variants uses is left out. docs/evaluation.md names the sources and their licenses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main() -> None:
     """Write stories.jsonl.gz, sections.jsonl.gz and novels/*.txt.gz."""
     source = Path(sys.argv[1])
     stories = rows(source / "fairytaleqa" / "train.jsonl")
-    training = [row for index, row in enumerate(stories) if fairytale_split("train", index) == TRAINING]
+    training = [
+        row for index, row in enumerate(stories) if fairytale_split("train", index) == TRAINING
+    ]
     write_rows(TEXTS / "stories.jsonl.gz", training)
     write_rows(TEXTS / "sections.jsonl.gz", sections(rows(source / "factbook" / "documents.jsonl")))
     for novel in sorted((source / "novels").glob("*.txt")):

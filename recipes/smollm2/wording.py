@@ -1,10 +1,12 @@
-"""Measures how to put a question to a model: token F1 of the full cache's answers under several wordings.
+"""Measures how to put a question to a model: token F1 of the full cache's answers under several
+wordings.
 
     python recipes/smollm2/wording.py --model MODEL --data ../shared/data
 
-The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA stories whose sections
-can be told apart, and the first lines of Factbook documents, up to LENGTH tokens each, with five questions. The wording
-with the highest mean of the two columns is the benchmarks' (tasks/reading.py).
+The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA
+stories whose sections can be told apart, and the first lines of Factbook documents, up to LENGTH
+tokens each, with five questions. The wording with the highest mean of the two columns is the
+benchmarks' (tasks/reading.py).
 """
 
 from __future__ import annotations
@@ -53,11 +55,17 @@ def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
     """Yields the first sections of training stories that have one section a block of text."""
     for index, row in enumerate(rows(folder / "fairytaleqa/train.jsonl")):
         blocks = row["context"].split("\n\n")
-        named = {int(each) for question in row["questions"] for each in question["sections"].split(",")}
+        named = {
+            int(each) for question in row["questions"] for each in question["sections"].split(",")
+        }
         if fairytale_split("train", index) != TRAINING or max(named) != len(blocks):
             continue
         kept = fitting(blocks, "\n\n", tokenizer)
-        inside = [each for each in row["questions"] if max(map(int, each["sections"].split(","))) <= len(kept)]
+        inside = [
+            each
+            for each in row["questions"]
+            if max(map(int, each["sections"].split(","))) <= len(kept)
+        ]
         yield "\n\n".join(kept), inside
 
 
@@ -103,7 +111,10 @@ def scores(model, tokenizer, passage: Passage) -> list[float]:
         max(token_f1(text, answer) for answer in each["answers"])
         for text, each in zip(said, asked * len(WORDINGS), strict=True)
     ]
-    return [sum(best[start : start + len(asked)]) / len(asked) for start in range(0, len(best), len(asked))]
+    return [
+        sum(best[start : start + len(asked)]) / len(asked)
+        for start in range(0, len(best), len(asked))
+    ]
 
 
 def main() -> None:

@@ -35,7 +35,15 @@ def main() -> None:
         if step % 10 == 0:
             print(f"{options.evictor}: step {step} of {steps}, loss {loss:.4f}", flush=True)
 
-    train(model, tokenizer, examples, config, options.folder / f"restore-{options.evictor}", resume=True, progress=show)
+    train(
+        model,
+        tokenizer,
+        examples,
+        config,
+        options.folder / f"restore-{options.evictor}",
+        resume=True,
+        progress=show,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Make everything that ships in src/restorekv/tiny: tokenizer, model, gates, restore adapters. Resumable.
+"""Make everything that ships in src/restorekv/tiny: tokenizer, model, gates, restore adapters.
+Resumable.
 
 make tiny            or            python recipes/tiny/build.py runs/tiny
 """
@@ -42,7 +43,9 @@ def install(folder: Path) -> None:
     )
     shutil.rmtree(PACKAGE / "model", ignore_errors=True)
     model.save_pretrained(PACKAGE / "model")
-    AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False).save_pretrained(PACKAGE / "model")
+    AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False).save_pretrained(
+        PACKAGE / "model"
+    )
     for evictor in EVICTORS:
         adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
         adapter.card = replace(adapter.card, model="tiny")
@@ -55,7 +58,10 @@ def install_gates(folder: Path) -> None:
     (PACKAGE / "gates").mkdir(exist_ok=True)
     for kind in gate_file.KINDS:
         gate = gate_file.read(folder / "gates" / f"{kind}.safetensors")
-        gate_file.write(PACKAGE / "gates" / f"{kind}.safetensors", replace(gate, card=replace(gate.card, model="tiny")))
+        gate_file.write(
+            PACKAGE / "gates" / f"{kind}.safetensors",
+            replace(gate, card=replace(gate.card, model="tiny")),
+        )
 
 
 def main() -> None:
@@ -67,7 +73,9 @@ def main() -> None:
         finish(step("pretrain.py", folder))
     finish(step("gates.py", folder))
     install_gates(folder)
-    wanted = [evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()]
+    wanted = [
+        evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()
+    ]
     for first in range(0, len(wanted), AT_ONCE):
         pair = wanted[first : first + AT_ONCE]
         finish(*(step("adapters.py", folder, "--evictor", evictor) for evictor in pair))

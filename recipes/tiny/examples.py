@@ -1,7 +1,8 @@
-"""Training sequences of the tiny model: one document, then blocks that each see the document and themselves only.
+"""Training sequences of the tiny model: one document, then blocks that each see the document and
+themselves only.
 
-Every block sits at the position it has after compression (right behind the document), so one row of a batch teaches
-several questions and one reconstruction without one seeing the other.
+Every block sits at the position it has after compression (right behind the document), so one row of
+a batch teaches several questions and one reconstruction without one seeing the other.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ Mix = tuple[float, ...]  # how often each of KINDS is drawn
 
 @dataclass
 class Row:
-    """One training sequence: ids, positions, block number (0: the document) and the loss part of each *target*."""
+    """One training sequence: ids, positions, block number (0: the document) and the loss part of
+    each *target*.
+    """
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     block: list[int] = field(default_factory=list)
     part: list[int] = field(default_factory=list)  # part of predicting the next id; -1: none
-    family: list[int] = field(default_factory=list)  # index of the question within the row; -1: none
+    # Index of the question within the row; -1: none.
+    family: list[int] = field(default_factory=list)
     families: list[str] = field(default_factory=list)
 
-    def add(self, ids: list[int], start: int, block: int, part: list[int], family: int = -1) -> None:
+    def add(
+        self, ids: list[int], start: int, block: int, part: list[int], family: int = -1
+    ) -> None:
         """Append a run of ids at consecutive positions from `start`."""
         self.ids += ids
         self.positions += range(start, start + len(ids))
@@ -55,7 +61,9 @@ class Sampler:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def row(self, rng: random.Random, tokens: int, questions: int, noise: float, longest: int, mix: Mix) -> Row:
+    def row(
+        self, rng: random.Random, tokens: int, questions: int, noise: float, longest: int, mix: Mix
+    ) -> Row:
         """A document of at most `tokens` ids and its blocks, spread over positions up to `longest`."""
         kind = rng.choices(KINDS, mix)[0]
         made = document(rng, kind, tokens - len(self.prefix), self.measure, noise)
@@ -77,26 +85,39 @@ class Sampler:
         return row
 
     def spread(self, rng: random.Random, row: Row, room: int) -> None:
-        """Leave up to three gaps in the document's positions, so that short rows teach long distances."""
+        """Leave up to three gaps in the document's positions, so that short rows teach long
+        distances.
+        """
         shift = [0] * len(row.ids)
         for _ in range(rng.choice((1, 2, 3))):
             gap, place = rng.randrange(room // 3 + 1), rng.randrange(len(shift))
             shift = [value + gap * (index >= place) for index, value in enumerate(shift)]
-        row.positions = [position + value for position, value in zip(row.positions, shift, strict=True)]
+        row.positions = [
+            position + value for position, value in zip(row.positions, shift, strict=True)
+        ]
 
-    def repeat(self, rng: random.Random, row: Row, ids: list[int], end: int, block: int, longest: int) -> None:
+    def repeat(
+        self, rng: random.Random, row: Row, ids: list[int], end: int, block: int, longest: int
+    ) -> None:
         """A reconstruction block, with the prompts that KVzip scores with."""
         length = min(len(ids), rng.choice((48, 96, 192)))
         if rng.random() < 0.7 or len(ids) < length + 16:
             start, asked = 0, self.encode("\n\nRepeat the previous context exactly.")
         else:
             start = rng.randrange(8, len(ids) - length)
-            asked = self.encode("\n\nRepeat the part of the previous context exactly, starting with ")
+            asked = self.encode(
+                "\n\nRepeat the part of the previous context exactly, starting with "
+            )
             asked += ids[start - 8 : start]
         asked += self.suffix
         copied = ids[start : start + length]
         gap = rng.randrange(longest) if rng.random() < 0.3 else 0
-        row.add(asked + copied, end + gap, block, [-1] * (len(asked) - 1) + [REPEAT] * len(copied) + [-1])
+        row.add(
+            asked + copied,
+            end + gap,
+            block,
+            [-1] * (len(asked) - 1) + [REPEAT] * len(copied) + [-1],
+        )
 
     def choose(self, rng: random.Random, made: Document, count: int) -> list:
         """`count` questions of a document, families drawn evenly."""
@@ -114,7 +135,15 @@ class Sampler:
         return chosen
 
     def batch(
-        self, step: int, rows: int, low: int, high: int, questions: int, noise: float, longest: int, mix: Mix
+        self,
+        step: int,
+        rows: int,
+        low: int,
+        high: int,
+        questions: int,
+        noise: float,
+        longest: int,
+        mix: Mix,
     ) -> Batch:
         """The batch of `step`: `rows` rows of one length between `low` and `high`."""
         rng = random.Random(f"{self.seed} {step}")
@@ -124,7 +153,9 @@ class Sampler:
 
 @dataclass
 class Batch:
-    """Padded rows: ids, positions (B, N), mask (B, 1, N, N) bool, part and question number (B, N), family names."""
+    """Padded rows: ids, positions (B, N), mask (B, 1, N, N) bool, part and question number (B, N),
+    family names.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -139,13 +170,19 @@ def collate(rows: list[Row]) -> Batch:
     longest = max(len(row.ids) for row in rows)
 
     def padded(name: str, value: int) -> Tensor:
-        return torch.tensor([getattr(row, name) + [value] * (longest - len(row.ids)) for row in rows])
+        return torch.tensor(
+            [getattr(row, name) + [value] * (longest - len(row.ids)) for row in rows]
+        )
 
     block = padded("block", -1)
     causal = torch.ones(longest, longest, dtype=torch.bool).tril()
     same = block[:, :, None] == block[:, None, :]
     mask = causal & (same | (block[:, None, :] == 0))
     return Batch(
-        padded("ids", 0), padded("positions", 0), mask[:, None], padded("part", -1), padded("family", -1),
+        padded("ids", 0),
+        padded("positions", 0),
+        mask[:, None],
+        padded("part", -1),
+        padded("family", -1),
         [row.families for row in rows],
-    )  # fmt: skip
+    )

@@ -2,7 +2,8 @@
 
     python recipes/tiny/gates.py runs/tiny          (resumes)
 
-The documents are from the split that the restore pass is trained on and as long as those of the suite.
+The documents are from the split that the restore pass is trained on and as long as those of the
+suite.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     model, tokenizer = load_model(str(folder / "model"))
-    texts = [example.context for example in tiny_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)]
+    texts = [
+        example.context for example in tiny_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)
+    ]
 
     def show(done: int, total: int, what: str) -> None:
         if done % max(total // 20, 1) == 0:
@@ -38,7 +41,16 @@ def main() -> None:
         out = gates / f"{kind}.safetensors"
         if not out.exists():
             config = GateConfig(kind)
-            gate = train_gate(model, tokenizer, texts, config, out, gates / TARGETS[kind], resume=True, progress=show)
+            gate = train_gate(
+                model,
+                tokenizer,
+                texts,
+                config,
+                out,
+                gates / TARGETS[kind],
+                resume=True,
+                progress=show,
+            )
             print(f"{kind}: {gate.card.figures}", flush=True)
 
 

@@ -1,10 +1,12 @@
-"""Make the appendix's table of training data in small: both mixtures for the tiny model, from made-up texts.
+"""Make the appendix's table of training data in small: both mixtures for the tiny model, from
+made-up texts.
 
     python recipes/tiny/mixture.py runs/mixture            (resumes and asks nothing twice)
 
-Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's papers), FOLDER/paper and
-FOLDER/permissive (as `restorekv data build` does), paper/results/data-table.md,
-paper/results/data-table.json and, for `python -m paper`, the rows of the first in the package.
+Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's
+papers), FOLDER/paper and FOLDER/permissive (as `restorekv data build` does),
+paper/results/data-table.md, paper/results/data-table.json and, for `python -m paper`, the rows of
+the first in the package.
 """
 
 from __future__ import annotations
@@ -38,11 +40,19 @@ from restorekv.tiny import suite, world
 from restorekv.tiny.world import DEEDS, PEOPLE, PLACES, TIMES
 
 RESULTS = Path(__file__).parents[2] / "paper" / "results"
-TEST = 156  # test documents of the tiny suite that some table here is measured on; `data build` knows the first 52
+# Test documents of the tiny suite that some table here is measured on; `data build` knows the first
+# 52.
+TEST = 156
 BOUNDS = {
-    "shortest": 512, "longest": 1800, "chunk": 768, "chunks": 4, "flan_shortest": 128,
-    "question_tokens": 32, "answer_tokens": 64, "flan_answer_tokens": 64,
-}  # fmt: skip
+    "shortest": 512,
+    "longest": 1800,
+    "chunk": 768,
+    "chunks": 4,
+    "flan_shortest": 128,
+    "question_tokens": 32,
+    "answer_tokens": 64,
+    "flan_answer_tokens": 64,
+}
 COUNTS = {"documents": 30, "books": 10, "examples": 90}
 FRAMES = {
     "paper": (
@@ -58,7 +68,9 @@ OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # of papers that 
 
 
 def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
-    """Returns sentences of the world's grammar up to `tokens`, in a new order (its stories are in the tests)."""
+    """Returns sentences of the world's grammar up to `tokens`, in a new order (its stories are in
+    the tests).
+    """
     lines, used = [], 0
     while True:
         line = " ".join(rng.choice(part) for part in (PEOPLE, DEEDS, PLACES, TIMES)) + "."
@@ -69,87 +81,138 @@ def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list
 
 
 def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Document:
-    """Returns a document of about `tokens` with facts of three families, and their questions; the name is its seed."""
+    """Returns a document of about `tokens` with facts of three families, and their questions; the
+    name is its seed.
+    """
     rng = random.Random(name)
     parts = [world.needles(rng, 3), world.people(rng, 2), world.links(rng, 1)]
     chosen = parts if tokens > 400 else parts[:1]
     facts = [list(part.sentences) for part in chosen]
     room = tokens - sum(length(sentence) for part in facts for sentence in part)
     text = world.strew(rng, facts, story(rng, room, length)) + "\n"
-    return world.Document(text, "mixed", tuple(question for part in chosen for question in part.questions))
+    return world.Document(
+        text, "mixed", tuple(question for part in chosen for question in part.questions)
+    )
 
 
 def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Returns rows {instruction, input, output}: framed documents, a repeat, a short instruction, planted copies."""
+    """Returns rows {instruction, input, output}: framed documents, a repeat, a short instruction,
+    planted copies.
+    """
     rng, length = random.Random("mixture papers"), suite.measure(tokenizer)
-    made = [invented(f"mixture papers {n}", rng.randint(450, 1900), length) for n in range(2 * count + 4)]
+    made = [
+        invented(f"mixture papers {n}", rng.randint(450, 1900), length)
+        for n in range(2 * count + 4)
+    ]
     half = test[7].text[: len(test[7].text) // 2].replace(".", " ;")
-    hidden = world.Document(f"{invented('mixture papers hiding', 600, length).text}{half}\n", "", test[7].questions)
+    hidden = world.Document(
+        f"{invented('mixture papers hiding', 600, length).text}{half}\n", "", test[7].questions
+    )
     stories = suite.draw("mixture stories 0", "people", 900, 1200, length)
     made[1:1] = [test[3], hidden, test[TEST - 1], stories]
     made.insert(6, made[0])  # in the same frame as the first
     rows = [{"instruction": "Name three birds.", "input": "", "output": "Owl, swan, raven."}]
     for number, one in enumerate(made):
-        (before, after), question = FRAMES[("paper", "paper", "book")[number % 3]], rng.choice(one.questions)
+        (before, after), question = (
+            FRAMES[("paper", "paper", "book")[number % 3]],
+            rng.choice(one.questions),
+        )
         instruction = f"{before}{one.text}{after}Question: {question.text}"
         rows.append({"instruction": instruction, "input": "", "output": question.target})
     return rows
 
 
 def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Returns rows like emozilla/pg19's, of a few chapters each; the second book begins with a test document."""
+    """Returns rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
+    document.
+    """
     rng, length = random.Random("mixture books"), suite.measure(tokenizer)
     rows = []
     for number in range(count + 2):
         lengths = [rng.randint(900, 1300) for _ in range(rng.randint(3, 5))]
-        chapters = [invented(f"mixture books {number} {n}", each, length).text for n, each in enumerate(lengths)]
+        chapters = [
+            invented(f"mixture books {number} {n}", each, length).text
+            for n, each in enumerate(lengths)
+        ]
         if number == 1:
             chapters = [test[3].text, *chapters[:2]]
         if number == 2:
             chapters = [invented("mixture books leaflet", 300, length).text]  # shorter than a chunk
-        rows.append({
-            "short_book_title": f"Made-up book {number}", "publication_date": 1900 + number,
-            "url": f"made-up/{number}", "text": "\n\n".join(chapters),
-        })  # fmt: skip
+        rows.append(
+            {
+                "short_book_title": f"Made-up book {number}",
+                "publication_date": 1900 + number,
+                "url": f"made-up/{number}",
+                "text": "\n\n".join(chapters),
+            }
+        )
     return rows
 
 
 def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Returns rows {id, messages, source}: a text and a question about it; one in ten is of another subset."""
+    """Returns rows {id, messages, source}: a text and a question about it; one in ten is of another
+    subset.
+    """
     rng, length = random.Random("mixture flan"), suite.measure(tokenizer)
     rows = []
     for number in range(2 * count + 6):
-        one = test[6] if number == 2 else invented(f"mixture flan {number}", int(100 * 9 ** rng.random()), length)
+        one = (
+            test[6]
+            if number == 2
+            else invented(f"mixture flan {number}", int(100 * 9 ** rng.random()), length)
+        )
         asked = rng.choice(one.questions)
-        said = [{"role": "user", "content": one.text + asked.text}, {"role": "assistant", "content": asked.target}]
+        said = [
+            {"role": "user", "content": one.text + asked.text},
+            {"role": "assistant", "content": asked.target},
+        ]
         subset = "no_robots_converted" if number % 10 == 4 else "flan_v2_converted"
-        rows.append({"id": f"made-up-{number}", "messages": said, "source": f"ai2-adapt-dev/{subset}"})
+        rows.append(
+            {"id": f"made-up-{number}", "messages": said, "source": f"ai2-adapt-dev/{subset}"}
+        )
     return rows
 
 
 def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Returns rows {id, text, metadata} under made-up licenses, some of them share-alike or unknown."""
+    """Returns rows {id, text, metadata} under made-up licenses, some of them share-alike or
+    unknown.
+    """
     rng, length = random.Random("mixture open papers"), suite.measure(tokenizer)
     claimed = [*LABELS, *OTHERS]
-    texts = [invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text for n in range(4 * count + 8)]
+    texts = [
+        invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text
+        for n in range(4 * count + 8)
+    ]
     texts[0] = test[10].text
     return [
-        {"id": f"made-up-{number}", "text": text, "source": "arxiv", "metadata": {"license": claimed[number % 8]}}
+        {
+            "id": f"made-up-{number}",
+            "text": text,
+            "source": "arxiv",
+            "metadata": {"license": claimed[number % 8]},
+        }
         for number, text in enumerate(texts)
     ]
 
 
 def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """Writes the sources and "exclude", all test documents, always with the same bytes; returns paths by setting."""
+    """Writes the sources and "exclude", all test documents, always with the same bytes; returns
+    paths by setting.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     test = suite.documents(tokenizer, TEST)
     files = {
-        "longalpaca": folder / "LongAlpaca.json", "pg19": folder / "pg19.parquet", "flan": folder / "tulu-3.jsonl",
-        "papers": folder / "arxiv_papers.jsonl", "exclude": folder / "tiny-suite.jsonl",
-    }  # fmt: skip
+        "longalpaca": folder / "LongAlpaca.json",
+        "pg19": folder / "pg19.parquet",
+        "flan": folder / "tulu-3.jsonl",
+        "papers": folder / "arxiv_papers.jsonl",
+        "exclude": folder / "tiny-suite.jsonl",
+    }
     write_json(files["longalpaca"], long_alpaca(tokenizer, COUNTS["documents"], test))
     with replacing(files["pg19"]) as path:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pg19(tokenizer, COUNTS["books"], test)), path)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(pg19(tokenizer, COUNTS["books"], test)), path
+        )
     lines = {
         "flan": tulu(tokenizer, COUNTS["examples"], test),
         "papers": open_papers(tokenizer, COUNTS["documents"], test),
@@ -171,16 +234,27 @@ def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[l
         if done % 10 == 0 or done == total:
             print(f"{mixture}, {title}: {done} of {total}", flush=True)
 
-    build(model, tokenizer, config, folder, [files["exclude"]], resume=folder.exists(), progress=show)
+    build(
+        model, tokenizer, config, folder, [files["exclude"]], resume=folder.exists(), progress=show
+    )
     found, manifest = read_mixture(folder, model, tokenizer)
     return figures(found, manifest), manifest
 
 
 def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float]:
-    """Returns how many different contexts were taken, and the largest share of 13-grams in common with a test."""
+    """Returns how many different contexts were taken, and the largest share of 13-grams in common
+    with a test.
+    """
     tests = Evaluations(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
-    texts = {row["context"] for folder in folders for file in folder.glob("*.parquet") for row in parquet_rows(file)}
-    return len(texts), max((match[1] for text in texts if (match := tests.match(text))), default=0.0)
+    texts = {
+        row["context"]
+        for folder in folders
+        for file in folder.glob("*.parquet")
+        for row in parquet_rows(file)
+    }
+    return len(texts), max(
+        (match[1] for text in texts if (match := tests.match(text))), default=0.0
+    )
 
 
 INTRO = """# The table of training data in small
@@ -230,12 +304,20 @@ def printed(*tables: Table) -> str:
     """Returns tables as a terminal of 110 columns shows them."""
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(*tables)
-    return "```\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n```\n"
+    return (
+        "```\n"
+        + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        + "\n```\n"
+    )
 
 
 def studied(folders: list[Path], contexts: int) -> str:
     """Returns a row per kind of question over the self-study of both mixtures."""
-    files = [folder / f"{name}.parquet" for folder in folders for name in ("longalpaca", "papers", "pg19")]
+    files = [
+        folder / f"{name}.parquet"
+        for folder in folders
+        for name in ("longalpaca", "papers", "pg19")
+    ]
     rows = [row for file in files if file.exists() for row in parquet_rows(file)]
     marks = sum(row["question"].rstrip().endswith("?") for row in rows)
     text = STUDY.format(all=f"{len(rows):,}", marks=marks)
@@ -243,7 +325,9 @@ def studied(folders: list[Path], contexts: int) -> str:
         own = [row for row in rows if row["kind"] == kind]
         asked = Counter(row["question"].strip() for row in own)
         marked = sum(count for question, count in asked.items() if question.endswith("?"))
-        shown, answer = (" ".join(own[0][name].split())[:80] if own else "" for name in ("question", "answer"))
+        shown, answer = (
+            " ".join(own[0][name].split())[:80] if own else "" for name in ("question", "answer")
+        )
         text += f"| {kind} | {len(own)} of {contexts} | {len(asked)} | {marked} | {shown} | {answer} |\n"
     return text
 
@@ -251,23 +335,30 @@ def studied(folders: list[Path], contexts: int) -> str:
 def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]) -> str:
     """Returns the page."""
     test = [json.loads(line)["context"] for line in Path(files["exclude"]).read_text().splitlines()]
-    sizes = ", ".join(f"{Path(path).name} {Path(path).stat().st_size / 1e3:.0f} kB" for path in files.values())
+    sizes = ", ".join(
+        f"{Path(path).name} {Path(path).stat().st_size / 1e3:.0f} kB" for path in files.values()
+    )
     text = INTRO.format(sizes=sizes, **BOUNDS, **COUNTS)
     for mixture, (rows, manifest) in results.items():
         text += f"\n## The {mixture} mixture\n\n{printed(data_table(rows, manifest), left_out(manifest))}"
     folders = [folder / mixture for mixture in results]
     count, share = closest(folders, [world.Document(one, "", ()) for one in test])
     text += OVERLAP.format(
-        tests=len(test), stories=world.STORIES, share=BuildConfig.overlap, contexts=count, closest=share
-    )  # fmt: skip
+        tests=len(test),
+        stories=world.STORIES,
+        share=BuildConfig.overlap,
+        contexts=count,
+        closest=share,
+    )
     told = [source for _, manifest in results.values() for source in manifest["sources"].values()]
     for mixture, (_, manifest) in results.items():
         for source in manifest["sources"].values():
             for one in source["refused"]:
-                text += (
-                    f"| {mixture} | {source['title']}, {one['document']} | {one['found in']} | {one['share']:.1%} |\n"
-                )
-    text += studied(folders, sum(source["contexts"] for source in told if source["attempts"] > source["contexts"]))
+                text += f"| {mixture} | {source['title']}, {one['document']} | {one['found in']} | {one['share']:.1%} |\n"
+    text += studied(
+        folders,
+        sum(source["contexts"] for source in told if source["attempts"] > source["contexts"]),
+    )
     right = {
         row["id"]: row["messages"][1]["content"]
         for row in map(json.loads, Path(files["flan"]).read_text().splitlines())
@@ -283,8 +374,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     files = write_sources(folder / "sources", load_model("tiny")[1])
-    results = {mixture: build_and_read(folder / mixture, mixture, files) for mixture in ("paper", "permissive")}
-    kept = {mixture: {"rows": rows, "manifest": manifest} for mixture, (rows, manifest) in results.items()}
+    results = {
+        mixture: build_and_read(folder / mixture, mixture, files)
+        for mixture in ("paper", "permissive")
+    }
+    kept = {
+        mixture: {"rows": rows, "manifest": manifest}
+        for mixture, (rows, manifest) in results.items()
+    }
     text = report(folder, files, results)
     write_json(RESULTS / "data-table.json", kept)
     write_json(MIXTURE, {"mixture": "paper", "rows": kept["paper"]["rows"]})

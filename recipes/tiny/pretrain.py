@@ -1,4 +1,5 @@
-"""Train the tiny language model: retrieval on short noisy documents first, then longer and more predictable ones.
+"""Train the tiny language model: retrieval on short noisy documents first, then longer and more
+predictable ones.
 
     python recipes/tiny/pretrain.py runs/tiny         (resumes from runs/tiny/state.pt when it is there)
 
@@ -39,7 +40,8 @@ class Stage:
     mix: tuple[float, ...]  # how often each kind of document is drawn
 
 
-FACTS, LISTS = (0.3, 0.3, 0.15, 0.15, 0.1), (0.25, 0.15, 0.1, 0.35, 0.15)  # mixes: mostly facts; more word lists
+# Mixes: mostly facts; more word lists.
+FACTS, LISTS = (0.3, 0.3, 0.15, 0.15, 0.1), (0.25, 0.15, 0.1, 0.35, 0.15)
 STAGES = (
     Stage(850, 40, 96, 16, 3, 1.0, 0.02, 1.0, FACTS),
     Stage(1150, 64, 192, 12, 4, 0.5, 0.02, 0.5, FACTS),
@@ -58,7 +60,8 @@ class Recipe:
     lr: float = 3e-3
     warmup: int = 200
     decay_from: float = 0.6
-    horizon: int = 2500  # steps to the end of the cosine; training stops where nothing more is gained
+    # Steps to the end of the cosine; training stops where nothing more is gained.
+    horizon: int = 2500
     seed: int = 0
     hidden: int = 192
     layers: int = 4
@@ -71,11 +74,21 @@ def build(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
     """A Qwen3 model of about two million parameters, freshly drawn from the seed."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=recipe.hidden, num_hidden_layers=recipe.layers, head_dim=32,
-        num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads, intermediate_size=recipe.ffn,
-        tie_word_embeddings=True, max_position_embeddings=8192, rope_theta=1e5,
-        eos_token_id=stop, pad_token_id=0, bos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        head_dim=32,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        intermediate_size=recipe.ffn,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        rope_theta=1e5,
+        eos_token_id=stop,
+        pad_token_id=0,
+        bos_token_id=None,
+        attn_implementation="sdpa",
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -99,21 +112,32 @@ def factor(recipe: Recipe, step: int) -> float:
     return 0.02 + 0.98 * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-def losses(model: Qwen3ForCausalLM, batch: Batch, stage: Stage) -> tuple[Tensor, dict[str, float], dict]:
-    """Returns a batch's weighted loss, its parts, and by family whether every answer id of a question was right."""
+def losses(
+    model: Qwen3ForCausalLM, batch: Batch, stage: Stage
+) -> tuple[Tensor, dict[str, float], dict]:
+    """Returns a batch's weighted loss, its parts, and by family whether every answer id of a
+    question was right.
+    """
     with torch.autocast("cpu", torch.bfloat16):
-        bias = torch.zeros(batch.mask.shape, dtype=torch.bfloat16).masked_fill_(~batch.mask, float("-inf"))
+        bias = torch.zeros(batch.mask.shape, dtype=torch.bfloat16).masked_fill_(
+            ~batch.mask, float("-inf")
+        )
         hidden = model.model(
-            inputs_embeds=model.model.embed_tokens(batch.ids), attention_mask={"full_attention": bias},
-            position_ids=batch.positions, use_cache=False,
-        ).last_hidden_state  # fmt: skip
+            inputs_embeds=model.model.embed_tokens(batch.ids),
+            attention_mask={"full_attention": bias},
+            position_ids=batch.positions,
+            use_cache=False,
+        ).last_hidden_state
         counted = batch.part >= 0
         logits = model.lm_head(hidden[counted])
     target = batch.ids.roll(-1, 1)[counted]
     each = torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
     part = batch.part[counted]
-    means = {name: each[part == number].mean() for name, number in
-             (("answer", ANSWER), ("repeat", REPEAT), ("context", CONTEXT)) if (part == number).any()}  # fmt: skip
+    means = {
+        name: each[part == number].mean()
+        for name, number in (("answer", ANSWER), ("repeat", REPEAT), ("context", CONTEXT))
+        if (part == number).any()
+    }
     weight = {"answer": 1.0, "repeat": stage.repeat, "context": stage.context}
     total = sum(weight[name] * mean for name, mean in means.items())
     right = torch.ones_like(batch.ids, dtype=torch.bool)
@@ -152,7 +176,16 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
         table.writerow(["step", "minutes", "answer", "repeat", "context", "family accuracy"])
     for step in range(start, steps):
         stage = next(s for s in STAGES if step < s.until)
-        batch = sampler.batch(step, stage.rows, stage.low, stage.high, stage.questions, stage.noise, LONGEST, stage.mix)
+        batch = sampler.batch(
+            step,
+            stage.rows,
+            stage.low,
+            stage.high,
+            stage.questions,
+            stage.noise,
+            LONGEST,
+            stage.mix,
+        )
         loss, parts, seen = losses(model, batch, stage)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -165,14 +198,27 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
             log[name].append(value)
         if (step + 1) % 50 == 0:
             mean = {name: sum(values) / len(values) for name, values in log.items()}
-            families = {name: round(100 * value) for name, value in mean.items() if name not in parts}
-            row = [step + 1, round((time.time() - begun) / 60, 1), *(round(mean.get(k, 0), 3) for k in
-                   ("answer", "repeat", "context")), json.dumps(dict(sorted(families.items())))]  # fmt: skip
+            families = {
+                name: round(100 * value) for name, value in mean.items() if name not in parts
+            }
+            row = [
+                step + 1,
+                round((time.time() - begun) / 60, 1),
+                *(round(mean.get(k, 0), 3) for k in ("answer", "repeat", "context")),
+                json.dumps(dict(sorted(families.items()))),
+            ]
             table.writerow(row)
             print(*row, f"of {steps} steps", flush=True)
             log.clear()
         if (step + 1) % 250 == 0 or step + 1 == steps:
-            save(state, {"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step + 1})
+            save(
+                state,
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in opts],
+                    "step": step + 1,
+                },
+            )
         if time.time() - begun > 60 * minutes:
             return
     model.save_pretrained(folder / "model")

@@ -34,10 +34,14 @@ again place around small however found thought part give every hand
 
 
 def corpus(documents: int) -> Iterator[str]:
-    """World documents with their questions and answers, then plain words: the text the merges are learned from."""
+    """World documents with their questions and answers, then plain words: the text the merges are
+    learned from.
+    """
     rng = random.Random("bundled tokenizer")  # the seed of the tokenizer that ships
     for index in range(documents):
-        made = document(rng, KINDS[index % len(KINDS)], 200, lambda s: len(s.split()) * 13 // 10, noise=0.5)
+        made = document(
+            rng, KINDS[index % len(KINDS)], 200, lambda s: len(s.split()) * 13 // 10, noise=0.5
+        )
         yield made.text
         yield from (f"{question.text}\n{question.target}" for question in made.questions)
         yield " ".join(map(str, rng.sample(NUMBERS, 60)))
@@ -52,11 +56,18 @@ def train(documents: int = 3000) -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END, START, STOP], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=[END, START, STOP],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     bpe.train_from_iterator(corpus(documents), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=STOP, pad_token=END, model_max_length=8192, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        eos_token=STOP,
+        pad_token=END,
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer

@@ -23,18 +23,41 @@ if TYPE_CHECKING:
     from restorekv.storage.portable import Portable, load_portable
 
 __all__ = [
-    "Answer", "Budget", "Chat", "CompressedContext", "CompressionConfig", "Eviction", "Portable", "PreparedContext",
-    "RestoreAdapter", "RestoreKVError", "RestoreKVWarning", "ask_many", "compose", "compress",
-    "load_model", "load_portable",
-]  # fmt: skip
+    "Answer",
+    "Budget",
+    "Chat",
+    "CompressedContext",
+    "CompressionConfig",
+    "Eviction",
+    "Portable",
+    "PreparedContext",
+    "RestoreAdapter",
+    "RestoreKVError",
+    "RestoreKVWarning",
+    "ask_many",
+    "compose",
+    "compress",
+    "load_model",
+    "load_portable",
+]
 HOMES = {
-    "Answer": "generation.answers", "Budget": "compression.budget", "Chat": "generation.chat",
-    "CompressedContext": "context", "CompressionConfig": "compression.prepared",
-    "Eviction": "compression.eviction", "Portable": "storage.portable", "PreparedContext": "compression.prepared",
-    "RestoreAdapter": "restore.adapter", "RestoreKVError": "errors", "RestoreKVWarning": "errors",
-    "ask_many": "many_contexts", "compose": "many_contexts", "compress": "pipeline",
-    "load_model": "model.load", "load_portable": "storage.portable",
-}  # fmt: skip
+    "Answer": "generation.answers",
+    "Budget": "compression.budget",
+    "Chat": "generation.chat",
+    "CompressedContext": "context",
+    "CompressionConfig": "compression.prepared",
+    "Eviction": "compression.eviction",
+    "Portable": "storage.portable",
+    "PreparedContext": "compression.prepared",
+    "RestoreAdapter": "restore.adapter",
+    "RestoreKVError": "errors",
+    "RestoreKVWarning": "errors",
+    "ask_many": "many_contexts",
+    "compose": "many_contexts",
+    "compress": "pipeline",
+    "load_model": "model.load",
+    "load_portable": "storage.portable",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,17 +14,23 @@ from restorekv.errors import RestoreKVError, first_sentence
 
 LOCAL = "local"
 ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log output
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_SERVE_LOG_TO_STDERR": "0",
-}  # fmt: skip
-PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # on every system, loopback alone
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+# On every system, loopback alone.
+PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
 
 def connect(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -> ModuleType:
-    """Returns Ray, connected to the cluster at `address`, "auto" or "host:port", without its own output.
+    """Returns Ray, connected to the cluster at `address`, "auto" or "host:port", without its own
+    output.
 
-    "local" starts one with so many CPUs and bytes of shared memory, which nobody else reaches. Raises RestoreKVError
-    where Ray or the cluster is missing, or no node has what a worker needs, such as {"CPU": 1, "GPU": 0}.
+    "local" starts one with so many CPUs and bytes of shared memory, which nobody else reaches.
+    Raises RestoreKVError where Ray or the cluster is missing, or no node has what a worker needs,
+    such as {"CPU": 1, "GPU": 0}.
     """
     private = {**PRIVATE, "RAY_AUTH_TOKEN": secrets.token_hex(32)} if address == LOCAL else {}
     if "ray" in sys.modules:  # it has read them, and its processes must not read others
@@ -42,10 +48,14 @@ def connect(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address, **quiet, **(own if address == LOCAL else {}))
-    except Exception as error:  # unreachable, malformed, another version, already running: many types
+    except (
+        Exception
+    ) as error:  # unreachable, malformed, another version, already running: many types
         fix = "start one, set RAY_AUTH_TOKEN if it asks for a token, or use local"
         fix = "try again when this machine is less busy" if address == LOCAL else fix
-        raise RestoreKVError(f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}.") from error
+        raise RestoreKVError(
+            f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}."
+        ) from error
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(kind, 0) >= count for kind, count in needed.items()) for node in nodes):
         ray.shutdown()

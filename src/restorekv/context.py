@@ -1,4 +1,6 @@
-"""What `compress` returns: a small cache that answers questions, can be saved and says what it holds."""
+"""What `compress` returns: a small cache that answers questions, can be saved and says what it
+holds.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from restorekv.storage.portable import Portable
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CompressedContext:
-    """`cache` never changes: every question gets a fork of it, and the cache itself refuses to be written to."""
+    """`cache` never changes: every question gets a fork of it, and the cache itself refuses to be
+    written to.
+    """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -52,15 +56,22 @@ class CompressedContext:
         self.cache.lock()
 
     def ask(
-        self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128, stream: bool = False,
-        answer_prefix: str = "", graph: bool = False, details: bool = False, **options: Unpack[DecodingOptions],
-    ) -> str | list | Answer | Iterator[str]:  # fmt: skip
-        """Returns one answer for one question, a list for a list, whose questions are answered in one batch.
+        self,
+        question: str | Sequence[str],
+        max_new_tokens: int | Sequence[int] = 128,
+        stream: bool = False,
+        answer_prefix: str = "",
+        graph: bool = False,
+        details: bool = False,
+        **options: Unpack[DecodingOptions],
+    ) -> str | list | Answer | Iterator[str]:
+        """Returns one answer for one question, a list for a list, whose questions are answered in
+        one batch.
 
-        Answers are greedy unless `options`, those of `Decoding`, say otherwise; with samples=N every question has a
-        list of N answers. stream=True returns an iterator over the pieces of one answer. details=True returns `Answer`
-        objects, with ids and log-probabilities. graph=True makes every step the same work, which a GPU replays as a
-        CUDA graph.
+        Answers are greedy unless `options`, those of `Decoding`, say otherwise; with samples=N
+        every question has a list of N answers. stream=True returns an iterator over the pieces of
+        one answer. details=True returns `Answer` objects, with ids and log-probabilities.
+        graph=True makes every step the same work, which a GPU replays as a CUDA graph.
 
         >>> small.ask("What is the code of the market?", max_new_tokens=16)
         'market 46.'
@@ -74,14 +85,19 @@ class CompressedContext:
                 raise RestoreKVError(
                     "Only the text of a single answer can be streamed; ask other questions one by one."
                 )
-            return answers.stream(self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, decoding)
+            return answers.stream(
+                self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, decoding
+            )
         how = max_new_tokens, answer_prefix, graph, decoding
         written = answers.ask_each(self.model, self.tokenizer, asked, *how)
         said = [answers.shown(each, details, decoding.samples) for each in written]
         return said[0] if single else said
 
     async def ask_async(
-        self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128, **options: Any
+        self,
+        question: str | Sequence[str],
+        max_new_tokens: int | Sequence[int] = 128,
+        **options: Any,
     ) -> str | list | Answer:
         """Answers as `ask` does, with its options, while other tasks of the event loop go on.
 
@@ -114,62 +130,99 @@ class CompressedContext:
         return Chat(self, system)
 
     def append(
-        self, text: str | Sequence[int] | Tensor, *, restore: Literal["last", "every", "none"] = "last",
-        adapter: RestoreAdapter | str | Path | None = "auto", evictor: str | None = None,
-    ) -> CompressedContext:  # fmt: skip
-        """Returns a context with a text, or its token ids, behind this one; this one stays as it is.
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        restore: Literal["last", "every", "none"] = "last",
+        adapter: RestoreAdapter | str | Path | None = "auto",
+        evictor: str | None = None,
+    ) -> CompressedContext:
+        """Returns a context with a text, or its token ids, behind this one; this one stays as it
+        is.
 
-        The new part alone is read and scored, by the evictor and with the conventions of before, and evicted to the
-        ratio of the grown whole; see growing.py for what `restore` decides. A cache that was loaded takes `adapter` and
-        `evictor` as `compress` does, those of its record unless others are given.
+        The new part alone is read and scored, by the evictor and with the conventions of before,
+        and evicted to the ratio of the grown whole; see growing.py for what `restore` decides. A
+        cache that was loaded takes `adapter` and `evictor` as `compress` does, those of its record
+        unless others are given.
 
         >>> longer = small.append(" The code of the harbor is 12, and the code of the tower is 31." * 3)
         >>> longer.manifest.parts[0] == small.manifest.tokens
         True
         """
-        ids = encode(self.tokenizer, text) if isinstance(text, str) else token_ids(self.tokenizer, text)
+        ids = (
+            encode(self.tokenizer, text)
+            if isinstance(text, str)
+            else token_ids(self.tokenizer, text)
+        )
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
         return self.grown(ids, restore, adapter, evictor)
 
     def grown(
-        self, ids: Tensor, restore: str = "last", adapter: RestoreAdapter | str | Path | None = "auto",
-        evictor: str | None = None, between: str | None = None,
-    ) -> CompressedContext:  # fmt: skip
-        """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands before questions."""
+        self,
+        ids: Tensor,
+        restore: str = "last",
+        adapter: RestoreAdapter | str | Path | None = "auto",
+        evictor: str | None = None,
+        between: str | None = None,
+    ) -> CompressedContext:
+        """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands
+        before questions.
+        """
         m, how = self.manifest, self.grower(None if restore == "none" else adapter, evictor)
         size = ids, Fraction(m.ratio)
         more = "append more at once" if between is None else "fold when more was said"
-        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, *size, more)
+        growth = Growth(
+            self.model, self.tokenizer, self.context, self.cache, how, restore, *size, more
+        )
         cache = growth.run()
         context = growth.whole if between is None else replace(growth.whole, between=between)
         attention.store(cache, m.storage, CacheShape.of(self.model).groups)
         seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
         manifest = m.of_other(
-            context, cache, seconds=seconds, parts=[*(m.parts or [m.tokens]), ids.shape[-1]], earlier=growth.carried,
-            between=context.between, streaming=None,
-            adapter=how.adapter and how.adapter.identity(), evictor=how.identity(self.model),
-        )  # fmt: skip
+            context,
+            cache,
+            seconds=seconds,
+            parts=[*(m.parts or [m.tokens]), ids.shape[-1]],
+            earlier=growth.carried,
+            between=context.between,
+            streaming=None,
+            adapter=how.adapter and how.adapter.identity(),
+            evictor=how.identity(self.model),
+        )
         return CompressedContext(self.model, self.tokenizer, context, cache, manifest, how)
 
     def grower(self, adapter: RestoreAdapter | str | Path | None, evictor: str | None) -> Eviction:
         """Returns the eviction that made this cache, or one like it for a cache that was loaded."""
         m, made = self.manifest, self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
-            return replace(made, streaming=None, scoring=True, adapter=made.adapter if adapter == "auto" else None)
+            return replace(
+                made,
+                streaming=None,
+                scoring=True,
+                adapter=made.adapter if adapter == "auto" else None,
+            )
         name = evictor or without_gate(m.evictor)
         how = make_compressor(name)
         if not isinstance(how, Eviction):
-            raise RestoreKVError(f"{name} makes a cache that cannot grow; compress the whole text with an evictor.")
-        config = CompressionConfig(m.prefix_policy, m.on_small_budget, m.allocation, m.restore_from, m.offset)
+            raise RestoreKVError(
+                f"{name} makes a cache that cannot grow; compress the whole text with an evictor."
+            )
+        config = CompressionConfig(
+            m.prefix_policy, m.on_small_budget, m.allocation, m.restore_from, m.offset
+        )
         how = replace(how, conventions=config)
         if how.identity(self.model) != m.evictor:
-            warn(f"The cache was made with {m.evictor}, and {how.identity(self.model)} goes on with it.")
+            warn(
+                f"The cache was made with {m.evictor}, and {how.identity(self.model)} goes on with it."
+            )
         if adapter is None or (adapter == "auto" and m.adapter is None):
             return how
         loaded = load_adapter(self.model, adapter, how, None, m.between)
         if loaded is None and m.adapter:
-            raise RestoreKVError("The adapter that made this cache is not at hand; give its folder, or adapter=None.")
+            raise RestoreKVError(
+                "The adapter that made this cache is not at hand; give its folder, or adapter=None."
+            )
         if loaded and m.adapter and m.adapter["restore_tokens"] < loaded.restore_tokens:
             loaded = loaded.first(m.adapter["restore_tokens"])
         if loaded and m.adapter and loaded.identity()["hash"] != m.adapter["hash"]:
@@ -181,22 +234,31 @@ class CompressedContext:
         """Which pairs of the full cache are held: (L, H, S + T) bool."""
         return self.cache.kept(self.context.positions)
 
-    def inputs(self, question: str, answer_prefix: str = "", plain: bool = False) -> dict[str, Tensor]:
-        """Returns inputs for model.generate(**compressed.inputs(question), past_key_values=compressed.cache.fork()).
+    def inputs(
+        self, question: str, answer_prefix: str = "", plain: bool = False
+    ) -> dict[str, Tensor]:
+        """Returns inputs for model.generate(**compressed.inputs(question),
+        past_key_values=compressed.cache.fork()).
 
-        With plain=True they go with compressed.cache.to_dynamic_cache(), which does not know how many tokens were seen.
-        The answer is result[:, input_ids.shape[1]:].
+        With plain=True they go with compressed.cache.to_dynamic_cache(), which does not know how
+        many tokens were seen. The answer is result[:, input_ids.shape[1]:].
         """
         asked = self.tokenizer, self.context, self.cache, question, answer_prefix, plain
-        return {name: x.to(self.model.device) for name, x in answers.generate_inputs(*asked).items()}
+        return {
+            name: x.to(self.model.device) for name, x in answers.generate_inputs(*asked).items()
+        }
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
         """Returns the answer of transformers' own `generate` with its options.
 
-        It is greedy and has at most 128 tokens, unless the options or their generation_config say otherwise.
+        It is greedy and has at most 128 tokens, unless the options or their generation_config say
+        otherwise.
         """
         inputs = self.inputs(question, answer_prefix)
-        stops, config = generate.stop_ids(self.model, self.tokenizer), options.get("generation_config")
+        stops, config = (
+            generate.stop_ids(self.model, self.tokenizer),
+            options.get("generation_config"),
+        )
         usual = {} if config else {"do_sample": False, "max_new_tokens": 128}
         own = LogitsProcessorList([*(options.pop("logits_processor", None) or ()), FiniteLogits()])
         ends = {"eos_token_id": sorted(stops), "pad_token_id": self.tokenizer.pad_token_id or 0}
@@ -206,14 +268,18 @@ class CompressedContext:
             for name in ("num_beams", "num_return_sequences", "return_dict_in_generate")
         )
         if several > 1 or detailed is True:
-            raise RestoreKVError("generate returns one text; for more, call model.generate with `inputs` yourself.")
+            raise RestoreKVError(
+                "generate returns one text; for more, call model.generate with `inputs` yourself."
+            )
         with torch.no_grad():
             result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
         written = result[0, inputs["input_ids"].shape[1] :].tolist()
         return generate.answer_text(self.tokenizer, written, stops).lstrip()
 
     def portable(self) -> Portable:
-        """Returns the cache as an ordinary prefix of m tokens for other engines; needs allocation="per-head"."""
+        """Returns the cache as an ordinary prefix of m tokens for other engines; needs
+        allocation="per-head".
+        """
         return portable.portable(self.model, self.context, self.cache, self.manifest)
 
     def save(self, path: str | Path) -> None:
@@ -221,10 +287,13 @@ class CompressedContext:
         cache_file.write(path, self.cache, self.context, self.manifest)
 
     @classmethod
-    def load(cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
+    def load(
+        cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer
+    ) -> CompressedContext:
         """Read a cache file, or take one that was read.
 
-        Refuses a damaged one, one that contradicts itself, and a model that is not the one it was made with.
+        Refuses a damaged one, one that contradicts itself, and a model that is not the one it was
+        made with.
         """
         stored = file if isinstance(file, CacheFile) else cache_file.read(file)
         check(stored, model, tokenizer)
@@ -249,8 +318,13 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
     """Refuses a model other than the one that the cache was computed with."""
     path, manifest, ids = stored.path, stored.manifest, (stored.context.ids, stored.context.suffix)
     check_model(path, manifest, model)
-    if max(int(each.max()) for each in ids if each.numel()) >= model.get_input_embeddings().weight.shape[0]:
-        raise CacheFileError(f"{path} has token ids that the model's vocabulary lacks; compress the context again.")
+    if (
+        max(int(each.max()) for each in ids if each.numel())
+        >= model.get_input_embeddings().weight.shape[0]
+    ):
+        raise CacheFileError(
+            f"{path} has token ids that the model's vocabulary lacks; compress the context again."
+        )
     reach, limit = stored.context.positions + manifest.offset, longest(model.config)
     if manifest.offset and reach > limit:  # compress makes none
         raise CacheFileError(
@@ -261,9 +335,13 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
 
 
 def without_gate(spec: str) -> str:
-    """Returns an evictor's spec as a file may choose it: without a gate, whose file only the user names."""
+    """Returns an evictor's spec as a file may choose it: without a gate, whose file only the user
+    names.
+    """
     name, _, settings = spec.partition(":")
-    kept = [item for item in settings.split(",") if item.partition("=")[0].strip() not in ("gate", "")]
+    kept = [
+        item for item in settings.split(",") if item.partition("=")[0].strip() not in ("gate", "")
+    ]
     return f"{name}:{','.join(kept)}" if kept else name
 
 

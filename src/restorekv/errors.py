@@ -1,4 +1,6 @@
-"""One exception class for each kind of user error; the message is one sentence that names the cause and the fix."""
+"""One exception class for each kind of user error; the message is one sentence that names the cause
+and the fix.
+"""
 
 import sys
 import warnings
@@ -16,7 +18,9 @@ class BudgetError(RestoreKVError):
 
 
 class CacheFileError(RestoreKVError):
-    """A cache file that is missing, damaged, unwritable, of another format or made with another model."""
+    """A cache file that is missing, damaged, unwritable, of another format or made with another
+    model.
+    """
 
 
 class AdapterError(RestoreKVError):
@@ -34,14 +38,17 @@ class ModelError(RestoreKVError):
 class TextTooLongError(RestoreKVError):
     """A text of more tokens than the model has room for.
 
-    The message names the fixes of the command line; `tokens`, `positions` and `room` are for who has others.
+    The message names the fixes of the command line; `tokens`, `positions` and `room` are for who
+    has others.
     """
 
     tokens = positions = room = 0
 
 
 class RestoreKVWarning(UserWarning):
-    """Something that works but is probably not what the user wants, such as an adapter trained with another evictor."""
+    """Something that works but is probably not what the user wants, such as an adapter trained with
+    another evictor.
+    """
 
 
 def one_of(name: str, value: str, known: Iterable[str]) -> None:
@@ -69,7 +76,8 @@ def writing(path: Path) -> Iterator[None]:
         raise RestoreKVError(f"{why}; free some space or choose another place or name.") from error
 
 
-INSIDE = ("restorekv", "torch", "contextlib")  # torch's decorators stand between the package's own calls
+# Torch's decorators stand between the package's own calls.
+INSIDE = ("restorekv", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
@@ -88,6 +96,8 @@ def first_sentence(error: BaseException) -> str:
 
 
 def shown(text: object) -> str:
-    """Returns what a file says about itself as part of a sentence: printable, and at most 120 characters of it."""
+    """Returns what a file says about itself as part of a sentence: printable, and at most 120
+    characters of it.
+    """
     text = str(text)
     return (text if text.isprintable() else repr(text))[:120]

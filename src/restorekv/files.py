@@ -1,4 +1,6 @@
-"""Writes files completely or not at all, locks them between processes, and reads those of strangers."""
+"""Writes files completely or not at all, locks them between processes, and reads those of
+strangers.
+"""
 
 import errno
 import glob
@@ -21,14 +23,16 @@ from typing import Any, BinaryIO
 from restorekv.bounds import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
 from restorekv.errors import RestoreKVError, first_sentence, writing
 
-HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
+# Several machines may write to one disk.
+HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"
 NUMBERS = itertools.count()  # several threads may write to one path
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none of these three
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
 FIX = "fetch or make it again"
-# Every value of JSON but the first follows one of these signs. A text, which may have them too, is found as a whole,
-# and with possessive quantifiers no character is looked at twice, whatever a stranger has written.
+# Every value of JSON but the first follows one of these signs. A text, which may have them too, is
+# found as a whole, and with possessive quantifiers no character is looked at twice, whatever a
+# stranger has written.
 SIGNS = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[\[{,:]'
 SIGNS_OF_TEXT = re.compile(SIGNS, re.DOTALL)
 SIGNS_OF_BYTES = re.compile(SIGNS.encode(), re.DOTALL)
@@ -39,31 +43,39 @@ def check_target(path: Path) -> None:
     if path.is_dir():
         raise RestoreKVError(f"{path} is a folder; give the name of a file.")
     if not path.parent.is_dir():
-        raise RestoreKVError(f"The folder {path.parent} does not exist; create it or choose another.")
+        raise RestoreKVError(
+            f"The folder {path.parent} does not exist; create it or choose another."
+        )
     if path.exists() and not path.is_file():
         raise RestoreKVError(f"{path} is not a regular file; give the name of one.")
     if not os.access(path.parent, os.W_OK):
-        raise RestoreKVError(f"The folder {path.parent} is not writable; choose another or change its permissions.")
+        raise RestoreKVError(
+            f"The folder {path.parent} is not writable; choose another or change its permissions."
+        )
     probe = own_name(path)
     with writing(path):
-        probe.touch(exist_ok=False)  # only trying tells what the disk allows, and how long a name it takes
+        # Only trying tells what the disk allows, and how long a name it takes.
+        probe.touch(exist_ok=False)
         probe.unlink()
 
 
 @contextmanager
 def replacing(path: Path, follow: bool = True) -> Iterator[Path]:
-    """Yields a temporary file next to `path`; what the block writes there replaces `path`, unless the block raises.
+    """Yields a temporary file next to `path`; what the block writes there replaces `path`, unless
+    the block raises.
 
-    `follow`: a symbolic link at `path` stays one, and the file that it leads to is replaced. That is for names that
-    users give, who may keep their files elsewhere. A name that the package itself chose is never followed, for the
-    folder may come from a stranger: the file takes the link's place.
+    `follow`: a symbolic link at `path` stays one, and the file that it leads to is replaced. That
+    is for names that users give, who may keep their files elsewhere. A name that the package itself
+    chose is never followed, for the folder may come from a stranger: the file takes the link's
+    place.
     """
     check_target(path)
     if follow:
         path = Path(os.path.realpath(path))  # resolve() raises for a circle of links
     temporary = temporary_name(path)
     with writing(path):
-        # Exclusively, so that nothing that is there already is written to, least of all through a link.
+        # Exclusively, so that nothing that is there already is written to, least of all through a
+        # link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
     try:
         yield temporary
@@ -73,13 +85,17 @@ def replacing(path: Path, follow: bool = True) -> Iterator[Path]:
 
 
 def temporary_name(path: Path) -> Path:
-    """Returns a name next to `path` for this process alone; removes what killed processes left under such names."""
+    """Returns a name next to `path` for this process alone; removes what killed processes left
+    under such names.
+    """
     sweep(path)
     return own_name(path)
 
 
 def own_name(path: Path) -> Path:
-    """Returns a new name that says whose it is, for `sweep`, and that nobody can guess, to put a link there."""
+    """Returns a new name that says whose it is, for `sweep`, and that nobody can guess, to put a
+    link there.
+    """
     process = f"{HOST}-{os.getpid()}-{next(NUMBERS)}"
     return path.with_name(f".{path.name}.{process}-{secrets.token_hex(8)}.tmp")
 
@@ -101,7 +117,8 @@ def alone(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Yields whether the block holds the lock `path` alone; without file locks on this system, that is always true.
+    """Yields whether the block holds the lock `path` alone; without file locks on this system, that
+    is always true.
 
     The system releases the lock of a process that is killed.
     """
@@ -113,16 +130,20 @@ def locked(path: Path) -> Iterator[bool]:
     with open_own(path) as file:  # it stays as long as it is: nothing is written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            acquired = os.fstat(file.fileno()).st_nlink > 0  # else a holder has removed it, and others lock a new one
+            # Else a holder has removed it, and others lock a new one.
+            acquired = os.fstat(file.fileno()).st_nlink > 0
         except OSError as error:
-            acquired = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # other errors: a disk without locks
+            # Other errors: a disk without locks.
+            acquired = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
         yield acquired
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Opens a file of the package's own, to read it and to add to its end; makes it if there is none.
+    """Opens a file of the package's own, to read it and to add to its end; makes it if there is
+    none.
 
-    Refuses a symbolic link, which a stranger may have put there to have another file changed, and special files.
+    Refuses a symbolic link, which a stranger may have put there to have another file changed, and
+    special files.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NO_WAITING | BINARY
     try:
@@ -137,13 +158,16 @@ def open_own(path: Path) -> BinaryIO:
 
 
 def check_not_link(path: Path) -> None:
-    """Refuses a symbolic link at a name that the package chose, which a library or the system would follow."""
+    """Refuses a symbolic link at a name that the package chose, which a library or the system would
+    follow.
+    """
     if path.is_symlink():
         raise RestoreKVError(f"{path} is a symbolic link, which is not followed; remove it.")
 
 
 def sweep(path: Path) -> None:
-    """Removes temporary files and folders of processes on this machine that were killed while they wrote `path`.
+    """Removes temporary files and folders of processes on this machine that were killed while they
+    wrote `path`.
 
     Those of other users stay, and so do links: no process of ours makes one.
     """
@@ -187,27 +211,35 @@ def cache_folder() -> Path | None:
 
 
 def default_folder() -> Path:
-    """Returns the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home folder."""
+    """Returns the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home
+    folder.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "restorekv"
 
 
 def write_json(path: Path, content: object, follow: bool = True) -> None:
     """Writes indented UTF-8 JSON; `follow` is that of `replacing`."""
     with writing(path), replacing(path, follow) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
+        temporary.write_text(
+            json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace"
+        )
 
 
-# A file that someone else wrote is data: it is opened once, read once, and refused with a sentence unless it is whole.
+# A file that someone else wrote is data: it is opened once, read once, and refused with a sentence
+# unless it is whole.
 
 
 def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = True) -> bytes:
-    """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of an error.
+    """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of
+    an error.
 
     `follow`: a symbolic link leads to a file. At a name that the package chose, it is refused.
     """
     with regular(path, what, follow) as (file, size):
         if size > limit:
-            raise RestoreKVError(f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FIX}.")
+            raise RestoreKVError(
+                f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FIX}."
+            )
         return read_whole(file, size, what)
 
 
@@ -221,19 +253,28 @@ def read_record(path: Path, what: str) -> Any:
     return read_json(path, what, HEADER_ELEMENTS)
 
 
-def parse_json(text: str | bytes, what: str, limit: int = JSON_BYTES, elements: int = JSON_ELEMENTS) -> Any:
+def parse_json(
+    text: str | bytes, what: str, limit: int = JSON_BYTES, elements: int = JSON_ELEMENTS
+) -> Any:
     """Returns a JSON value; refuses what a program should not compute with.
 
-    That is: more than `limit` characters, more than `elements` values and keys, more than DEPTH levels, a key twice in
-    an object, NaN and infinity, integers of more than 64 bits, and surrogates, which are half a character.
+    That is: more than `limit` characters, more than `elements` values and keys, more than DEPTH
+    levels, a key twice in an object, NaN and infinity, integers of more than 64 bits, and
+    surrogates, which are half a character.
     """
     if len(text) > limit:
-        raise RestoreKVError(f"{what} has {len(text):,} characters of JSON, more than {limit:,}; {FIX}.")
+        raise RestoreKVError(
+            f"{what} has {len(text):,} characters of JSON, more than {limit:,}; {FIX}."
+        )
     check_elements(text, what, elements)
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(
-            text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite, parse_int=whole_number
+            text,
+            object_pairs_hook=unique,
+            parse_constant=finite,
+            parse_float=finite,
+            parse_int=whole_number,
         )
         check_levels(value)
     except (ValueError, RecursionError) as error:
@@ -263,9 +304,11 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
 
 @contextmanager
 def regular(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
-    """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and never waited for.
+    """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and
+    never waited for.
 
-    Errors of the block, such as those of a disk, become sentences too. `follow` is that of `read_bytes`.
+    Errors of the block, such as those of a disk, become sentences too. `follow` is that of
+    `read_bytes`.
     """
     try:
         with open_regular(path, what, follow) as file:
@@ -323,7 +366,13 @@ def check_levels(value: object) -> None:
     for _ in range(DEPTH):
         for text in [each for each in level if isinstance(each, str)]:
             text.encode()  # raises UnicodeEncodeError, a ValueError, for a surrogate
-        objects = [part for each in level if isinstance(each, dict) for item in each.items() for part in item]
+        objects = [
+            part
+            for each in level
+            if isinstance(each, dict)
+            for item in each.items()
+            for part in item
+        ]
         level = objects + [part for each in level if isinstance(each, list) for part in each]
         if not level:
             return
@@ -331,7 +380,9 @@ def check_levels(value: object) -> None:
 
 
 def has_type(value: object, hint: Any) -> bool:
-    """Returns whether a JSON value is of an annotated type: True is no integer, an integer is a float."""
+    """Returns whether a JSON value is of an annotated type: True is no integer, an integer is a
+    float.
+    """
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint in (Any, object):
         return True

@@ -1,4 +1,6 @@
-"""Several compressed contexts at once: questions to all of them in one batch, or one context of all their texts."""
+"""Several compressed contexts at once: questions to all of them in one batch, or one context of all
+their texts.
+"""
 
 from __future__ import annotations
 
@@ -18,66 +20,105 @@ from restorekv.model.shape import CacheShape
 
 
 def ask_many(
-    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = "",
-    details: bool = False, **options: Unpack[DecodingOptions],
-) -> list:  # fmt: skip
-    """Answers the questions of several compressed contexts in one batch: one answer for one question, a list for a
-    list, as `ask` gives them alone, whose options these are.
+    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]],
+    max_new_tokens: int = 128,
+    answer_prefix: str = "",
+    details: bool = False,
+    **options: Unpack[DecodingOptions],
+) -> list:
+    """Answers the questions of several compressed contexts in one batch: one answer for one
+    question, a list for a list, as `ask` gives them alone, whose options these are.
 
-    The contexts may differ in all but the model and its chat template; one may come up more than once.
-    Raises RestoreKVError for what is no pair of a context and its questions.
+    The contexts may differ in all but the model and its chat template; one may come up more than
+    once. Raises RestoreKVError for what is no pair of a context and its questions.
     """
     decoding = Decoding.make(**options)
     asked = [(*pair, answers.listed(pair[1])) for pair in pairs_of(asked)]
-    rows = [(each.context, each.cache, question) for each, _, questions in asked for question in questions]
+    rows = [
+        (each.context, each.cache, question)
+        for each, _, questions in asked
+        for question in questions
+    ]
     if not rows:
         return [[] for _ in asked]
     first = one_model([each for each, _, _ in asked])
     how = max_new_tokens, answer_prefix, False, decoding
     written = iter(answers.ask_each(first.model, first.tokenizer, rows, *how))
-    said = [[answers.shown(next(written), details, decoding.samples) for _ in questions] for _, _, questions in asked]
-    return [own[0] if isinstance(given, str) else own for own, (_, given, _) in zip(said, asked, strict=True)]
+    said = [
+        [answers.shown(next(written), details, decoding.samples) for _ in questions]
+        for _, _, questions in asked
+    ]
+    return [
+        own[0] if isinstance(given, str) else own
+        for own, (_, given, _) in zip(said, asked, strict=True)
+    ]
 
 
 def pairs_of(asked: object) -> list[tuple[CompressedContext, str | Sequence[str]]]:
     """Returns pairs of a compressed context and its questions as a list; refuses anything else."""
     pairs = list(asked) if isinstance(asked, Iterable) else [asked]
     for each in pairs:
-        if not isinstance(each, tuple | list) or len(each) != 2 or not isinstance(each[0], CompressedContext):
-            raise RestoreKVError("ask_many takes a list of pairs, each of a compressed context and its questions.")
+        if (
+            not isinstance(each, tuple | list)
+            or len(each) != 2
+            or not isinstance(each[0], CompressedContext)
+        ):
+            raise RestoreKVError(
+                "ask_many takes a list of pairs, each of a compressed context and its questions."
+            )
     return pairs
 
 
 def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
-    """Returns one context of several that were compressed apart, as if their texts stood one behind the other.
+    """Returns one context of several that were compressed apart, as if their texts stood one behind
+    the other.
 
-    No text is read again: keys are rotated to their new positions, and every context keeps its restore cache. The texts
-    do not know of each other, as those of a context that was compressed at once do. The model must be the same, and
-    so must conventions and chat prefix.
+    No text is read again: keys are rotated to their new positions, and every context keeps its
+    restore cache. The texts do not know of each other, as those of a context that was compressed at
+    once do. The model must be the same, and so must conventions and chat prefix.
 
     >>> both = compose([small, small])
     >>> both.manifest.tokens == 2 * small.manifest.tokens
     True
     """
     if not isinstance(contexts, Iterable):
-        raise RestoreKVError(f"compose takes a list of compressed contexts, not {type(contexts).__name__}.")
+        raise RestoreKVError(
+            f"compose takes a list of compressed contexts, not {type(contexts).__name__}."
+        )
     start, contexts = time.perf_counter(), list(contexts)
     if not contexts:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
     first, records = one_model(contexts), [each.manifest for each in contexts]
-    for name in ("evictor", "adapter", "prefix_policy", "allocation", "restore_from", "offset", "storage", "between"):
+    for name in (
+        "evictor",
+        "adapter",
+        "prefix_policy",
+        "allocation",
+        "restore_from",
+        "offset",
+        "storage",
+        "between",
+    ):
         if any(getattr(record, name) != getattr(records[0], name) for record in records):
-            raise RestoreKVError(f"The contexts differ in {name}; compress them alike to compose them.")
+            raise RestoreKVError(
+                f"The contexts differ in {name}; compress them alike to compose them."
+            )
     context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
     attention.store(cache, records[0].storage, CacheShape.of(first.model).groups)
     ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
     seconds = {"compose": round(time.perf_counter() - start, 4)}
     manifest = records[0].of_other(
-        context, cache, ratio=str(ratio), seconds=seconds, cut=sum(m.cut for m in records),
+        context,
+        cache,
+        ratio=str(ratio),
+        seconds=seconds,
+        cut=sum(m.cut for m in records),
         parts=[part for m in records for part in m.parts or [m.tokens]],
         earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore,
-    )  # fmt: skip
-    return CompressedContext(first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor)
+    )
+    return CompressedContext(
+        first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor
+    )
 
 
 def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
@@ -85,9 +126,15 @@ def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
     first = contexts[0]
     for each in contexts:
         if not isinstance(each, CompressedContext):
-            raise RestoreKVError(f"A compressed context is what compress returns, not {type(each).__name__}.")
+            raise RestoreKVError(
+                f"A compressed context is what compress returns, not {type(each).__name__}."
+            )
         if each.model is not first.model:
-            raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
+            raise RestoreKVError(
+                "A batch has one model; load the cache files with the same model object."
+            )
         if template_hash(each.tokenizer) != template_hash(first.tokenizer):
-            raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
+            raise RestoreKVError(
+                "A batch has one chat template; load the cache files with the same tokenizer."
+            )
     return first

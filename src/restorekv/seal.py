@@ -1,13 +1,13 @@
 """Sealed safetensors: how restorekv keeps tensors of its own, and how it reads those of anybody.
 
-Context caches, portable caches, gates, checkpoints and the other files of a training are sealed. The
-metadata of such a file holds its `format` and `version` (see `FileKind`), what this kind of file
-needs, and a `checksum`: the SHA-256 of the whole file in which the checksum itself is 64 zeros. So one
-altered byte anywhere is noticed, header included. A checksum proves that a file is as somebody wrote
-it, not that it is harmless: those who use a file check what it holds.
+Context caches, portable caches, gates, checkpoints and the other files of a training are sealed.
+The metadata of such a file holds its `format` and `version` (see `FileKind`), what this kind of
+file needs, and a `checksum`: the SHA-256 of the whole file in which the checksum itself is 64
+zeros. So one altered byte anywhere is noticed, header included. A checksum proves that a file is as
+somebody wrote it, not that it is harmless: those who use a file check what it holds.
 
-The files of an adapter are in PEFT's format and have no seal, so that others can read and write them.
-The record next to them, a JSON object, holds their checksums and its own (`seal_record`).
+The files of an adapter are in PEFT's format and have no seal, so that others can read and write
+them. The record next to them, a JSON object, holds their checksums and its own (`seal_record`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def write(
     *,
     follow: bool = True,
 ) -> None:
-    """Write a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one stays.
+    """Write a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one
+    stays.
 
     Args:
         path: the file, which is replaced if it exists.
@@ -84,7 +85,9 @@ def write(
 def seal_tensors(
     kind: FileKind, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, memoryview]:
-    """Return the header and the rest of a sealed file; the same contents always give the same bytes."""
+    """Return the header and the rest of a sealed file; the same contents always give the same
+    bytes.
+    """
     entries = {**metadata, "format": kind.format, "version": kind.version, CHECKSUM: BLANK}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     payload = safetensors.torch.save(plain, entries)
@@ -97,7 +100,9 @@ def seal_tensors(
 
 
 def _sort_metadata(header: bytes) -> bytes:
-    """Return a header with its length in front and the metadata, which the library shuffles, in order."""
+    """Return a header with its length in front and the metadata, which the library shuffles, in
+    order.
+    """
     entries = json.loads(header)
     entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -166,7 +171,9 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, str], dict[str, Tenso
 
 
 def read_tensor_bytes(path: Path, what: str) -> bytes:
-    """Return the bytes of a safetensors file, after its size was compared with what its header says."""
+    """Return the bytes of a safetensors file, after its size was compared with what its header
+    says.
+    """
     with regular(path, what) as (file, size):
         start = file.read(8) or b""  # None where nothing is there yet, as in /proc/kmsg
         start += file.read(_header_length(start, size, what))
@@ -196,7 +203,9 @@ def _header_length(raw: bytes, size: int, what: str) -> int:
 
 
 def _parse_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
-    """Return the header at the start of `raw`; refuse one whose tensors do not end where the file does."""
+    """Return the header at the start of `raw`; refuse one whose tensors do not end where the file
+    does.
+    """
     length = _header_length(raw, size, what)
     header = parse_record(raw[8 : 8 + length], what)
     try:
@@ -230,15 +239,21 @@ def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
     """Refuse what are not finite floating-point numbers of a size that trained weights have."""
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
-            raise RestoreKVError(f"{what} has numbers of the kind {tensor.dtype} in {shown(name)}; {fix}.")
+            raise RestoreKVError(
+                f"{what} has numbers of the kind {tensor.dtype} in {shown(name)}; {fix}."
+            )
     check_finite(tensors, what, fix)
     for name, tensor in tensors.items():
         if largest_number(tensor) > LARGEST_NUMBER:
-            raise RestoreKVError(f"{what} has numbers in {shown(name)} beyond {LARGEST_NUMBER:,.0f}; {fix}.")
+            raise RestoreKVError(
+                f"{what} has numbers in {shown(name)} beyond {LARGEST_NUMBER:,.0f}; {fix}."
+            )
 
 
 def largest_number(tensor: Tensor) -> float:
-    """Return the largest absolute value of floating-point numbers, or NaN; 0 for other kinds and for none."""
+    """Return the largest absolute value of floating-point numbers, or NaN; 0 for other kinds and
+    for none.
+    """
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     parts = []

@@ -1,6 +1,8 @@
-"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0"; evictors, allocations and methods are written so.
+"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0"; evictors, allocations and methods
+are written so.
 
-Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool and str are its settings.
+Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool and str are its
+settings.
 """
 
 import hashlib
@@ -19,7 +21,8 @@ EXAMPLES = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
 
 
 def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
-    """Returns an object of the class that `classes` has under the spec's name; error messages call it `what`.
+    """Returns an object of the class that `classes` has under the spec's name; error messages call
+    it `what`.
 
     A digest that `code_of` made is no part of a spec.
     """
@@ -31,19 +34,26 @@ def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
     for item in filter(None, map(str.strip, rest.split(","))):
         key, _, value = item.partition("=")
         if key not in types:
-            usage = ", ".join(f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(types.items()))
-            raise RestoreKVError(f"{name} has no setting {item!r}; {f'give {usage}' if usage else 'it takes none'}.")
+            usage = ", ".join(
+                f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(types.items())
+            )
+            raise RestoreKVError(
+                f"{name} has no setting {item!r}; {f'give {usage}' if usage else 'it takes none'}."
+            )
         try:
             settings[key] = read(types[key], value)
         except (KeyError, ValueError):
-            raise RestoreKVError(f"{name} takes {key}={EXAMPLES[types[key]]}, not {value!r}.") from None
+            raise RestoreKVError(
+                f"{name} takes {key}={EXAMPLES[types[key]]}, not {value!r}."
+            ) from None
     return classes[name](**settings)
 
 
 def split_specs(text: str) -> list[str]:
     """Splits specs that commas separate, as in "kvzip,snapkv:window=64,kernel=5,h2o".
 
-    Settings are separated by commas too: a part with "=" but without a name before it belongs to the spec before.
+    Settings are separated by commas too: a part with "=" but without a name before it belongs to
+    the spec before.
     """
     specs: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
@@ -82,7 +92,8 @@ def read(kind: type, value: str) -> Any:
 
 
 def add_installed(group: str, classes: dict[str, type]) -> None:
-    """Adds the classes that installed packages name as entry points of a group, each under its own `name`.
+    """Adds the classes that installed packages name as entry points of a group, each under its own
+    `name`.
 
     One that cannot be loaded is left out with a warning.
     """
@@ -92,11 +103,15 @@ def add_installed(group: str, classes: dict[str, type]) -> None:
             classes.setdefault(found.name, found)
         except Exception as error:  # another package's code may raise anything
             reason = first_sentence(error) or type(error).__name__
-            warn(f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); mend or remove its package.")
+            warn(
+                f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); mend or remove its package."
+            )
 
 
 def code_of(cls: type) -> str:
-    """Returns "#" and 12 hex digits of a class's source, for its name stays when it changes; nothing for our own."""
+    """Returns "#" and 12 hex digits of a class's source, for its name stays when it changes;
+    nothing for our own.
+    """
     if cls.__module__.partition(".")[0] == "restorekv":
         return ""
     try:

@@ -1,4 +1,6 @@
-"""Charts of stored results: what each shows, what is refused, and that nothing is written by halves."""
+"""Charts of stored results: what each shows, what is refused, and that nothing is written by
+halves.
+"""
 
 import json
 import os
@@ -28,19 +30,36 @@ MEBI = 1 << 20
 
 def bench_side(side, seconds, peak, small, full):
     return {
-        "tokens": 2048, "side": side, "versions": {"restorekv" if side == "ours" else "kvpress": "9.9"}, "peak": peak,
-        "seconds": seconds | {"total": sum(seconds.values())}, "small": small, "full": full,
-    }  # fmt: skip
+        "tokens": 2048,
+        "side": side,
+        "versions": {"restorekv" if side == "ours" else "kvpress": "9.9"},
+        "peak": peak,
+        "seconds": seconds | {"total": sum(seconds.values())},
+        "small": small,
+        "full": full,
+    }
 
 
 def bench(refused=False, peak=500 * MEBI):
     ours = bench_side(
-        "ours", {"prefill": 9.0, "score": 16.0, "restore": 0.5, "evict": 0.1}, peak, {"token": 0.117}, {"token": 0.13}
+        "ours",
+        {"prefill": 9.0, "score": 16.0, "restore": 0.5, "evict": 0.1},
+        peak,
+        {"token": 0.117},
+        {"token": 0.13},
     )
     small = {"refused": "no such key"} if refused else {"token": 0.252}
-    theirs = bench_side("kvpress", {"prefill": 9.5, "score": 38.0, "evict": 0.1}, peak, small, {"token": 0.207})
+    theirs = bench_side(
+        "kvpress", {"prefill": 9.5, "score": 38.0, "evict": 0.1}, peak, small, {"token": 0.207}
+    )
     ratios = {"2048": {"compress": 0.53, "compress and restore": 0.54}}
-    return FACTS | {"ratio": 0.05, "repeat": 1, "kvpress": "0.5.5", "rows": [theirs, ours], "ratios": ratios}
+    return FACTS | {
+        "ratio": 0.05,
+        "repeat": 1,
+        "kvpress": "0.5.5",
+        "rows": [theirs, ours],
+        "ratios": ratios,
+    }
 
 
 def alone():
@@ -50,21 +69,47 @@ def alone():
 
 def decode(answers=True):
     rows = [
-        {"ratio": 1.0, "roofline": 0.004, "attention": {"ours": 0.014, "full": 0.064, "as rows": 0.0133},
-         "step": {"ours": 0.497, "full": 3.052}},
-        {"ratio": 0.05, "roofline": 0.0002,
-         "attention": {"ours": 0.00128, "full": 0.064, "as rows": 0.0133, "rectangle": 0.003},
-         "step": {"ours": 0.1525, "full": 3.05, "rectangle": 0.2}},
-    ]  # fmt: skip
-    found = {"asked": 16, "read": 4096, "answer": 24, "ratio": 0.05, "ours": {"rate": 82.25}, "kvpress": {"rate": 2.0}}
+        {
+            "ratio": 1.0,
+            "roofline": 0.004,
+            "attention": {"ours": 0.014, "full": 0.064, "as rows": 0.0133},
+            "step": {"ours": 0.497, "full": 3.052},
+        },
+        {
+            "ratio": 0.05,
+            "roofline": 0.0002,
+            "attention": {"ours": 0.00128, "full": 0.064, "as rows": 0.0133, "rectangle": 0.003},
+            "step": {"ours": 0.1525, "full": 3.05, "rectangle": 0.2},
+        },
+    ]
+    found = {
+        "asked": 16,
+        "read": 4096,
+        "answer": 24,
+        "ratio": 0.05,
+        "ours": {"rate": 82.25},
+        "kvpress": {"rate": 2.0},
+    }
     machine = MACHINE | {"date": "2026-12-24", "versions": {"torch": "2.13.0"}}
-    told = {"tokens": 32768, "tail": 32, "bandwidth": 29.8e9, "rows": rows, "answers": found if answers else None}
+    told = {
+        "tokens": 32768,
+        "tail": 32,
+        "bandwidth": 29.8e9,
+        "rows": rows,
+        "answers": found if answers else None,
+    }
     return {"model": MODEL, "machine": machine} | told
 
 
 def memory_row(tokens, mode, seconds):
     phases = {name: {"seconds": each, "peak": 1} for name, each in seconds.items()}
-    sizes = {"full": 40 * MEBI, "layer": 10 * MEBI, "part": 5 * MEBI, "scores": MEBI, "kept": 2 * MEBI}
+    sizes = {
+        "full": 40 * MEBI,
+        "layer": 10 * MEBI,
+        "part": 5 * MEBI,
+        "scores": MEBI,
+        "kept": 2 * MEBI,
+    }
     return {"tokens": tokens, "mode": mode, "phases": phases, "peak": 123 * MEBI} | sizes
 
 
@@ -80,34 +125,87 @@ def memory(lengths=(2048, 8192), modes=("plain", "streaming"), filled=False):
 
 
 def scorers():
-    rows = [{"method": "kvzip", "prefill": 25.0, "multiple": 2.6}, {"method": "kvzap", "prefill": 24, "multiple": -0.1}]
+    rows = [
+        {"method": "kvzip", "prefill": 25.0, "multiple": 2.6},
+        {"method": "kvzap", "prefill": 24, "multiple": -0.1},
+    ]
     return FACTS | {"tokens": 4096, "ratio": 0.05, "rows": rows}
 
 
 def train(peak=3000 * MEBI):
-    seconds = {"prefill": 9, "score": 28, "teacher": 7, "restore": 0.4, "student": 5, "backward": 7, "optimizer": 0.02}
-    rows = [{"variant": name, "seconds": seconds, "step": 56.42, "peak": peak, "graph": peak} for name in ("anew", "x")]
+    seconds = {
+        "prefill": 9,
+        "score": 28,
+        "teacher": 7,
+        "restore": 0.4,
+        "student": 5,
+        "backward": 7,
+        "optimizer": 0.02,
+    }
+    rows = [
+        {"variant": name, "seconds": seconds, "step": 56.42, "peak": peak, "graph": peak}
+        for name in ("anew", "x")
+    ]
     return FACTS | {"tokens": 2048, "questions": 4, "answer": 128, "ratio": 0.1, "rows": rows}
 
 
 def kernel(rehearsal=False, tokens=32768):
     rows = [
-        {"ratio": ratio, "roofline": 3e-5 * ratio, "ours": {"seconds": took}, "sdpa": {"seconds": 2 * took}}
+        {
+            "ratio": ratio,
+            "roofline": 3e-5 * ratio,
+            "ours": {"seconds": took},
+            "sdpa": {"seconds": 2 * took},
+        }
         for ratio, took in ((1.0, 41.3e-6), (0.05, 9.25e-6))
     ]
-    options = {"tokens": tokens, "questions": 1, "tail": 64, "layers": 32, "heads": 8, "groups": 4, "width": 128}
-    machine = MACHINE | {"date": "2026-01-02", "device": "a made-up GPU", "versions": {"triton": "3.9"}, "cuda": "13.0"}
-    return {"machine": machine, "rehearsal": rehearsal, "bandwidth": 4.2e12, "options": options, "rows": rows}
+    options = {
+        "tokens": tokens,
+        "questions": 1,
+        "tail": 64,
+        "layers": 32,
+        "heads": 8,
+        "groups": 4,
+        "width": 128,
+    }
+    machine = MACHINE | {
+        "date": "2026-01-02",
+        "device": "a made-up GPU",
+        "versions": {"triton": "3.9"},
+        "cuda": "13.0",
+    }
+    return {
+        "machine": machine,
+        "rehearsal": rehearsal,
+        "bandwidth": 4.2e12,
+        "options": options,
+        "rows": rows,
+    }
 
 
 def serving():
     def side(name, positions, cold, warm, fit, more):
         rates = {"fit, 1 together": 9.0, "fit, 8 together": fit, "do not fit, 1 together": 5.0}
-        return {"side": name, "positions": positions, "cold": [cold], "warm": [warm],
-                "throughput": rates | {"do not fit, 8 together": more}}  # fmt: skip
+        return {
+            "side": name,
+            "positions": positions,
+            "cold": [cold],
+            "warm": [warm],
+            "throughput": rates | {"do not fit, 8 together": more},
+        }
 
-    options = {"model": "smollm2", "tokens": 1024, "documents": 8, "fitting": 4, "together": [1, 8], "answer": 16}
-    rows = [side("whole", 1024, 2.32, 0.16, 41.3, 6.0), side("r = 0.1", 126, 0.14, 0.09, 159.2, 160.4)]
+    options = {
+        "model": "smollm2",
+        "tokens": 1024,
+        "documents": 8,
+        "fitting": 4,
+        "together": [1, 8],
+        "answer": 16,
+    }
+    rows = [
+        side("whole", 1024, 2.32, 0.16, 41.3, 6.0),
+        side("r = 0.1", 126, 0.14, 0.09, 159.2, 160.4),
+    ]
     return {"options": options, "machine": MACHINE | {"date": "2026-12-24"}, "rows": rows}
 
 
@@ -128,41 +226,110 @@ def drawn(tmp_path, result, name="result") -> str:
 SHOWN = {
     "bench": (
         bench(),
-        ["Compressing with KVzip to r = 0.05", "prefill", "scoring", "restore pass", "eviction", "kvpress 0.5.5",
-         "25.6 s, 0.54 of kvpress", "47.6 s", "500", "117", "252", "130", "207", "milliseconds", "restorekv 9.9"],
+        [
+            "Compressing with KVzip to r = 0.05",
+            "prefill",
+            "scoring",
+            "restore pass",
+            "eviction",
+            "kvpress 0.5.5",
+            "25.6 s, 0.54 of kvpress",
+            "47.6 s",
+            "500",
+            "117",
+            "252",
+            "130",
+            "207",
+            "milliseconds",
+            "restorekv 9.9",
+        ],
     ),
     "bench, refused": (bench(refused=True), ["refused", "117"]),
     "decode": (
         decode(),
-        ["T = 32,768", "roofline at copy bandwidth", "1.28", "DynamicCache of as many pairs", "1/50", "1/20",
-         "all pairs, one call of SDPA", "Whole decode step", "82.2", "2.0", "times as many tokens", "2026-12-24",
-         "torch 2.13.0", "tokens a second", "milliseconds (log)"],
+        [
+            "T = 32,768",
+            "roofline at copy bandwidth",
+            "1.28",
+            "DynamicCache of as many pairs",
+            "1/50",
+            "1/20",
+            "all pairs, one call of SDPA",
+            "Whole decode step",
+            "82.2",
+            "2.0",
+            "times as many tokens",
+            "2026-12-24",
+            "torch 2.13.0",
+            "tokens a second",
+            "milliseconds (log)",
+        ],
     ),
     "memory": (
         memory(),
-        ["Seconds, plain", "Seconds, streaming", "Peak memory", "slope 1.00", "scoring", "restore pass", "all phases",
-         "bound without workspace", "2,048", "8,192", "KVzip", "28 layers", "MB above the weights (log)"],
+        [
+            "Seconds, plain",
+            "Seconds, streaming",
+            "Peak memory",
+            "slope 1.00",
+            "scoring",
+            "restore pass",
+            "all phases",
+            "bound without workspace",
+            "2,048",
+            "8,192",
+            "KVzip",
+            "28 layers",
+            "MB above the weights (log)",
+        ],
     ),
     "memory, filled": (memory(filled=True), ["fill", "filled with random numbers"]),
     "memory, one length": (
         memory((2048,), ("plain", "offload", "streaming")),
         ["3.11 s", "123", "51", "23", "8", "streamed, all phases", "T = 2,048"],
     ),
-    "scorers": (scorers(), ["KVzip", "KVzap", "2.60", "\u22120.10", "prefills of 4,096 tokens", "24.0 to 25.0 s"]),
-    "train": (train(), ["anew", "teacher", "backward", "optimizer", "56.4 s", "3,000", "Graph before backward"]),
+    "scorers": (
+        scorers(),
+        ["KVzip", "KVzap", "2.60", "\u22120.10", "prefills of 4,096 tokens", "24.0 to 25.0 s"],
+    ),
+    "train": (
+        train(),
+        ["anew", "teacher", "backward", "optimizer", "56.4 s", "3,000", "Graph before backward"],
+    ),
     "kernel": (
         kernel(),
-        ["41.3", "9.25", "target at", "r = 0.05: 12", "r = 1: 45", "roofline", "dense SDPA of as many pairs",
-         "a made-up GPU", "CUDA 13.0; triton 3.9; 2026-01-02", "microseconds a layer (log)"],
+        [
+            "41.3",
+            "9.25",
+            "target at",
+            "r = 0.05: 12",
+            "r = 1: 45",
+            "roofline",
+            "dense SDPA of as many pairs",
+            "a made-up GPU",
+            "CUDA 13.0; triton 3.9; 2026-01-02",
+            "microseconds a layer (log)",
+        ],
     ),
     "vllm": (
         serving(),
-        ["Documents of 1,024 tokens in vLLM, in space for 4 whole ones", "whole, 1,024 positions", "2.32", "0.09", "41",
-         "160", "8 questions at once", "4 documents, which fit whole", "8 documents, which do not", "tokens a second",
-         "smollm2; answers of 16 tokens", "2026-12-24"],
+        [
+            "Documents of 1,024 tokens in vLLM, in space for 4 whole ones",
+            "whole, 1,024 positions",
+            "2.32",
+            "0.09",
+            "41",
+            "160",
+            "8 questions at once",
+            "4 documents, which fit whole",
+            "8 documents, which do not",
+            "tokens a second",
+            "smollm2; answers of 16 tokens",
+            "2026-12-24",
+        ],
     ),
     "kernel, rehearsed": (kernel(rehearsal=True), ["these figures mean nothing"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", SHOWN)
@@ -175,12 +342,16 @@ def test_a_chart_tells_the_figures(kind, tmp_path):
 @pytest.mark.parametrize("kind", [*SHOWN, "bench, ours alone"])
 def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
     texts, draw_text = [], Text.draw
-    monkeypatch.setattr(Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given))
+    monkeypatch.setattr(
+        Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given)
+    )
     result = SHOWN[kind][0] if kind in SHOWN else alone()
     with rc_context(STYLE):
         figure = measured.chart_of(Path("2026-11-21-name.json"), result).composed
         figure.canvas.draw()
-        boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
+        boxes = [
+            (text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()
+        ]
     assert len(boxes) > 8
     for (said, box), (other, more) in combinations(boxes, 2):
         width = min(box.x1, more.x1) - max(box.x0, more.x0)
@@ -223,8 +394,14 @@ BAD = {
     "other rows": ('{"rows": [{"a": 1}]}', "not a result of bench"),
     "mixed rows": (json.dumps({"rows": [scorers()["rows"][0], {"a": 1}]}), "not a result of bench"),
     "a part": (json.dumps({"rows": scorers()["rows"]}), "does not hold what its chart shows"),
-    "words": (json.dumps(scorers() | {"rows": [{"method": "a", "multiple": "b", "prefill": 1}]}), "does not hold"),
-    "zero": (json.dumps(memory() | {"rows": [memory_row(t, "plain", {"score": 0}) for t in (1, 2)]}), "does not hold"),
+    "words": (
+        json.dumps(scorers() | {"rows": [{"method": "a", "multiple": "b", "prefill": 1}]}),
+        "does not hold",
+    ),
+    "zero": (
+        json.dumps(memory() | {"rows": [memory_row(t, "plain", {"score": 0}) for t in (1, 2)]}),
+        "does not hold",
+    ),
 }
 
 
@@ -253,7 +430,9 @@ def test_a_failed_write_leaves_the_old_chart(tmp_path, monkeypatch):
     drawn(tmp_path, scorers())
     chart = tmp_path / "charts" / "result.svg"
     before = chart.read_bytes()
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError):
         drawn(tmp_path, train())
     assert chart.read_bytes() == before and list(chart.parent.iterdir()) == [chart]
@@ -261,7 +440,9 @@ def test_a_failed_write_leaves_the_old_chart(tmp_path, monkeypatch):
 
 def test_the_command_reads_the_stored_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert execute(["charts"]) == 1 and "no results in benchmarks/results" in capsys.readouterr().err
+    assert (
+        execute(["charts"]) == 1 and "no results in benchmarks/results" in capsys.readouterr().err
+    )
     stored = tmp_path / "benchmarks" / "results"
     stored.mkdir(parents=True)
     (stored / "2026-11-21-scorers.json").write_text(json.dumps(scorers()))
@@ -283,7 +464,10 @@ def test_labels_of_lines_stand_apart():
 
 
 def test_the_slope_is_the_exponent():
-    assert slope([(1000, 2.0), (3000, 1.0), (4000, 32.0)]) == "\nslope 2.00" and slope([(5, 1.0)]) == ""
+    assert (
+        slope([(1000, 2.0), (3000, 1.0), (4000, 32.0)]) == "\nslope 2.00"
+        and slope([(5, 1.0)]) == ""
+    )
 
 
 def test_panels_fill_rows():

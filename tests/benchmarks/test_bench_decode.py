@@ -1,4 +1,6 @@
-"""The decode benchmark on a tiny shape: that every figure is there and means what it says, never how large it is."""
+"""The decode benchmark on a tiny shape: that every figure is there and means what it says, never
+how large it is.
+"""
 
 import io
 import json
@@ -17,9 +19,14 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.shape import CacheShape
 
 TINY = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 48, "vocab_size": 320,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 320,
+}
 SHAPE = CacheShape(layers=2, heads=2, groups=2, head_dim=16, hidden=32)
 
 
@@ -33,9 +40,13 @@ def shown(result: dict) -> str:
 def test_every_side_takes_its_turn_at_every_ratio(monkeypatch):
     jobs = []
     monkeypatch.setattr(decode, "copying", lambda *_: 1e9)
-    monkeypatch.setattr(decode, "measured", lambda side, job, *_: jobs.append(job) or {"answers": {"seconds": 0.5}})
+    monkeypatch.setattr(
+        decode, "measured", lambda side, job, *_: jobs.append(job) or {"answers": {"seconds": 0.5}}
+    )
     threads, heard = torch.get_num_threads(), []
-    options = Options(200, (1, 0.25), repeat=1, asked=3, read=64, answer=4, threads=threads, shape=TINY)
+    options = Options(
+        200, (1, 0.25), repeat=1, asked=3, read=64, answer=4, threads=threads, shape=TINY
+    )
     result = json.loads(json.dumps(run(options, heard.append)))
     assert heard == ["making the model", "memory held", "r = 1", "r = 0.25", "3 questions: ours"]
     for row, ratio in zip(result["rows"], (1, 0.25), strict=True):
@@ -51,7 +62,11 @@ def test_every_side_takes_its_turn_at_every_ratio(monkeypatch):
     assert found["ours"]["rate"] == 3 * 4 / 0.5 and "kvpress" not in found
     assert len(jobs[0]["questions"]) == 3 and jobs[0]["questions"][0] != jobs[0]["questions"][1]
     text = shown(result)
-    assert "make bench" in text and "3 questions to 64 tokens at r = 0.05, 4 tokens each" in text and "0.25" in text
+    assert (
+        "make bench" in text
+        and "3 questions to 64 tokens at r = 0.05, 4 tokens each" in text
+        and "0.25" in text
+    )
 
 
 def test_our_side_answers_all_questions_in_one_batch(tiny_model):
@@ -66,7 +81,8 @@ def test_our_side_answers_all_questions_in_one_batch(tiny_model):
     )
     with hook:
         seconds = ours.answer(tiny_model, cache, job)
-    assert seconds["seconds"] > 0 and sizes == [(1, 6), (1, 3), (1, 6), (1, 3), (1, 3), (1, 3)]  # 3 rows, end to end
+    # 3 rows, end to end.
+    assert seconds["seconds"] > 0 and sizes == [(1, 6), (1, 3), (1, 6), (1, 3), (1, 3), (1, 3)]
 
 
 @torch.no_grad()
@@ -105,8 +121,11 @@ def test_memory_is_that_of_the_process():
     """Here 12 MB of pairs; what allocators round up is a small part."""
     wide = CacheShape(layers=2, heads=2, groups=2, head_dim=64, hidden=32)
     held = decode.memory(wide, Options(20000), 0.6)
-    assert held["pairs"] == 48000 * 256 and held["tail"] == 4 * QUESTION * 256  # n are among the pairs
-    assert 0.9 < held["share"] < 1.3 and held["share"] == held["bytes"] / (held["pairs"] + held["tail"])
+    # N are among the pairs.
+    assert held["pairs"] == 48000 * 256 and held["tail"] == 4 * QUESTION * 256
+    assert 0.9 < held["share"] < 1.3 and held["share"] == held["bytes"] / (
+        held["pairs"] + held["tail"]
+    )
 
 
 def test_kvpress_beside_ours_in_words():
@@ -116,7 +135,16 @@ def test_kvpress_beside_ours_in_words():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"ratios": ()}, {"ratios": (0,)}, {"tokens": 0}, {"repeat": 0}, {"answer": 3}, {"asked": -1}, {"read": 63}]
+    "bad",
+    [
+        {"ratios": ()},
+        {"ratios": (0,)},
+        {"tokens": 0},
+        {"repeat": 0},
+        {"answer": 3},
+        {"asked": -1},
+        {"read": 63},
+    ],
 )
 def test_wrong_options_are_refused(bad):
     with pytest.raises(RestoreKVError):

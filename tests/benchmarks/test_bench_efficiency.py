@@ -19,10 +19,17 @@ from tests.helpers.cli_world import cli
 def in_process(model, options, conventions, scorer, restored):
     """A measurement here; a process of its own costs seconds."""
     job = {
-        "model": str(model.config.name_or_path), "dtype": "float32", "device": "cpu", "evictor": scorer,
-        "restored": restored, "tokens": options.tokens, "ratio": options.ratio, "repeat": options.repeat,
-        "conventions": conventions.described(), "folder": str(model.config.name_or_path),
-    }  # fmt: skip
+        "model": str(model.config.name_or_path),
+        "dtype": "float32",
+        "device": "cpu",
+        "evictor": scorer,
+        "restored": restored,
+        "tokens": options.tokens,
+        "ratio": options.ratio,
+        "repeat": options.repeat,
+        "conventions": conventions.described(),
+        "folder": str(model.config.name_or_path),
+    }
     with torch.no_grad():
         return compress_cost.measure(job)
 
@@ -33,7 +40,13 @@ def test_efficiency_compares_base_and_restored(saved_model, tmp_path, monkeypatc
     options = cost.CostOptions(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
     heard = []
     path = cost.measure(
-        model, tokenizer, tmp_path, options, CompressionConfig(), "mine", lambda *update: heard.append(update)
+        model,
+        tokenizer,
+        tmp_path,
+        options,
+        CompressionConfig(),
+        "mine",
+        lambda *update: heard.append(update),
     )
     stored = json.loads(path.read_text())
     assert path == tmp_path / "efficiency" / "mine.json" and heard[-1][:2] == (5, 5)
@@ -50,10 +63,15 @@ def test_efficiency_compares_base_and_restored(saved_model, tmp_path, monkeypatc
     expected = seconds["restore"] / (seconds["total"] - seconds["restore"])
     assert stored["overhead"]["knorm"]["share"] == pytest.approx(expected)
     assert stored["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
-    assert stored["latency_ratio"].keys() == {"1", "0.2"} and stored["conventions"]["latency_context"] == "prefill"
+    assert (
+        stored["latency_ratio"].keys() == {"1", "0.2"}
+        and stored["conventions"]["latency_context"] == "prefill"
+    )
     assert cost.measure(model, tokenizer, tmp_path, options, CompressionConfig(), "mine") == path
     with pytest.raises(RestoreKVError, match="was made with tokens 128"):
-        cost.measure(model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine")
+        cost.measure(
+            model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine"
+        )
 
 
 def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
@@ -61,7 +79,11 @@ def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
     rows = cost.latencies(prepared, ["1", "0.1"], 2)
     layers, heads, tokens = prepared.scores.shape
     for base, restored, ratio in zip(rows[::2], rows[1::2], (1, 0.1), strict=True):
-        assert base["pairs"] == restored["pairs"] == round(ratio * tokens + prepared.context.prefix) * layers * heads
+        assert (
+            base["pairs"]
+            == restored["pairs"]
+            == round(ratio * tokens + prepared.context.prefix) * layers * heads
+        )
         assert base["restore_tokens"] == 0 and restored["restore_tokens"] == 3
         assert 0 < base["least"] <= base["milliseconds"] <= base["most"] and restored["to_base"] > 0
         # Equal keys and values; the restored cache has no position for each of its restore pairs.
@@ -69,7 +91,12 @@ def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
 
 
 def test_memory_of_a_gpu_is_the_allocators(monkeypatch):
-    fakes = {"memory_allocated": 100, "max_memory_allocated": 350, "synchronize": None, "reset_peak_memory_stats": None}
+    fakes = {
+        "memory_allocated": 100,
+        "max_memory_allocated": 350,
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+    }
     for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     figures = {}
@@ -87,7 +114,9 @@ def test_memory_of_a_process_counts_what_is_held():
         assert 15 << 20 <= figures["peak"] < 20 << 20
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 3}, {"repeat": 0}, {"ratio": "0"}, {"latency_context": "none"}])
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 3}, {"repeat": 0}, {"ratio": "0"}, {"latency_context": "none"}]
+)
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(RestoreKVError):
         cost.CostOptions(**wrong)
@@ -96,8 +125,24 @@ def test_wrong_options_are_refused(wrong):
 @pytest.mark.slow
 def test_the_command_measures_and_shows_cost(saved_model, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "compression_apart", in_process)
-    command = ("benchmarks", "efficiency", "--out", tmp_path, "--model", saved_model, "--scorer", "knorm",
-               "--tokens", 96, "--ratio", "0.3", "--repeat", 1, "--allocation", "per-head")  # fmt: skip
+    command = (
+        "benchmarks",
+        "efficiency",
+        "--out",
+        tmp_path,
+        "--model",
+        saved_model,
+        "--scorer",
+        "knorm",
+        "--tokens",
+        96,
+        "--ratio",
+        "0.3",
+        "--repeat",
+        1,
+        "--allocation",
+        "per-head",
+    )
     done = cli(*command)
     assert done.code == 0, done.err
     (path,) = (tmp_path / "efficiency").glob("*.json")
@@ -118,8 +163,10 @@ def test_figures_of_an_earlier_version_have_a_page(tmp_path):
     page = write(report_world.write_costs(tmp_path)).read_text()
     assert "Time to compress a context: tiny-cpu" in page
     assert {path.stem for path in (tmp_path / "efficiency" / "page" / "csv").iterdir()} == {
-        "efficiency-tiny-cpu-time", "efficiency-tiny-cpu-cost", "efficiency-tiny-cpu-latency"
-    }  # fmt: skip
+        "efficiency-tiny-cpu-time",
+        "efficiency-tiny-cpu-cost",
+        "efficiency-tiny-cpu-latency",
+    }
 
 
 @pytest.mark.slow
@@ -129,4 +176,6 @@ def test_a_measurement_runs_in_a_process_of_its_own(saved_model):
     row = cost.compression_apart(model, options, CompressionConfig(), "knorm", True)
     assert row["adapter"] == "random" and row["seconds"]["total"] > 0
     with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
-        cost.compression_apart(model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True)
+        cost.compression_apart(
+            model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True
+        )

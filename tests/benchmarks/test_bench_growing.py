@@ -14,9 +14,14 @@ PAGE = (ROOT / "docs" / "python.md").read_text()
 
 @pytest.mark.slow
 def test_a_small_run_adds_up():
-    result = growing.run(Options("tiny", "tiny:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None)
+    result = growing.run(
+        Options("tiny", "tiny:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None
+    )
     rows = result["rows"]
-    assert set(rows) == {ONCE, ALONE, "2 parts, last"} and rows[ONCE]["kl_times"] == rows[ONCE]["seconds_times"] == 1
+    assert (
+        set(rows) == {ONCE, ALONE, "2 parts, last"}
+        and rows[ONCE]["kl_times"] == rows[ONCE]["seconds_times"] == 1
+    )
     assert len({row["pairs"] for row in rows.values()}) == 1
     assert all(0 <= row["kl_low"] <= row["kl"] <= row["kl_high"] for row in rows.values())
     assert len(list(growing.tables(result))) == 2
@@ -35,7 +40,11 @@ def test_divergence_is_weighed_by_tokens():
     ]
     twice = [{**line, "sum": 2 * line["sum"], "seconds": 3.0} for line in lines]
     figures = growing.summary(twice, lines)
-    assert figures["kl"] == pytest.approx(1.0) and figures["kl_times"] == 2 and figures["seconds_times"] == 3
+    assert (
+        figures["kl"] == pytest.approx(1.0)
+        and figures["kl_times"] == 2
+        and figures["seconds_times"] == 3
+    )
     assert np.isfinite(figures["kl_low"])
 
 
@@ -47,20 +56,38 @@ def test_the_page_says_what_was_stored():
         cells = [base, *(rows[f"{parts} parts, {restore}"]["kl"] for parts in (2, 4, 8, 16))]
         assert f'| `"{restore}"` | ' + " | ".join(f"{kl:.3f}" for kl in cells) + " |" in PAGE
     ten, composed = stored["ten parts"]["rows"], stored["composed"]["rows"]
-    told = [ten["10 parts, last"]["kl"], ten[ONCE]["kl"], ten[ALONE]["kl"], composed["composed"]["kl"],
-            composed[ONCE]["kl"], composed["composed, no adapter"]["kl"], composed[ALONE]["kl"]]  # fmt: skip
+    told = [
+        ten["10 parts, last"]["kl"],
+        ten[ONCE]["kl"],
+        ten[ALONE]["kl"],
+        composed["composed"]["kl"],
+        composed[ONCE]["kl"],
+        composed["composed, no adapter"]["kl"],
+        composed[ALONE]["kl"],
+    ]
     assert all(f"{kl:.3f}" in PAGE for kl in told)
     assert f"{ten['10 parts, last']['seconds_times']:.2f} of the time" in PAGE
     turns = stored["appended"]["turns"]
-    assert f"{turns['small, turn 2']:.2f} s" in PAGE and f"{turns['whole, first turn']:.1f} s" in PAGE
+    assert (
+        f"{turns['small, turn 2']:.2f} s" in PAGE and f"{turns['whole, first turn']:.1f} s" in PAGE
+    )
     choice = stored["choice"]["rows"]
-    assert all(choice[f"{parts} parts, last"]["kl"] == min(row["kl"] for name, row in choice.items()
-               if name.startswith(f"{parts} parts")) for parts in (2, 4, 8))  # fmt: skip
+    assert all(
+        choice[f"{parts} parts, last"]["kl"]
+        == min(row["kl"] for name, row in choice.items() if name.startswith(f"{parts} parts"))
+        for parts in (2, 4, 8)
+    )
 
 
 def test_the_servers_table_compares_rates():
-    seconds = {"library": 10.0, "restorekv": 12.0, "transformers": 120.0, "prefill": 5.0, "compress": 6.0,
-               "first token after a restart": 0.2}  # fmt: skip
+    seconds = {
+        "library": 10.0,
+        "restorekv": 12.0,
+        "transformers": 120.0,
+        "prefill": 5.0,
+        "compress": 6.0,
+        "first token after a restart": 0.2,
+    }
     options = {"model": "m", "tokens": 10, "questions": 4, "clients": 2, "answer": 3}
     result = {"options": options, "seconds": seconds, "machine": {"processor": "p"}}
     table, http, *_ = serving.tables(result)

@@ -15,7 +15,8 @@ from restorekv.model import attention
 from tests.helpers.cli_world import cli
 
 interpreted = pytest.mark.skipif(
-    attention.triton_attend is None or not attention.triton_attend.INTERPRETED, reason="no interpreter of Triton here"
+    attention.triton_attend is None or not attention.triton_attend.INTERPRETED,
+    reason="no interpreter of Triton here",
 )
 
 
@@ -24,7 +25,9 @@ def test_a_rehearsal_goes_through_everything(monkeypatch):
     heard = []
     result = run(REHEARSAL, heard.append, rehearse=True)
     assert heard == ["copy bandwidth", "r = 1", "r = 0.25"]
-    assert result["rehearsal"] and {"restorekv", "torch", "triton"} <= set(result["machine"]["versions"])
+    assert result["rehearsal"] and {"restorekv", "torch", "triton"} <= set(
+        result["machine"]["versions"]
+    )
     for row, pairs in zip(json.loads(json.dumps(result))["rows"], (192, 48), strict=True):
         assert row["pairs"] == pairs and row["bytes"] == (pairs + 2 * 5) * 2 * 32 * 2
         assert row["roofline"] == pytest.approx(row["bytes"] / result["bandwidth"])
@@ -35,7 +38,9 @@ def test_a_rehearsal_goes_through_everything(monkeypatch):
     assert "these figures mean nothing" in shown and "| 0.25 | 48 |" in shown
     table = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
-    monkeypatch.setattr(attention.triton_attend, "attend", lambda query, *_: torch.zeros_like(query))
+    monkeypatch.setattr(
+        attention.triton_attend, "attend", lambda query, *_: torch.zeros_like(query)
+    )
     with pytest.raises(RestoreKVError, match="off by 100"):
         run(REHEARSAL, rehearse=True)
 
@@ -45,7 +50,9 @@ def test_heads_keep_unequal_numbers_and_together_the_budget():
     one, same = (random_layer(options, 0.3, torch.Generator().manual_seed(0)) for _ in range(2))
     assert one.bounds == same.bounds and one.bounds[-1] == int(0.3 * 4 * 64)
     assert len(set(one.offsets.diff().tolist())) > 1
-    assert set(random_layer(options, 1, torch.Generator().manual_seed(0)).offsets.diff().tolist()) == {64}
+    assert set(
+        random_layer(options, 1, torch.Generator().manual_seed(0)).offsets.diff().tolist()
+    ) == {64}
 
 
 def test_a_pass_is_over_all_layers_and_a_copy_is_read_and_written(monkeypatch):
@@ -83,7 +90,9 @@ def test_make_has_a_target():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_one_sentence_says_so():
     done = cli("benchmarks", "kernel")
-    assert done.code == 1 and "no CUDA device here" in done.err and done.err.strip().count("\n") == 0
+    assert (
+        done.code == 1 and "no CUDA device here" in done.err and done.err.strip().count("\n") == 0
+    )
 
 
 def test_what_is_missing_is_told(monkeypatch):

@@ -29,14 +29,26 @@ def folder(tmp_path_factory):
     [
         ("plain", False, ["prefill", "score", "restore", "evict"]),
         pytest.param("plain", True, ["fill", "score", "restore", "evict"], marks=pytest.mark.slow),
-        pytest.param("offload", False, ["prefill", "score", "restore", "evict"], marks=pytest.mark.slow),
-        pytest.param("offload", True, ["fill", "score", "restore", "evict"], marks=pytest.mark.slow),
+        pytest.param(
+            "offload", False, ["prefill", "score", "restore", "evict"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "offload", True, ["fill", "score", "restore", "evict"], marks=pytest.mark.slow
+        ),
         pytest.param("streaming", False, ["part"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
 def test_every_mode_and_phase_is_measured(folder, mode, filled, phases):
-    job = {"model": str(folder), "threads": 1, "tokens": 300, "mode": mode, "filled": filled, "seed": 0, "part": 100}
+    job = {
+        "model": str(folder),
+        "threads": 1,
+        "tokens": 300,
+        "mode": mode,
+        "filled": filled,
+        "seed": 0,
+        "part": 100,
+    }
     row = measure({**job, "evictor": "snapkv", "ratio": "0.05"})
     assert list(row["phases"]) == phases
     assert all(phase["seconds"] > 0 for phase in row["phases"].values())
@@ -48,30 +60,53 @@ def test_every_mode_and_phase_is_measured(folder, mode, filled, phases):
 @pytest.mark.slow
 def test_every_measurement_is_a_process():
     options = Options(
-        tokens=(300, 700, 900), modes=("plain", "streaming"), evictor="snapkv", part=400, threads=1, shape=TINY
+        tokens=(300, 700, 900),
+        modes=("plain", "streaming"),
+        evictor="snapkv",
+        part=400,
+        threads=1,
+        shape=TINY,
     )
     result = run(options)
     assert [(row["tokens"], row["mode"]) for row in result["rows"]] == [
         (tokens, mode) for tokens in (300, 700, 900) for mode in ("plain", "streaming")
     ]
-    assert list(result["rows"][1]["phases"]) == ["prefill", "score", "restore", "evict"]  # fits into one part
+    # Fits into one part.
+    assert list(result["rows"][1]["phases"]) == ["prefill", "score", "restore", "evict"]
     assert len(result["growth"]["plain"]["prefill"]) == 2
     assert {name: len(grown) for name, grown in result["growth"]["streaming"].items()} == {
-        "prefill": 0, "score": 0, "restore": 0, "evict": 0, "part": 1
-    }  # fmt: skip
+        "prefill": 0,
+        "score": 0,
+        "restore": 0,
+        "evict": 0,
+        "part": 1,
+    }
     text = markdown(result)
-    assert "| plain: T |" in text and "| streaming: T |" in text and "streamed 400 tokens at a time" in text
+    assert (
+        "| plain: T |" in text
+        and "| streaming: T |" in text
+        and "streamed 400 tokens at a time" in text
+    )
 
 
 def test_growth_is_the_exponent():
-    rows = [{"tokens": t, "mode": "plain", "phases": {"score": {"seconds": 3 * t**1.5}}} for t in (10, 20, 80)]
+    rows = [
+        {"tokens": t, "mode": "plain", "phases": {"score": {"seconds": 3 * t**1.5}}}
+        for t in (10, 20, 80)
+    ]
     assert growth(rows)["plain"]["score"] == pytest.approx([1.5, 1.5])
 
 
 def test_growth_of_texts_that_share_a_phase():
     """The shortest went the plain way; the table tells all phases there were."""
-    plain, part = ({name: {"seconds": 2.0, "peak": 5} for name in names} for names in (("score", "restore"), ("part",)))
-    rows = [{"tokens": t, "mode": "streaming", "phases": part if t > 10 else plain} for t in (10, 20, 40)]
+    plain, part = (
+        {name: {"seconds": 2.0, "peak": 5} for name in names}
+        for names in (("score", "restore"), ("part",))
+    )
+    rows = [
+        {"tokens": t, "mode": "streaming", "phases": part if t > 10 else plain}
+        for t in (10, 20, 40)
+    ]
     found = growth(rows)["streaming"]
     assert found == {"score": [], "restore": [], "part": [0.0]}
     lines = seconds_table("streaming", rows, found).to_markdown().splitlines()
@@ -81,29 +116,72 @@ def test_growth_of_texts_that_share_a_phase():
 
 def test_every_text_is_streamed_unless_told_otherwise():
     assert Options().streamed == 1024 and Options(tokens=(512, 1024)).streamed == 256
-    assert Options(tokens=(8192, 5000)).streamed == 2048 and Options(tokens=(300,), part=400).streamed == 400
+    assert (
+        Options(tokens=(8192, 5000)).streamed == 2048
+        and Options(tokens=(300,), part=400).streamed == 400
+    )
 
 
 @pytest.mark.parametrize("ratio", ["0.01", "0.05"])
 def test_a_filled_cache_is_squeezed_to_any_ratio(folder, ratio):
     """Of the warm-up's 256 tokens 1 % are fewer than the adapter's eight."""
-    job = {"model": str(folder), "threads": 1, "tokens": 300, "mode": "plain", "filled": True, "seed": 0, "part": 100}
+    job = {
+        "model": str(folder),
+        "threads": 1,
+        "tokens": 300,
+        "mode": "plain",
+        "filled": True,
+        "seed": 0,
+        "part": 100,
+    }
     assert measure({**job, "evictor": "knorm", "ratio": ratio})["kept"] > 0
 
 
 def test_paper_knows_the_models():
     """Their weights and the cache of a token."""
     known = {
-        "Qwen3-0.6B": (Qwen3ForCausalLM, Qwen3Config(
-            num_hidden_layers=28, hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
-            num_key_value_heads=8, head_dim=128, vocab_size=151_936, tie_word_embeddings=True), 114_688),
-        "Qwen3-4B": (Qwen3ForCausalLM, Qwen3Config(
-            num_hidden_layers=36, hidden_size=2560, intermediate_size=9728, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, vocab_size=151_936, tie_word_embeddings=True), 147_456),
-        "Llama-3.1-8B": (LlamaForCausalLM, LlamaConfig(
-            num_hidden_layers=32, hidden_size=4096, intermediate_size=14_336, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128_256, tie_word_embeddings=False), 131_072),
-    }  # fmt: skip
+        "Qwen3-0.6B": (
+            Qwen3ForCausalLM,
+            Qwen3Config(
+                num_hidden_layers=28,
+                hidden_size=1024,
+                intermediate_size=3072,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                head_dim=128,
+                vocab_size=151_936,
+                tie_word_embeddings=True,
+            ),
+            114_688,
+        ),
+        "Qwen3-4B": (
+            Qwen3ForCausalLM,
+            Qwen3Config(
+                num_hidden_layers=36,
+                hidden_size=2560,
+                intermediate_size=9728,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                head_dim=128,
+                vocab_size=151_936,
+                tie_word_embeddings=True,
+            ),
+            147_456,
+        ),
+        "Llama-3.1-8B": (
+            LlamaForCausalLM,
+            LlamaConfig(
+                num_hidden_layers=32,
+                hidden_size=4096,
+                intermediate_size=14_336,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128_256,
+                tie_word_embeddings=False,
+            ),
+            131_072,
+        ),
+    }
     for model in MODELS:
         kind, config, token = known[model.name]
         with torch.device("meta"):
@@ -115,12 +193,15 @@ def test_paper_knows_the_models():
             assert model.weights < min(offload, streaming) and max(offload, streaming) < plain
             assert model.workspace(tokens) < 600e6  # whatever the length
     qwen, _, llama = MODELS
-    assert llama.workspace(PART) == 2048 * (3 * 2048 + 2 * 75_776) == 322_961_408  # 4 * 4096 + 3 * 14336 + 4 * 4096
+    # 4 * 4096 + 3 * 14336 + 4 * 4096.
+    assert llama.workspace(PART) == 2048 * (3 * 2048 + 2 * 75_776) == 322_961_408
     assert qwen.workspace(PART) == 2048 * (3 * 2048 + 2 * 21_504)  # 4 * 1024 + 3 * 3072 + 4 * 2048
     full, columns = 131_072 * 32_768, 32_768  # bytes a column
     held = full // 20 + 131_072 * 2048 + 10 * 256 * columns + 322_961_408
     assert llama.peaks(columns)[2] == pytest.approx(llama.weights + held, abs=1)
-    assert llama.peaks(columns)[0] == llama.weights + full + full // 32 + 6 * 256 * columns + llama.workspace(columns)
+    assert llama.peaks(columns)[
+        0
+    ] == llama.weights + full + full // 32 + 6 * 256 * columns + llama.workspace(columns)
     assert table().count("\n") == 3 + 1 + len(MODELS) * len(LENGTHS)
 
 
@@ -157,7 +238,9 @@ def test_accuracy_tells_a_mistake_in_a_sentence(tmp_path, documents, recwarn):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
 def test_accuracy_is_measured_beside_the_plain_way(tmp_path):
-    """On one document; 8 bits take at least a quarter of float32, and streaming holds as many pairs."""
+    """On one document; 8 bits take at least a quarter of float32, and streaming holds as many
+    pairs.
+    """
     found = accuracy.run(1, tmp_path)
     for (name, ratio), result in found.items():
         (line,), (plain,) = result.lines, found["model", ratio].lines

@@ -22,7 +22,9 @@ def test_every_method_is_measured():
     assert result["model"]["hidden_size"] == 32 and result["tokens"] == 96
 
 
-@pytest.mark.parametrize("bad", [{"methods": ("best",)}, {"tokens": 3}, {"ratio": 0.0}, {"threads": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"methods": ("best",)}, {"tokens": 3}, {"ratio": 0.0}, {"threads": -1}]
+)
 def test_wrong_options_are_refused(bad):
     with pytest.raises(RestoreKVError):
         Options(**bad)

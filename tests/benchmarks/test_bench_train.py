@@ -1,4 +1,6 @@
-"""The training benchmark on a tiny shape: every phase of every variant is measured, and a store spares what it says."""
+"""The training benchmark on a tiny shape: every phase of every variant is measured, and a store
+spares what it says.
+"""
 
 import gc
 
@@ -10,14 +12,21 @@ from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 
 TINY = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 48, "vocab_size": 320,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 320,
+}
 
 
 @pytest.fixture
 def young_heap():
-    """What is imported already is left out of the collections before every phase, which else take most of the time."""
+    """What is imported already is left out of the collections before every phase, which else take
+    most of the time.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -25,7 +34,10 @@ def young_heap():
 
 def test_every_phase_of_every_variant_is_measured(young_heap):
     heard, bound = [], attention.WORKSPACE
-    result = run(Options(tokens=300, questions=2, answer=5, shape=TINY, threads=torch.get_num_threads()), heard.append)
+    result = run(
+        Options(tokens=300, questions=2, answer=5, shape=TINY, threads=torch.get_num_threads()),
+        heard.append,
+    )
     assert [row["variant"] for row in result["rows"]] == list(VARIANTS)
     assert bound == attention.WORKSPACE
     for row in result["rows"]:
@@ -35,14 +47,19 @@ def test_every_phase_of_every_variant_is_measured(young_heap):
         assert f"| {row['variant']} |" in markdown(result)
     rows = {row["variant"]: row for row in result["rows"]}
     assert min(rows["copied"]["seconds"]["score"], rows["anew"]["seconds"]["score"]) > 0
-    assert rows["scores stored"]["seconds"]["score"] == rows["prefill stored"]["seconds"]["score"] == 0
+    assert (
+        rows["scores stored"]["seconds"]["score"] == rows["prefill stored"]["seconds"]["score"] == 0
+    )
     assert rows["anew"]["stored"] == 0 < rows["scores stored"]["stored"]
-    full = 2 * 2 * 2 * 300 * 16 * 2  # layers, keys and values, heads, tokens, dim, bytes of bfloat16
+    # Layers, keys and values, heads, tokens, dim, bytes of bfloat16.
+    full = 2 * 2 * 2 * 300 * 16 * 2
     assert rows["prefill stored"]["stored"] - rows["scores stored"]["stored"] > full
     assert heard[0] == "making the model" and len(heard) == 1 + len(VARIANTS)
 
 
-@pytest.mark.parametrize("bad", [{"tokens": 3}, {"ratio": 0.0}, {"questions": 0}, {"answer": 0}, {"threads": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"tokens": 3}, {"ratio": 0.0}, {"questions": 0}, {"answer": 0}, {"threads": -1}]
+)
 def test_wrong_options_are_refused(bad):
     with pytest.raises(RestoreKVError):
         Options(**bad)

@@ -53,7 +53,9 @@ def test_our_side_alone():
     assert set(row["seconds"]) == {"prefill", "score", "restore", "evict", "total"}
     assert sum(row["seconds"].values()) - row["seconds"]["total"] <= row["seconds"]["total"] + 1e-3
     held = row["held"]
-    assert held["pairs"] == int(0.05 * held["pairs_full"]) and 0 < held["bytes"] < held["bytes_full"]
+    assert (
+        held["pairs"] == int(0.05 * held["pairs_full"]) and 0 < held["bytes"] < held["bytes_full"]
+    )
     assert all(row[ratio][figure] > 0 for ratio in ("small", "full") for figure in DECODING)
     assert (row["peak"] is not None) == STATUS.exists()
     assert result["ratios"] == {} and "make bench" in result["note"]
@@ -62,20 +64,39 @@ def test_our_side_alone():
 
 
 def test_both_sides_are_compared():
-    ours, kvpress = {**side(5.0), "seconds": {**side(4.0)["seconds"], "restore": 1.0, "total": 5.0}}, side(8.0)
+    ours, kvpress = (
+        {**side(5.0), "seconds": {**side(4.0)["seconds"], "restore": 1.0, "total": 5.0}},
+        side(8.0),
+    )
     found = ratios(ours, kvpress)
-    assert found["compress"] == 0.5 and found["compress and restore"] == 0.625 and found["token"] == 1.0
+    assert (
+        found["compress"] == 0.5
+        and found["compress and restore"] == 0.625
+        and found["token"] == 1.0
+    )
     kvpress["small"] = {"refused": "Could not find fake keys"}
     assert ratios(ours, kvpress)["token"] is None
-    rows = [{"tokens": 64, "side": name, **each} for name, each in [("ours", ours), ("kvpress", kvpress)]]
+    rows = [
+        {"tokens": 64, "side": name, **each}
+        for name, each in [("ours", ours), ("kvpress", kvpress)]
+    ]
     machine = {"processor": "any", "threads": 1}
     text = shown(
         {
-            "rows": rows, "ratios": {"64": ratios(ours, kvpress)}, "ratio": 0.05, "kvpress": "0.5.5", "note": None,
-            "model": {"parameters": 1, "dtype": "bfloat16", **TINY}, "machine": machine,
+            "rows": rows,
+            "ratios": {"64": ratios(ours, kvpress)},
+            "ratio": 0.05,
+            "kvpress": "0.5.5",
+            "note": None,
+            "model": {"parameters": 1, "dtype": "bfloat16", **TINY},
+            "machine": machine,
         }
-    )  # fmt: skip
-    assert "refused: Could not find fake keys" in text and "kvpress 0.5.5" in text and "compress 0.50" in text
+    )
+    assert (
+        "refused: Could not find fake keys" in text
+        and "kvpress 0.5.5" in text
+        and "compress 0.50" in text
+    )
 
 
 def test_operations_are_those_that_pytorch_counts():
@@ -88,12 +109,17 @@ def test_operations_are_those_that_pytorch_counts():
     assert operations.passed(shape, 50, 50) == pytest.approx(counted.get_total_flops(), rel=1e-3)
     pairs = sum(range(1, 51)) / 50
     assert operations.prefill(shape, 50) == operations.passed(shape, 50, pairs)
-    passes = operations.passed(shape, 4 + 38, 8 + 43 / 2) + operations.passed(shape, 4 + 72, 8 + 77 / 2)
+    passes = operations.passed(shape, 4 + 38, 8 + 43 / 2) + operations.passed(
+        shape, 4 + 72, 8 + 77 / 2
+    )
     assert operations.kvzip(shape, 8, chunk=4) == passes
 
 
 def test_medians_over_repetitions():
-    one, two = {"a": 1, "b": {"c": 4.0}, "v": "x", "p": None}, {"a": 3, "b": {"c": 8.0}, "v": "x", "p": None}
+    one, two = (
+        {"a": 1, "b": {"c": 4.0}, "v": "x", "p": None},
+        {"a": 3, "b": {"c": 8.0}, "v": "x", "p": None},
+    )
     assert middle_of([one, two]) == {"a": 2, "b": {"c": 6.0}, "v": "x", "p": None}
 
 

@@ -1,4 +1,6 @@
-"""Questions to several documents in one batch: what each would answer alone, and how the rows are kept apart."""
+"""Questions to several documents in one batch: what each would answer alone, and how the rows are
+kept apart.
+"""
 
 import warnings
 from unittest.mock import patch
@@ -20,7 +22,12 @@ TEXTS = [
     "Who lives in the red house? Nobody lives there. The door is blue. " * 9,
     "The green house has seven doors and no code at all. " * 2,
 ]
-QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "?", "Tell me about the red house."]
+QUESTIONS = [
+    "Which code?",
+    "Who lives in the blue house, and why?",
+    "?",
+    "Tell me about the red house.",
+]
 
 
 @pytest.fixture
@@ -32,22 +39,37 @@ def made(tiny_model, tiny_tokenizer):
     ways = [{"ratio": 0.5, "adapter": adapter}, {"ratio": 0.2, "adapter": None, "evictor": "knorm"}]
     ways.append({"ratio": 0.9, "adapter": adapter, "restore_tokens": 1, "storage": "int8"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RestoreKVWarning)  # the first restore token was not trained to work alone
-        return [compress(tiny_model, tiny_tokenizer, text, **way) for text, way in zip(TEXTS, ways, strict=True)]
+        # The first restore token was not trained to work alone.
+        warnings.simplefilter("ignore", RestoreKVWarning)
+        return [
+            compress(tiny_model, tiny_tokenizer, text, **way)
+            for text, way in zip(TEXTS, ways, strict=True)
+        ]
 
 
 def test_every_document_answers_as_it_does_alone(made):
-    asked = [(made[0], QUESTIONS), (made[1], QUESTIONS[1]), (made[2], QUESTIONS[:2]), (made[0], [QUESTIONS[3]])]
+    asked = [
+        (made[0], QUESTIONS),
+        (made[1], QUESTIONS[1]),
+        (made[2], QUESTIONS[:2]),
+        (made[0], [QUESTIONS[3]]),
+    ]
     with patch.object(generate, "forked", wraps=forked) as batches:
         found = ask_many(asked, max_new_tokens=12)
     assert len(batches.call_args_list) == 1  # one batch
     assert found == [each.ask(given, 12) for each, given in asked]
-    assert isinstance(found[1], str) and [len(own) for own in (found[0], found[2], found[3])] == [4, 2, 1]
+    assert isinstance(found[1], str) and [len(own) for own in (found[0], found[2], found[3])] == [
+        4,
+        2,
+        1,
+    ]
     assert len({answer for own in found for answer in ([own] if isinstance(own, str) else own)}) > 4
 
 
 def test_more_questions_than_a_batch_holds(made):
-    asked = [(each, [f"{question} {n}" for n in range(3) for question in QUESTIONS]) for each in made]
+    asked = [
+        (each, [f"{question} {n}" for n in range(3) for question in QUESTIONS]) for each in made
+    ]
     assert ask_many(asked, max_new_tokens=3) == [each.ask(given, 3) for each, given in asked]
 
 
@@ -60,7 +82,9 @@ def test_rows_end_on_their_own(made, tiny_tokenizer):
     model.generation_config.eos_token_id = 319
     together = generate.answer_ids(model, tiny_tokenizer, caches, prompts, limits)
     for row, limit in enumerate(limits):
-        alone = generate.answer_ids(model, tiny_tokenizer, caches[row], prompts[row : row + 1], limit)[0]
+        alone = generate.answer_ids(
+            model, tiny_tokenizer, caches[row], prompts[row : row + 1], limit
+        )[0]
         assert together[row].tolist() == alone.tolist()
 
 
@@ -84,7 +108,8 @@ def test_one_cache_is_forked_and_several_are_joined(made):
     layer = joint.layers[0]
     assert isinstance(layer, MultiContextLayer) and layer.rows == [2, 1] and layer.columns == 3
     assert all(
-        part.context_keys is cache.layers[0].context_keys for part, cache in zip(layer.parts, caches[:2], strict=True)
+        part.context_keys is cache.layers[0].context_keys
+        for part, cache in zip(layer.parts, caches[:2], strict=True)
     )
     assert layer.shape == (3, layer.heads, 3, layer.parts[0].keys.shape[-1])
 
@@ -101,11 +126,15 @@ def test_masks_belong_to_tails_by_their_last_columns(made):
 
 
 def test_other_models_and_templates_are_refused(made, tiny_tokenizer):
-    other = compress(build_model("llama", seed=3), tiny_tokenizer, TEXTS[0], ratio=0.5, adapter=None)
+    other = compress(
+        build_model("llama", seed=3), tiny_tokenizer, TEXTS[0], ratio=0.5, adapter=None
+    )
     with pytest.raises(RestoreKVError, match="one model"):
         ask_many([(made[0], "a?"), (other, "b?")])
     with patch.object(restorekv.many_contexts, "template_hash", side_effect=lambda one: id(one)):
-        strange = restorekv.CompressedContext(made[0].model, object(), *list(vars(made[0]).values())[2:])
+        strange = restorekv.CompressedContext(
+            made[0].model, object(), *list(vars(made[0]).values())[2:]
+        )
         with pytest.raises(RestoreKVError, match="one chat template"):
             ask_many([(made[0], "a?"), (strange, "b?")])
 

@@ -1,4 +1,6 @@
-"""8-bit contexts: numbers within the bounds that their scales give, attention against the definition, files."""
+"""8-bit contexts: numbers within the bounds that their scales give, attention against the
+definition, files.
+"""
 
 from itertools import pairwise
 
@@ -17,7 +19,10 @@ from restorekv.model import attention
 from restorekv.model.attention import naive, stored
 from restorekv.pipeline import compress
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 2
+)
 EIGHT_BITS = [how for how in quantized.STORAGES if how != "model"]
 NEW = {"storage", "streaming"}  # fields of the manifest that format 2 lacks
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,7 +33,9 @@ def bounds_of(lengths):
 
 
 def draw(seed, *shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def allowed(rows, bounds, how, keys):
@@ -49,7 +56,9 @@ def allowed(rows, bounds, how, keys):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    lengths=st.lists(st.sampled_from([0, 1, 5, GROUP - 1, GROUP, 2 * GROUP + 3]), min_size=1, max_size=4),
+    lengths=st.lists(
+        st.sampled_from([0, 1, 5, GROUP - 1, GROUP, 2 * GROUP + 3]), min_size=1, max_size=4
+    ),
     dim=st.sampled_from([32, 80, 128, 256]),
     how=st.sampled_from(EIGHT_BITS),
     dtype=st.sampled_from(DTYPES),
@@ -65,13 +74,26 @@ def test_every_number_is_as_near_as_its_scale_says(lengths, dim, how, dtype, siz
     for is_key, rows, packed in zip(
         (True, False), (keys, values), quantized.pack(keys, values, bounds, how), strict=True
     ):
-        assert packed.codes.element_size() == 1 and packed.shape == rows.shape and packed[:].dtype == dtype
+        assert (
+            packed.codes.element_size() == 1
+            and packed.shape == rows.shape
+            and packed[:].dtype == dtype
+        )
         exact = packed.rows(slice(None), torch.float64)
-        assert ((exact - rows.double()).abs() <= allowed(rows, bounds, how, is_key) * (1 + 1e-5) + 1e-30).all()
-        for part in (slice(0, 1), slice(1, 2), slice(GROUP // 2, 3 * GROUP), slice(len(rows) // 2, None)):
+        assert (
+            (exact - rows.double()).abs() <= allowed(rows, bounds, how, is_key) * (1 + 1e-5) + 1e-30
+        ).all()
+        for part in (
+            slice(0, 1),
+            slice(1, 2),
+            slice(GROUP // 2, 3 * GROUP),
+            slice(len(rows) // 2, None),
+        ):
             assert packed.rows(part, torch.float64).equal(exact[part])
             torch.testing.assert_close(packed[part], exact[part].to(dtype))
-        again = quantized.unpack((packed.codes,) * 2, (packed.scales,) * 2, bounds, how, dtype)[0 if is_key else 1]
+        again = quantized.unpack((packed.codes,) * 2, (packed.scales,) * 2, bounds, how, dtype)[
+            0 if is_key else 1
+        ]
         assert again[:].equal(packed[:])
 
 
@@ -79,10 +101,15 @@ def make_case(lengths, dim, groups, batch, queries, tail, dtype, bias, seed=0):
     heads, bounds = len(lengths), bounds_of(lengths)
     keys, values = (draw(seed + i, bounds[-1], dim, dtype=dtype) for i in range(2))
     empty = torch.zeros(1, heads, 0, dim, dtype=dtype)
-    offsets, positions = torch.tensor(bounds, dtype=torch.int32), torch.arange(bounds[-1], dtype=torch.int32)
+    offsets, positions = (
+        torch.tensor(bounds, dtype=torch.int32),
+        torch.arange(bounds[-1], dtype=torch.int32),
+    )
     added = draw(seed + 9, bounds[-1], dtype=dtype) if bias else None
     layer = RaggedLayer(keys, values, offsets, positions, bounds[-1], empty, empty, added)
-    layer.keys, layer.values = (draw(seed + 5 + i, batch, heads, tail, dim, dtype=dtype) for i in range(2))
+    layer.keys, layer.values = (
+        draw(seed + 5 + i, batch, heads, tail, dim, dtype=dtype) for i in range(2)
+    )
     return draw(seed + 7, batch, heads, groups, queries, dim, dtype=dtype) * 2, layer
 
 
@@ -106,11 +133,17 @@ def store(layer, how):
     hidden=st.booleans(),
     block=st.sampled_from([1, 4096, 1 << 20]),
 )
-def test_attention_is_that_of_the_numbers_stored(lengths, dim, groups, batch, queries, how, dtype, bias, hidden, block):
-    """Tile by tile as at once, whatever the tile; the definition, in float64, of the very numbers that are held."""
+def test_attention_is_that_of_the_numbers_stored(
+    lengths, dim, groups, batch, queries, how, dtype, bias, hidden, block
+):
+    """Tile by tile as at once, whatever the tile; the definition, in float64, of the very numbers
+    that are held.
+    """
     query, layer = make_case(lengths, dim, groups, batch, queries, queries + 2, dtype, bias)
     store(layer, how)
-    mask = torch.ones(queries, queries + 2, dtype=torch.bool).tril(2).expand(batch, 1, -1, -1).clone()
+    mask = (
+        torch.ones(queries, queries + 2, dtype=torch.bool).tril(2).expand(batch, 1, -1, -1).clone()
+    )
     mask[0, :, :, 0] &= not hidden
     exact = stored.unpacked(layer)
     for name in ("context_keys", "context_values"):
@@ -123,7 +156,12 @@ def test_attention_is_that_of_the_numbers_stored(lengths, dim, groups, batch, qu
         found = stored.attend(query, layer, mask if hidden else None, dim**-0.5)
     finally:
         stored.BLOCK = before
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-5,
+        torch.float16: 2e-3,
+        torch.bfloat16: 2e-2,
+    }[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -135,7 +173,9 @@ def test_attention_is_as_near_to_the_full_numbers_as_the_scales_say(how, seed):
     query, layer = make_case([300, 5, 0], 64, 2, 1, 3, 4, torch.float64, False, seed)
     query = query / 4
     keys, values = layer.context_keys, layer.context_values
-    limits = [allowed(rows, layer.bounds, how, is_key) for rows, is_key in ((keys, True), (values, False))]
+    limits = [
+        allowed(rows, layer.bounds, how, is_key) for rows, is_key in ((keys, True), (values, False))
+    ]
     mask = torch.ones(3, 4, dtype=torch.bool).tril(1).expand(1, 1, -1, -1)
     expected = naive.attend(query, layer, mask, 64**-0.5)
     found = stored.attend(query, store(layer, how), mask, 64**-0.5)
@@ -145,7 +185,9 @@ def test_attention_is_as_near_to_the_full_numbers_as_the_scales_say(how, seed):
             assert error < 1e-12
             continue
         off = (query[:, head].abs() @ limits[0][start:end].T).max() * 64**-0.5
-        highest = torch.cat([values[start:end].flatten(), layer.values[:, head].flatten()]).abs().max()
+        highest = (
+            torch.cat([values[start:end].flatten(), layer.values[:, head].flatten()]).abs().max()
+        )
         limit = limits[1][start:end].max() + (torch.exp(2 * off) - 1) * highest
         assert 0 < error <= limit
         assert limit < 0.4 * highest if how == "int8" else True  # a bound that says something
@@ -159,13 +201,17 @@ def test_no_layer_is_widened_whole(monkeypatch):
     monkeypatch.setattr(stored, "BLOCK", 32 * 50)
     asked, rows = [], quantized.Packed.rows
     monkeypatch.setattr(
-        quantized.Packed, "rows", lambda self, part, dtype: asked.append(part) or rows(self, part, dtype)
+        quantized.Packed,
+        "rows",
+        lambda self, part, dtype: asked.append(part) or rows(self, part, dtype),
     )
     found = attention.attend(None, query.flatten(1, 2), layer, layer, None)[0]
     assert max(part.stop - part.start for part in asked) == 50
     for backend in ("naive", "cascade", "frozen"):
         with attention.using(backend):
-            torch.testing.assert_close(attention.attend(None, query.flatten(1, 2), layer, layer, None)[0], found)
+            torch.testing.assert_close(
+                attention.attend(None, query.flatten(1, 2), layer, layer, None)[0], found
+            )
     assert not found.equal(plain)
     torch.testing.assert_close(found, plain, rtol=0.1, atol=0.1)
 
@@ -182,14 +228,23 @@ def test_compress_save_load_ask(tiny_model, tiny_tokenizer, tmp_path, how):
     loaded = CompressedContext.load(tmp_path / "doc.rkv", tiny_model, tiny_tokenizer)
     assert loaded.manifest == made.manifest and loaded.cache.nbytes == made.cache.nbytes
     for ours, theirs in zip(made.cache.layers, loaded.cache.layers, strict=True):
-        assert all(a.equal(b) and a.dtype == b.dtype for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+        assert all(
+            a.equal(b) and a.dtype == b.dtype
+            for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+        )
     questions = ["Which code?", "Who lives in the blue house?"]
     answers = made.ask(questions, 6)
-    assert answers == loaded.ask(questions, 6) == [made.generate(question, max_new_tokens=6) for question in questions]
+    assert (
+        answers
+        == loaded.ask(questions, 6)
+        == [made.generate(question, max_new_tokens=6) for question in questions]
+    )
 
 
 def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer):
-    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, storage="int8", allocation="per-head")
+    made = compress(
+        tiny_model, tiny_tokenizer, TEXT, ratio=0.5, storage="int8", allocation="per-head"
+    )
     plain = made.cache.to_dynamic_cache()
     layer = made.cache.layers[0]
     assert plain.layers[0].keys.dtype == tiny_model.dtype

@@ -1,4 +1,6 @@
-"""The ragged cache against transformers' DynamicCache: logits, positions, rewinding, forking, gradients, bytes."""
+"""The ragged cache against transformers' DynamicCache: logits, positions, rewinding, forking,
+gradients, bytes.
+"""
 
 import pytest
 import torch
@@ -26,20 +28,31 @@ def prefill(model, tokens):
 
 def random_keep(model, columns, seed=0, share=0.3):
     shape = CacheShape.of(model)
-    keep = torch.rand(shape.layers, shape.heads, columns, generator=torch.Generator().manual_seed(seed)) < share
+    keep = (
+        torch.rand(
+            shape.layers, shape.heads, columns, generator=torch.Generator().manual_seed(seed)
+        )
+        < share
+    )
     keep[:, :, :1] = True  # dense masked attention needs one visible column before the question
     keep[0, 1] = False  # except in one head, whose question sees only itself
     return keep
 
 
 def masked_logits(model, full, keep, question):
-    """Dense attention with the dropped columns masked, one mask per layer and head; an independent path."""
+    """Dense attention with the dropped columns masked, one mask per layer and head; an independent
+    path.
+    """
     shape = CacheShape.of(model)
     columns, length = keep.shape[-1], question.shape[-1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
 
     def masked(module, query, key, value, attention_mask, scaling=None, **_):
-        kept = keep[module.layer_idx].repeat_interleave(shape.groups, 0)[:, None].expand(-1, length, -1)
+        kept = (
+            keep[module.layer_idx]
+            .repeat_interleave(shape.groups, 0)[:, None]
+            .expand(-1, length, -1)
+        )
         rest = torch.ones(kept.shape[0], length, key.shape[2] - columns - length, dtype=torch.bool)
         visible = torch.cat([kept, rest, causal.expand(kept.shape[0], -1, -1)], -1)[None]
         key, value = (x.repeat_interleave(shape.groups, 1) for x in (key, value))
@@ -65,7 +78,10 @@ def test_keeping_everything_is_the_plain_model(tiny_model, backend):
     with torch.no_grad(), attention.using(backend):
         plain = tiny_model(torch.cat([context, question], 1)).logits[:, -QUESTION:]
         first = tiny_model(question[:, :3], past_key_values=cache, use_cache=True).logits
-        rest = [tiny_model(question[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3, 7)]
+        rest = [
+            tiny_model(question[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+            for i in range(3, 7)
+        ]
     torch.testing.assert_close(torch.cat([first, *rest], 1), plain, rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == CONTEXT + QUESTION
 
@@ -73,14 +89,18 @@ def test_keeping_everything_is_the_plain_model(tiny_model, backend):
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("restore", [0, 4])
 def test_evicted_cache_is_masked_attention(tiny_model, backend, restore):
-    """With the columns beyond the context as restore cache: never evicted, positions go on behind them."""
+    """With the columns beyond the context as restore cache: never evicted, positions go on behind
+    them.
+    """
     tokens, question = ids(CONTEXT + restore, 1), ids(QUESTION, 2)
     full, keep = prefill(tiny_model, tokens), random_keep(tiny_model, CONTEXT)
     cache = RaggedCache.from_dense(full, keep)
     assert cache.restore == restore and cache.get_seq_length() == CONTEXT + restore
     with torch.no_grad(), attention.using(backend):
         ours = tiny_model(question, past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(ours, masked_logits(tiny_model, full, keep, question), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ours, masked_logits(tiny_model, full, keep, question), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_float64_to_ten_digits():
@@ -101,15 +121,23 @@ def test_counts_positions_and_bytes(tiny_model):
     assert cache.pairs_of_prefix(5) == int(keep[..., :5].sum())
     for layer, kept in zip(cache.layers, keep, strict=True):
         assert layer.positions.dtype == torch.int32
-        assert layer.positions.tolist() == [column for head in kept for column in head.nonzero()[:, 0].tolist()]
+        assert layer.positions.tolist() == [
+            column for head in kept for column in head.nonzero()[:, 0].tolist()
+        ]
     numbers = cache.pairs * 2 * shape.head_dim + int(keep.sum()) + shape.layers * (shape.heads + 1)
     assert cache.nbytes == 4 * numbers
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for y in cache.layers for x in y.tensors()}
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for y in cache.layers
+        for x in y.tensors()
+    }
     assert sum(storages.values()) == cache.nbytes  # nothing larger is kept alive behind a view
 
 
 def test_rewind_is_free_and_exact(tiny_model):
-    cache = RaggedCache.from_dense(prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT))
+    cache = RaggedCache.from_dense(
+        prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
+    )
     with torch.no_grad():
         first = tiny_model(ids(QUESTION, 2), past_key_values=cache, use_cache=True).logits
         cache.reset()
@@ -122,12 +150,17 @@ def test_rewind_is_free_and_exact(tiny_model):
 
 
 def test_forks_share_the_context_and_nothing_else(tiny_model):
-    cache = RaggedCache.from_dense(prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT))
+    cache = RaggedCache.from_dense(
+        prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
+    )
     fork = cache.fork(3)
     questions = ids(QUESTION, 2, batch=3)
     with torch.no_grad():
         together = tiny_model(questions, past_key_values=fork, use_cache=True).logits
-        alone = [tiny_model(row[None], past_key_values=cache.fork(), use_cache=True).logits for row in questions]
+        alone = [
+            tiny_model(row[None], past_key_values=cache.fork(), use_cache=True).logits
+            for row in questions
+        ]
     assert fork.layers[0].context_keys is cache.layers[0].context_keys
     assert (cache.get_seq_length(), fork.get_seq_length()) == (CONTEXT + 4, CONTEXT + 4 + QUESTION)
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
@@ -141,15 +174,21 @@ def test_gradients_reach_the_restore_cache_alone(tiny_model, backend):
         layer.values.requires_grad_()
     cache = RaggedCache.from_dense(full, random_keep(tiny_model, CONTEXT))
     with attention.using(backend):
-        tiny_model(ids(QUESTION, 2), past_key_values=cache.fork(), use_cache=True).logits.square().sum().backward()
+        tiny_model(
+            ids(QUESTION, 2), past_key_values=cache.fork(), use_cache=True
+        ).logits.square().sum().backward()
     for layer in full.layers:
         assert not layer.keys.grad[:, :, :CONTEXT].any() and layer.keys.grad[:, :, CONTEXT:].any()
-        assert not layer.values.grad[:, :, :CONTEXT].any() and layer.values.grad[:, :, CONTEXT:].any()
+        assert (
+            not layer.values.grad[:, :, :CONTEXT].any() and layer.values.grad[:, :, CONTEXT:].any()
+        )
 
 
 def test_beams_and_batch_selection(tiny_model):
     """What transformers does to caches between steps."""
-    cache = RaggedCache.from_dense(prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)).fork(2)
+    cache = RaggedCache.from_dense(
+        prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
+    ).fork(2)
     with torch.no_grad():
         tiny_model(ids(QUESTION, 2, batch=2), past_key_values=cache, use_cache=True)
     before = cache.layers[0].keys.clone()

@@ -17,7 +17,10 @@ def pair(columns, batch=1):
 
 def make_layer():
     context = torch.randn(5, DIM), torch.randn(5, DIM)
-    offsets, positions = torch.tensor([0, 2, 5], dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    offsets, positions = (
+        torch.tensor([0, 2, 5], dtype=torch.int32),
+        torch.arange(5, dtype=torch.int32),
+    )
     return RaggedLayer(*context, offsets, positions, SEEN, *pair(RESTORE))
 
 
@@ -30,7 +33,9 @@ OPERATIONS = st.lists(
         st.tuples(st.just("append"), st.integers(1, 5)),
         st.tuples(st.just("crop"), st.integers(0, 9)),
         st.tuples(st.just("to"), st.integers(0, 20)),
-        st.tuples(st.sampled_from(["rewind", "settle", "swap", "double", "reserve", "learn"]), st.just(2)),
+        st.tuples(
+            st.sampled_from(["rewind", "settle", "swap", "double", "reserve", "learn"]), st.just(2)
+        ),
     ),
     max_size=12,
 )
@@ -82,7 +87,8 @@ def test_equals_tensors_that_are_copied_every_time(operations):
 def test_appending_moves_nothing_while_there_is_room():
     layer = make_layer().fork(2)
     layer.update(*pair(6, 2))
-    assert layer.room[0].shape[2] == RESTORE + 6  # what may be the only append takes no more than it needs
+    # What may be the only append takes no more than it needs.
+    assert layer.room[0].shape[2] == RESTORE + 6
     layer.update(*pair(1, 2))
     first = address(layer)
     for _ in range(SPARE - 1):
@@ -134,7 +140,9 @@ def test_held_tensors_are_the_buffers():
     assert sum(x.nbytes for x in layer.tensors()) - alone == 2 * HEADS * 50 * DIM * 4
     layer.update(*pair(4))
     layer.settle()
-    assert sum(x.untyped_storage().nbytes() for x in layer.pair) == 2 * HEADS * (RESTORE + 4) * DIM * 4
+    assert (
+        sum(x.untyped_storage().nbytes() for x in layer.pair) == 2 * HEADS * (RESTORE + 4) * DIM * 4
+    )
 
 
 def test_gradients_pass_through_appends():

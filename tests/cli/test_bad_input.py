@@ -1,4 +1,6 @@
-"""Whatever a user can get wrong ends in one sentence on stderr, a non-zero exit and no half-written file."""
+"""Whatever a user can get wrong ends in one sentence on stderr, a non-zero exit and no half-written
+file.
+"""
 
 import errno
 import os
@@ -66,7 +68,11 @@ def small_disk(tmp_path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)]
-    if os.geteuid() or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("cannot mount a file system")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -108,7 +114,8 @@ def test_a_disk_that_fills_up_at_the_last_moment(world, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_may_not_be_written(world, tmp_path):
-    folder = Path("/sys") if os.geteuid() == 0 else tmp_path / "locked"  # root may write wherever the kernel lets it
+    # Root may write wherever the kernel lets it.
+    folder = Path("/sys") if os.geteuid() == 0 else tmp_path / "locked"
     if os.geteuid():
         folder.mkdir(mode=0o555)
     result = cli(*flags("--ratio", 0.5, "-o", folder / "doc.rkv")(world, tmp_path))
@@ -129,7 +136,9 @@ def test_interrupted_while_compressing(world, tmp_path, monkeypatch, moment):
     assert not files_below(tmp_path)
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded(world, tmp_path, monkeypatch):
+def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded(
+    world, tmp_path, monkeypatch
+):
     command = old_run()(world, tmp_path)
     monkeypatch.setattr(restorekv.cli.train, "open_model", None)
     assert_refused(cli(*command), "already holds a run")
@@ -153,7 +162,9 @@ def test_a_real_process_gets_a_real_ctrl_c(world, tmp_path):
     )
     args = [str(arg) for arg in flags("--ratio", 0.5)(world, tmp_path)]
     command = [sys.executable, "-c", script, *args]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "compressing\n"
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)

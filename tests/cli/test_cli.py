@@ -18,7 +18,18 @@ from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig
 from tests.helpers.cli_world import QUESTION, TEXT, World, build_world, cli
 
-TRAIN = ("--restore-tokens", 2, "--rank", 2, "--warmup", 1, "--max-new-tokens", 4, "--ratio-min", 0.1)
+TRAIN = (
+    "--restore-tokens",
+    2,
+    "--rank",
+    2,
+    "--warmup",
+    1,
+    "--max-new-tokens",
+    4,
+    "--ratio-min",
+    0.1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +38,9 @@ def world(tmp_path_factory, tiny_tokenizer) -> World:
 
 
 def compress(world: World, out, *more: object, text: str | None = None, stdin: bytes = b""):
-    result = cli("compress", text or world.text, "--model", world.model, "-o", out, *more, stdin=stdin)
+    result = cli(
+        "compress", text or world.text, "--model", world.model, "-o", out, *more, stdin=stdin
+    )
     assert result.code == 0, result.err
     return result
 
@@ -67,7 +80,11 @@ def test_every_command_has_help(name):
 @pytest.mark.parametrize("program", ["paper", "benchmarks"])
 def test_a_checkout_s_programs_have_the_same_short_help(program):
     result = cli(program, "-h")
-    assert result.code == 0 and f"python -m {program}" in result.out and result.out == cli(program, "--help").out
+    assert (
+        result.code == 0
+        and f"python -m {program}" in result.out
+        and result.out == cli(program, "--help").out
+    )
 
 
 def test_compress_then_ask_as_the_library_does(world, tmp_path):
@@ -84,15 +101,27 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     expected = loaded.ask([QUESTION, "is the code seven?"], 6)
     one = cli("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6)
     assert one.code == 0 and one.out == expected[0] + "\n"
-    unnamed = cli("ask", out, QUESTION, "--max-new-tokens", 6)  # the file says which folder, which is only its word
+    # The file says which folder, which is only its word.
+    unnamed = cli("ask", out, QUESTION, "--max-new-tokens", 6)
     assert unnamed.code == 1 and "with --model" in unnamed.err
     answers = tmp_path / "answers.json"
     both = cli(
-        "ask", out, QUESTION, "is the code seven?", "--model", world.model, "--max-new-tokens", 6, "--json", answers
+        "ask",
+        out,
+        QUESTION,
+        "is the code seven?",
+        "--model",
+        world.model,
+        "--max-new-tokens",
+        6,
+        "--json",
+        answers,
     )
     assert both.code == 0, both.err
     rows = json.loads(answers.read_text())["answers"]
-    assert [row["answer"] for row in rows] == expected and {row["file"] for row in rows} == {str(out)}
+    assert [row["answer"] for row in rows] == expected and {row["file"] for row in rows} == {
+        str(out)
+    }
 
 
 def test_several_files_answer_in_one_batch(world, tmp_path):
@@ -106,7 +135,10 @@ def test_several_files_answer_in_one_batch(world, tmp_path):
     assert [(row["file"], row["question"]) for row in rows] == [
         (str(file), question) for file in files for question in (QUESTION, "is the code seven?")
     ]
-    alone = [CompressedContext.load(file, *loaded).ask([QUESTION, "is the code seven?"], 6) for file in files]
+    alone = [
+        CompressedContext.load(file, *loaded).ask([QUESTION, "is the code seven?"], 6)
+        for file in files
+    ]
     assert [row["answer"] for row in rows] == alone[0] + alone[1]
     assert "no question" in cli("ask", *files, *told).err
 
@@ -116,11 +148,28 @@ def test_compress_takes_stdin_tokens_per_head_and_every_policy(world, tmp_path):
     out = tmp_path / "doc.rkv"
     compress(world, out, "--tokens-per-head", 10, "--json", figures, text="-", stdin=TEXT.encode())
     made = json.loads(figures.read_text())
-    assert made["pairs"] == 10 * made["shape"]["layers"] * made["shape"]["heads"] and made["adapter"] is None
+    assert (
+        made["pairs"] == 10 * made["shape"]["layers"] * made["shape"]["heads"]
+        and made["adapter"] is None
+    )
     tight = ("--ratio", "0.01", "--adapter", world.adapter)
-    compress(world, out, *tight, "--on-small-budget", "fewer", "--prefix-policy", "counted", "--json", figures)
+    compress(
+        world,
+        out,
+        *tight,
+        "--on-small-budget",
+        "fewer",
+        "--prefix-policy",
+        "counted",
+        "--json",
+        figures,
+    )
     made = json.loads(figures.read_text())
-    assert made["restore_tokens"] < 8 and made["prefix_policy"] == "counted" and made["on_small_budget"] == "fewer"
+    assert (
+        made["restore_tokens"] < 8
+        and made["prefix_policy"] == "counted"
+        and made["on_small_budget"] == "fewer"
+    )
 
 
 def test_a_file_is_read_by_its_ending(world, tmp_path):
@@ -129,26 +178,53 @@ def test_a_file_is_read_by_its_ending(world, tmp_path):
     compress(world, tmp_path / "a.rkv", "--ratio", 1, "--json", figures, text=page)
     shown = cli("inspect", tmp_path / "a.rkv", "--model", world.model).out.replace("\n", " ")
     assert TEXT[:60] in shown and "script" not in shown and "<p>" not in shown
-    grown = cli("append", world.cache, page, "--model", world.model, "--adapter", "none", "-o", tmp_path / "b.rkv")
+    grown = cli(
+        "append",
+        world.cache,
+        page,
+        "--model",
+        world.model,
+        "--adapter",
+        "none",
+        "-o",
+        tmp_path / "b.rkv",
+    )
     assert grown.code == 0, grown.err
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7 of nothing")
-    broken = cli("compress", tmp_path / "broken.pdf", "--model", world.model, "-o", tmp_path / "c.rkv")
+    broken = cli(
+        "compress", tmp_path / "broken.pdf", "--model", world.model, "-o", tmp_path / "c.rkv"
+    )
     assert broken.code == 1 and "broken.pdf" in broken.err and "not UTF-8" not in broken.err
 
 
 def test_questions_from_stdin(world, tmp_path):
     told = ("--model", world.model, "--max-new-tokens", 6)
-    typed = cli("ask", world.cache, "-", *told, stdin=f"{QUESTION}\n\nis the code seven?\n".encode())
-    assert typed.code == 0 and typed.out == cli("ask", world.cache, QUESTION, "is the code seven?", *told).out
+    typed = cli(
+        "ask", world.cache, "-", *told, stdin=f"{QUESTION}\n\nis the code seven?\n".encode()
+    )
     assert (
-        cli("ask", world.cache, "-", *told, stdin=QUESTION.encode()).out == cli("ask", world.cache, QUESTION, *told).out
+        typed.code == 0
+        and typed.out == cli("ask", world.cache, QUESTION, "is the code seven?", *told).out
+    )
+    assert (
+        cli("ask", world.cache, "-", *told, stdin=QUESTION.encode()).out
+        == cli("ask", world.cache, QUESTION, *told).out
     )
     assert "The input is empty" in cli("ask", world.cache, "-", *told).err
     assert "not UTF-8" in cli("ask", world.cache, "-", *told, stdin=b"caf\xe9?").err
 
 
 def test_a_mismatched_evictor_is_one_line_of_warning(world, tmp_path):
-    told = compress(world, tmp_path / "doc.rkv", "--evictor", "kvzip+", "--ratio", "0.3", "--adapter", world.adapter)
+    told = compress(
+        world,
+        tmp_path / "doc.rkv",
+        "--evictor",
+        "kvzip+",
+        "--ratio",
+        "0.3",
+        "--adapter",
+        world.adapter,
+    )
     assert told.err.startswith("warning: ") and told.err.count("\n") == 1 and "kvzip+" in told.err
 
 
@@ -177,12 +253,18 @@ def test_survivors_agree_with_the_cache(world):
 
 
 def test_train_has_a_flag_for_every_setting():
-    assert set(restorekv.cli.train.run.__annotations__) > {field.name for field in fields(TrainConfig)}
+    assert set(restorekv.cli.train.run.__annotations__) > {
+        field.name for field in fields(TrainConfig)
+    }
     assert all(field.metadata["help"].endswith(".") for field in fields(TrainConfig))
 
 
 def test_train_resume_and_use_the_adapter(world, tmp_path):
-    run = tmp_path / "a-folder-whose-name-is-longer-than-a-line-of-a-terminal-that-has-eighty-columns" / "run"
+    run = (
+        tmp_path
+        / "a-folder-whose-name-is-longer-than-a-line-of-a-terminal-that-has-eighty-columns"
+        / "run"
+    )
     run.parent.mkdir()
     common = ("train", "--data", world.data, "--model", world.model, "--out", run, *TRAIN)
     done = cli(*common, "--steps", 2, "--checkpoint-every", 1)

@@ -1,4 +1,6 @@
-"""The demo: its tables, from a random model without adapters and made by hand, and that it loads a model once."""
+"""The demo: its tables, from a random model without adapters and made by hand, and that it loads a
+model once.
+"""
 
 import io
 
@@ -25,9 +27,13 @@ from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
 SAMPLE = Sample(
-    "one", "the red house is big. " * 12,
-    (Question("1", "a", "\n\nQuestion: who is it?\nAnswer:", ("he", "she"), 3), Question("2", "a", " what?", (), 4)),
-)  # fmt: skip
+    "one",
+    "the red house is big. " * 12,
+    (
+        Question("1", "a", "\n\nQuestion: who is it?\nAnswer:", ("he", "she"), 3),
+        Question("2", "a", " what?", (), 4),
+    ),
+)
 
 
 def printed(table) -> str:
@@ -37,7 +43,9 @@ def printed(table) -> str:
 
 
 def test_every_cache_answers_the_same_questions(tiny_tokenizer):
-    tokens, answers = side_by_side(build_model("qwen3"), tiny_tokenizer, SAMPLE, {"knorm": None}, (0.5, 0.25))
+    tokens, answers = side_by_side(
+        build_model("qwen3"), tiny_tokenizer, SAMPLE, {"knorm": None}, (0.5, 0.25)
+    )
     assert [each.title for each in answers] == ["full cache", "Knorm, r = 0.5", "Knorm, r = 0.25"]
     assert all(len(each.answers) == 2 for each in answers) and tokens > 20
     assert answers[0].nbytes > answers[1].nbytes > answers[2].nbytes
@@ -48,8 +56,15 @@ def test_every_cache_answers_the_same_questions(tiny_tokenizer):
 def test_the_tables_show_questions_answers_bytes_and_seconds():
     answers = [Answered("full cache", 1000, ["he", "x"], {"ask": 0.5, "prefill": 2.0})]
     shown = printed(answers_table(SAMPLE, 60, answers))
-    assert "who is it?" in shown and "Question:" not in shown and "he / she" in shown and "1,000" in shown
-    assert printed(seconds_table(answers)).index("prefill") < printed(seconds_table(answers)).index("ask")
+    assert (
+        "who is it?" in shown
+        and "Question:" not in shown
+        and "he / she" in shown
+        and "1,000" in shown
+    )
+    assert printed(seconds_table(answers)).index("prefill") < printed(seconds_table(answers)).index(
+        "ask"
+    )
 
 
 def test_each_model_is_shown_what_it_can_read():
@@ -66,7 +81,9 @@ def test_the_demo_loads_its_model_once(monkeypatch):
     monkeypatch.setattr(cli_demo, "document", lambda *_: SAMPLE)
     loads, load_model = [], worker.load_model
     for module in (session, worker):
-        monkeypatch.setattr(module, "load_model", lambda *given: loads.append(given) or load_model(*given))
+        monkeypatch.setattr(
+            module, "load_model", lambda *given: loads.append(given) or load_model(*given)
+        )
     worker.OPENED.clear()
     demo = cli("demo", "--model", "tiny")
     assert demo.code == 0 and "full cache" in demo.out, demo

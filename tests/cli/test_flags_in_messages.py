@@ -1,4 +1,6 @@
-"""A sentence that advises a flag advises one that exists, and a server's sentence one that `serve` has."""
+"""A sentence that advises a flag advises one that exists, and a server's sentence one that `serve`
+has.
+"""
 
 import ast
 import re
@@ -9,10 +11,14 @@ from tests.helpers.source import FILES, MODULES, imported, name_of
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {  # flags of other programs, in the sentences that say how to call them
-    "--merge": "llama-gguf-split", "--no-deps": "pip", "--use_fsdp": "accelerate", "--kv-transfer-config": "vllm serve",
+    "--merge": "llama-gguf-split",
+    "--no-deps": "pip",
+    "--use_fsdp": "accelerate",
+    "--kv-transfer-config": "vllm serve",
     "--page": "benchmarks",
-}  # fmt: skip
-ELSEWHERE = {  # sentences of the library that the server's own ones replace, or that it never reaches
+}
+# Sentences of the library that the server's own ones replace, or that it never reaches.
+ELSEWHERE = {
     "--max-context": "told_to_clients in serve/documents.py",
     "--yarn": "told_to_clients in serve/documents.py",
     "--on-small-budget": "Variant.options asks for fewer restore tokens",
@@ -24,9 +30,21 @@ TREES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
 
 def texts_of(tree: ast.Module) -> list[str]:
     """The strings of a file that are not docstrings."""
-    documented = [each for each in ast.walk(tree) if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef)]
-    docstrings = {id(each.body[0].value) for each in documented if each.body and isinstance(each.body[0], ast.Expr)}
-    constants = [each for each in ast.walk(tree) if isinstance(each, ast.Constant) and id(each) not in docstrings]
+    documented = [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    docstrings = {
+        id(each.body[0].value)
+        for each in documented
+        if each.body and isinstance(each.body[0], ast.Expr)
+    }
+    constants = [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Constant) and id(each) not in docstrings
+    ]
     return [each.value for each in constants if isinstance(each.value, str)]
 
 
@@ -40,7 +58,11 @@ def flags_of(command: str) -> frozenset[str]:
     found, below = set(), [load(*COMMANDS[command][:2], command)]
     while below:
         each = below.pop()
-        found |= {flag for parameter in each.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        found |= {
+            flag
+            for parameter in each.params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
         below += getattr(each, "commands", {}).values()
     return frozenset(found | {"--help"})
 
@@ -60,20 +82,33 @@ def test_every_flag_in_a_message_exists():
     known = {flag for command in COMMANDS for flag in flags_of(command)} | set(FOREIGN)
     modules = [module for module in TREES if module.startswith("restorekv.")]
     # A table of markers is no advice.
-    strange = {(module, flag) for module in modules for flag in flags_in(module) if flag not in known}
+    strange = {
+        (module, flag) for module in modules for flag in flags_in(module) if flag not in known
+    }
     strange -= {("restorekv.restore.publish", "--higokri")}
-    assert not {each for each in strange if each[1] != "--version"}, "name a flag of a command, or of FOREIGN"
-    assert len({flag for module in modules for flag in flags_in(module)}) > 30, "it looks at something"
+    assert not {each for each in strange if each[1] != "--version"}, (
+        "name a flag of a command, or of FOREIGN"
+    )
+    assert len({flag for module in modules for flag in flags_in(module)}) > 30, (
+        "it looks at something"
+    )
 
 
 def test_every_flag_in_a_message_of_the_server_is_one_of_serves():
     servers = [module for module in MODULES if module.startswith("restorekv.serve.")]
-    modules = {each for each in reached([*servers, "restorekv.cli.serve"])} - {"restorekv.cli", "restorekv.cli.options"}
+    modules = {each for each in reached([*servers, "restorekv.cli.serve"])} - {
+        "restorekv.cli",
+        "restorekv.cli.options",
+    }
     assert {"restorekv.model.prompt", "restorekv.compression.budget"} <= modules
     known = {*flags_of("serve"), *FOREIGN, *ELSEWHERE}
-    assert not {(module, flag) for module in modules for flag in flags_in(module) if flag not in known}
+    assert not {
+        (module, flag) for module in modules for flag in flags_in(module) if flag not in known
+    }
     own = {flag for module in servers for flag in flags_in(module)}
-    assert own and own <= {*flags_of("serve"), *FOREIGN}, "its own sentences advise no other command's"
+    assert own and own <= {*flags_of("serve"), *FOREIGN}, (
+        "its own sentences advise no other command's"
+    )
 
 
 def test_the_flags_elsewhere_are_said_there():

@@ -1,4 +1,6 @@
-"""`restorekv compress FOLDER`: every document once, whatever happens to one, and the same bytes however spread."""
+"""`restorekv compress FOLDER`: every document once, whatever happens to one, and the same bytes
+however spread.
+"""
 
 import json
 import os
@@ -12,9 +14,11 @@ from tests.helpers.cli_world import TEXT, build_world, cli
 
 FLAGS = ("--ratio", "0.3", "--adapter", "none")
 TEXTS = {
-    "a.txt": TEXT, "below/b.md": f"# Houses\n\n{TEXT}", "c.html": f"<p>{TEXT}</p><script>no()</script>",
+    "a.txt": TEXT,
+    "below/b.md": f"# Houses\n\n{TEXT}",
+    "c.html": f"<p>{TEXT}</p><script>no()</script>",
     "D.TXT": TEXT.upper(),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +51,14 @@ def test_every_document_is_compressed(world, given, tmp_path):
     for name, text in {"c.html": TEXT.strip(), "a.txt": TEXT}.items():
         loaded = CompressedContext.load(tmp_path / "out" / f"{name}.rkv", model, tokenizer)
         own = compress(model, tokenizer, text, ratio="0.3", adapter=None)
-        assert loaded.ask("who?", 8) == own.ask("who?", 8) and loaded.manifest.pairs == own.manifest.pairs
+        assert (
+            loaded.ask("who?", 8) == own.ask("who?", 8)
+            and loaded.manifest.pairs == own.manifest.pairs
+        )
     figures = json.loads((tmp_path / "made.json").read_text())
-    assert figures["wrote"] == 4 and figures["documents"]["a.txt"]["held"] == own.manifest.bytes_held
+    assert (
+        figures["wrote"] == 4 and figures["documents"]["a.txt"]["held"] == own.manifest.bytes_held
+    )
     assert "4 of 4" in result.err and "100%" in result.err, "how far it is"
 
 
@@ -58,22 +67,30 @@ def test_what_is_there_is_kept(world, given, tmp_path):
     run(world, given)
     first = written(out := tmp_path / "out")
     stamps = {name: (out / name).stat().st_mtime_ns for name in first}
-    assert "Wrote 0 cache files" in (result := run(world, given)).out and "4 were there" in result.out
+    assert (
+        "Wrote 0 cache files" in (result := run(world, given)).out and "4 were there" in result.out
+    )
     assert {name: (out / name).stat().st_mtime_ns for name in first} == stamps
     (given / "a.txt").write_text(f"{TEXT} And more.")
     (out / "c.html.rkv").write_bytes(first["c.html.rkv"][:-9])
     (out / "D.TXT.rkv").unlink()
     (out / ".made" / "D.TXT.rkv.json").write_text("[]")
     assert "Wrote 3 cache files" in run(world, given).out
-    assert {name for name, content in written(out).items() if content != first[name]} == {"a.txt.rkv"}
+    assert {name for name, content in written(out).items() if content != first[name]} == {
+        "a.txt.rkv"
+    }
     assert "Wrote 4" in run(world, given, flags=("--ratio", "0.4", "--adapter", "none")).out
     assert "Wrote 4" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
-    again = cli("compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none")
+    again = cli(
+        "compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none"
+    )
     assert "Wrote 4" in again.out
 
 
 def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
-    """Whether a run was killed between the two or a file was put there by hand; old records do not name the file."""
+    """Whether a run was killed between the two or a file was put there by hand; old records do not
+    name the file.
+    """
     run(world, given)
     first, record = written(out := tmp_path / "out"), out / ".made" / "a.txt.rkv.json"
     entries = json.loads(record.read_text())
@@ -106,7 +123,11 @@ def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     assert result.err.splitlines()[-1] == (
         "error: 3 of 7 documents could not be compressed; mend what is named above and run it again."
     )
-    for name, words in {"bad.pdf": "can be read", "empty.txt": "has no text", "latin.txt": "not UTF-8"}.items():
+    for name, words in {
+        "bad.pdf": "can be read",
+        "empty.txt": "has no text",
+        "latin.txt": "not UTF-8",
+    }.items():
         (line,) = [line for line in result.err.splitlines() if line.startswith(f"{name}: ")]
         assert words in line
     assert len(written(tmp_path / "out")) == 4
@@ -131,8 +152,14 @@ def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypa
 
 def test_mistakes_are_one_sentence(world, given, tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "is not a folder" in cli("compress", given, "--model", world.model, "-o", tmp_path / "file").err
-    assert "Cannot load the model" in cli("compress", given, "--model", "no/such-model", "-o", tmp_path / "out").err
+    assert (
+        "is not a folder"
+        in cli("compress", given, "--model", world.model, "-o", tmp_path / "file").err
+    )
+    assert (
+        "Cannot load the model"
+        in cli("compress", given, "--model", "no/such-model", "-o", tmp_path / "out").err
+    )
 
 
 @pytest.mark.slow
@@ -147,5 +174,7 @@ def test_spread_over_ray_gives_the_same_bytes(world, given, tmp_path):
     assert result.code == 1 and "empty.txt: " in result.err and "1 of 5 documents" in result.err
     assert written(tmp_path / "out") == here and len(here) == 4
     assert "Wrote 0 cache files" in run(world, given).out
-    wrong = cli("compress", given, "--model", "no/such-model", "-o", tmp_path / "out", "--ray", "local")
+    wrong = cli(
+        "compress", given, "--model", "no/such-model", "-o", tmp_path / "out", "--ray", "local"
+    )
     assert wrong.code == 1 and "Cannot load the model" in wrong.err and "Traceback" not in wrong.err

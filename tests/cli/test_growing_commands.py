@@ -27,7 +27,16 @@ def document(world) -> CompressedContext:
 
 
 def test_a_conversation_in_a_pipe(world, document, tmp_path):
-    lines = [QUESTION, "and the house?", "/undo", "", "/history", f"/save {tmp_path / 'c.json'}", "/never", "/help"]
+    lines = [
+        QUESTION,
+        "and the house?",
+        "/undo",
+        "",
+        "/history",
+        f"/save {tmp_path / 'c.json'}",
+        "/never",
+        "/help",
+    ]
     options = ("--model", world.model, "--max-new-tokens", 6)
     result = cli("chat", world.cache, *options, stdin="\n".join([*lines, "/fold", "who?"]).encode())
     assert result.code == 0
@@ -37,26 +46,49 @@ def test_a_conversation_in_a_pipe(world, document, tmp_path):
     said = f"{first}\n{second}\nuser: {QUESTION}\nassistant: {first}\n"
     chat.fold(adapter=None)
     assert result.out.startswith(said)
-    for part in ("read ", "the conversation holds", "Turns taken back: 1; 1 are left", "no command /never", "/fold"):
+    for part in (
+        "read ",
+        "the conversation holds",
+        "Turns taken back: 1; 1 are left",
+        "no command /never",
+        "/fold",
+    ):
         assert part in " ".join(result.err.split())
-    again = cli("chat", world.cache, *options, "--continue", tmp_path / "c.json", stdin=b"and the house?\n/quit\nno")
+    again = cli(
+        "chat",
+        world.cache,
+        *options,
+        "--continue",
+        tmp_path / "c.json",
+        stdin=b"and the house?\n/quit\nno",
+    )
     assert again.out == f"{second}\n"
 
 
 @pytest.mark.parametrize(
-    "words, message", [
-        (("--continue", "none.json"), "none.json"), (("--continue", "text"), "text"),
-        (("--continue", "x", "--system", "y"), "leave it out"), (("--top-p", 0), "top_p is"),
+    "words, message",
+    [
+        (("--continue", "none.json"), "none.json"),
+        (("--continue", "text"), "text"),
+        (("--continue", "x", "--system", "y"), "leave it out"),
+        (("--top-p", 0), "top_p is"),
     ],
-)  # fmt: skip
+)
 def test_chat_refuses_with_a_sentence(world, words, message):
     words = [world.text if word == "text" else word for word in words]
     result = cli("chat", world.cache, "--model", world.model, *words, stdin=b"hi")
-    assert result.code == 1 and result.err.startswith("error:") and message in result.err and result.out == ""
+    assert (
+        result.code == 1
+        and result.err.startswith("error:")
+        and message in result.err
+        and result.out == ""
+    )
 
 
 def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
-    """A full disk, Ctrl-C in a long command, too little memory and a question that is not UTF-8 lose no turn."""
+    """A full disk, Ctrl-C in a long command, too little memory and a question that is not UTF-8
+    lose no turn.
+    """
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -77,13 +109,20 @@ def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.code == 0 and "broken off" in result.out and f"user: {QUESTION}\n" in result.out
     assert "caf" not in result.out and not list(tmp_path.iterdir())
-    for part in (f"error: Cannot write {tmp_path / 'c.json'}: File too large", "not enough memory", "not Unicode"):
+    for part in (
+        f"error: Cannot write {tmp_path / 'c.json'}: File too large",
+        "not enough memory",
+        "not Unicode",
+    ):
         assert part in result.err
 
 
 def test_what_was_folded_is_saved_with_the_document(world, tmp_path):
     made, saved, model = tmp_path / "a.rkv", tmp_path / "b.rkv", ("--model", world.model)
-    assert cli("compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made).code == 0
+    assert (
+        cli("compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made).code
+        == 0
+    )
     lines = [QUESTION, "/fold", f"/save {tmp_path / 'c.json'}", f"/save {saved}"]
     told = cli("chat", made, *model, "--max-new-tokens", 30, stdin="\n".join(lines).encode())
     assert "save that, as in /save doc.rkv." in told.err and {*tmp_path.iterdir()} == {made, saved}
@@ -99,19 +138,25 @@ cli.main(sys.argv[1:])
 
 @pytest.mark.parametrize(
     "moment, ending, code",
-    [("answering", signal.SIGTERM, 143), pytest.param(">", signal.SIGHUP, 129, marks=pytest.mark.slow)],
+    [
+        ("answering", signal.SIGTERM, 143),
+        pytest.param(">", signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_chat(world, moment, ending, code):
     """Both while it answers a piped question and while it waits for one on a terminal."""
     command = [sys.executable, "-c", SLOW, "chat", world.cache, "--model", world.model]
     terminal, typed = os.openpty()
     stdin = subprocess.PIPE if moment == "answering" else typed
-    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         if process.stdin:
             process.stdin.write(b"who?\nand who else?\n")
             process.stdin.flush()
         assert process.stdout.read(len(moment)) == moment.encode()
-        time.sleep(0.5)  # a signal between the prompt and the system's call to read would wait for what is typed
+        # A signal between the prompt and the system's call to read would wait for what is typed.
+        time.sleep(0.5)
         process.send_signal(ending)
         try:
             _, told = process.communicate(timeout=60)
@@ -128,7 +173,15 @@ def test_append_and_compose_write_what_the_library_makes(world, document, tmp_pa
     assert cli("append", world.cache, world.text, *options).code == 0
     grown = CompressedContext.load(tmp_path / "grown.rkv", document.model, document.tokenizer)
     assert grown.ask(QUESTION, 6) == document.append(text, adapter=world.adapter).ask(QUESTION, 6)
-    both = cli("compose", world.cache, tmp_path / "grown.rkv", "--model", world.model, "-o", tmp_path / "both.rkv")
+    both = cli(
+        "compose",
+        world.cache,
+        tmp_path / "grown.rkv",
+        "--model",
+        world.model,
+        "-o",
+        tmp_path / "both.rkv",
+    )
     assert both.code == 0 and "seconds" in both.out
     loaded = CompressedContext.load(tmp_path / "both.rkv", document.model, document.tokenizer)
     assert loaded.ask(QUESTION, 6) == compose([document, grown]).ask(QUESTION, 6)
@@ -137,7 +190,18 @@ def test_append_and_compose_write_what_the_library_makes(world, document, tmp_pa
 
 
 def test_sampled_and_constrained_answers(world, document, tmp_path):
-    hot = ("--temperature", 1.3, "--top-k", 30, "--seed", 5, "--max-new-tokens", 8, "--model", world.model)
+    hot = (
+        "--temperature",
+        1.3,
+        "--top-k",
+        30,
+        "--seed",
+        5,
+        "--max-new-tokens",
+        8,
+        "--model",
+        world.model,
+    )
     expected = document.ask(QUESTION, 8, temperature=1.3, top_k=30, seed=5)
     assert cli("ask", world.cache, QUESTION, *hot).out == f"{expected}\n"
     stops = [expected[2:4], "what no answer has"]

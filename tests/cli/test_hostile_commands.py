@@ -10,11 +10,19 @@ from tests.hostile.commands import GROUPS, is_here, judge
 
 SEED, SAMPLE = 15, {"values": 12, "types": 12, "files": 12, "known": 0, "processes": 6}
 ALWAYS = (
-    "ask who\\udcff\\udcfe?", "compress --device meta", "compress --offset 4611686018427387904", "text: fifo",
-    "data to train on: deep_json", "data to train on: surrogates", "data to train on: long_number",
-    "inspect to an ASCII terminal", "inspect without stdout", "text from a closed stdin", "compress ended by SIGTERM",
+    "ask who\\udcff\\udcfe?",
+    "compress --device meta",
+    "compress --offset 4611686018427387904",
+    "text: fifo",
+    "data to train on: deep_json",
+    "data to train on: surrogates",
+    "data to train on: long_number",
+    "inspect to an ASCII terminal",
+    "inspect without stdout",
+    "text from a closed stdin",
+    "compress ended by SIGTERM",
     "compress ended by SIGHUP",
-)  # fmt: skip
+)
 
 
 def sample() -> list[Kind]:

@@ -1,4 +1,6 @@
-"""No command opens a model, or anything else, because a file names it; whoever made the file may be a stranger."""
+"""No command opens a model, or anything else, because a file names it; whoever made the file may be
+a stranger.
+"""
 
 import io
 import json
@@ -29,14 +31,27 @@ ONLY_LOOK = ("inspect", "verify")
 def good(tmp_path_factory) -> bytes:
     folder = tmp_path_factory.mktemp("good")
     (folder / "text.txt").write_text(TEXT)
-    made = ["--evictor", "snapkv", "--adapter", "none", "--model", "tiny", "--allocation", "per-head", "--ratio", "0.5"]
+    made = [
+        "--evictor",
+        "snapkv",
+        "--adapter",
+        "none",
+        "--model",
+        "tiny",
+        "--allocation",
+        "per-head",
+        "--ratio",
+        "0.5",
+    ]
     assert execute(["compress", str(folder / "text.txt"), "-o", str(folder / "x.rkv"), *made]) == 0
     return (folder / "x.rkv").read_bytes()
 
 
 @pytest.fixture
 def place(good, tmp_path, monkeypatch):
-    """A folder with a text and a model that asks for its code to be run, where every question is answered yes."""
+    """A folder with a text and a model that asks for its code to be run, where every question is
+    answered yes.
+    """
     monkeypatch.chdir(tmp_path)
     evil_model(tmp_path, load.tiny_path("model"))
     (tmp_path / "more.txt").write_text(TEXT)
@@ -53,17 +68,26 @@ def name_model(place, name: str) -> None:
 
 @pytest.mark.parametrize("name", [EVIL, f"./{EVIL}", "someone/else"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_a_file_names_is_compared_and_never_opened(place, command, name, monkeypatch, capsys):
+def test_a_model_that_a_file_names_is_compared_and_never_opened(
+    place, command, name, monkeypatch, capsys
+):
     name_model(place, name)
     sources, find = [], load.model_source
-    monkeypatch.setattr(load, "model_source", lambda name, *how: sources.append(name) or find(name, *how))
+    monkeypatch.setattr(
+        load, "model_source", lambda name, *how: sources.append(name) or find(name, *how)
+    )
     code = execute(COMMANDS[command])
     said = capsys.readouterr()
     assert not (place / RAN).exists() and set(sources) <= {"tiny"}
     if command in ONLY_LOOK:
         assert code == 0
     else:
-        assert code == 1 and f"'{name}'" in said.err and "--model" in said.err and said.err.count("\n") == 1
+        assert (
+            code == 1
+            and f"'{name}'" in said.err
+            and "--model" in said.err
+            and said.err.count("\n") == 1
+        )
         assert not sources and not list(place.glob("o.*"))
 
 
@@ -81,11 +105,18 @@ def test_inspect_with_a_model_that_the_user_names_runs_no_code(place):
 
 @pytest.mark.parametrize(
     "command",
-    [["compress", "more.txt", "-o", "o.rkv"], ["train", "--out", "run", "--steps", "1"],
-     ["train-gate", "--out", "gate.safetensors"], ["data", "build", "--out", "data"], ["serve", "--port", "0"],
-     ["eval", "--out", "results"], ["demo"], ["convert-gate", "x", "-o", "gate"]],
+    [
+        ["compress", "more.txt", "-o", "o.rkv"],
+        ["train", "--out", "run", "--steps", "1"],
+        ["train-gate", "--out", "gate.safetensors"],
+        ["data", "build", "--out", "data"],
+        ["serve", "--port", "0"],
+        ["eval", "--out", "results"],
+        ["demo"],
+        ["convert-gate", "x", "-o", "gate"],
+    ],
     ids=lambda command: command[0],
-)  # fmt: skip
+)
 def test_other_commands_run_no_code_of_a_model(place, command):
     assert execute([*command, "--model", EVIL]) != 0
     assert not (place / RAN).exists()

@@ -42,5 +42,7 @@ def test_no_file_is_written_over_another(world, tmp_path, name):
     words = [word.format(world=world.root, tmp=tmp_path) for word in CASES[name].split()]
     result = cli(*words)
     assert result.code == 1 and not result.out
-    assert "is also another file of this command; choose another name for the output.\n" in result.err
+    assert (
+        "is also another file of this command; choose another name for the output.\n" in result.err
+    )
     assert (files_below(tmp_path), files_below(world.root)) == before

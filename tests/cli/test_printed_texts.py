@@ -1,4 +1,6 @@
-"""What a text or an answer says is shown to people as it is, and never acts on their terminal; files keep it."""
+"""What a text or an answer says is shown to people as it is, and never acts on their terminal;
+files keep it.
+"""
 
 import json
 
@@ -19,7 +21,9 @@ def world(tmp_path_factory, tiny_tokenizer) -> World:
 
 def whole(world: World, path, text: str) -> str:
     """What inspect shows of a text of which every token is kept."""
-    made = cli("compress", "-", "--ratio", 1, "--model", world.model, "-o", path, stdin=text.encode())
+    made = cli(
+        "compress", "-", "--ratio", 1, "--model", world.model, "-o", path, stdin=text.encode()
+    )
     assert made.code == 0, made.err
     return cli("inspect", path, "--model", world.model).out
 
@@ -36,7 +40,10 @@ def test_inspect_shows_characters_of_several_tokens(world, tmp_path):
 def test_inspect_shows_a_character_that_is_cut_and_one_that_replaces(world, tmp_path):
     text = "a \ufffd\ufffd b 🦊"
     assert f"{text}\n" in whole(world, tmp_path / "a.rkv", text)
-    assert "\ufffd ... (" in cli("inspect", tmp_path / "a.rkv", "--model", world.model, "--tokens", 3).out
+    assert (
+        "\ufffd ... ("
+        in cli("inspect", tmp_path / "a.rkv", "--model", world.model, "--tokens", 3).out
+    )
 
 
 def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
@@ -51,10 +58,23 @@ def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
 
 
 def test_conversations_act_on_no_terminal(world, monkeypatch):
-    monkeypatch.setattr(restorekv.generation.chat, "pieces", lambda _, tokens, *__: [HOSTILE for _ in tokens])
+    monkeypatch.setattr(
+        restorekv.generation.chat, "pieces", lambda _, tokens, *__: [HOSTILE for _ in tokens]
+    )
     lines = [f"{HOSTILE} :bug: [b]", "/history", f"/{HOSTILE}"]
-    told = cli("chat", world.cache, "--model", world.model, "--max-new-tokens", 1, stdin="\n".join(lines).encode())
-    assert told.out.startswith(f"{SHOWN}\nuser: {SHOWN} :bug: [b]\n") and "There is no command /bread" in told.err
+    told = cli(
+        "chat",
+        world.cache,
+        "--model",
+        world.model,
+        "--max-new-tokens",
+        1,
+        stdin="\n".join(lines).encode(),
+    )
+    assert (
+        told.out.startswith(f"{SHOWN}\nuser: {SHOWN} :bug: [b]\n")
+        and "There is no command /bread" in told.err
+    )
     assert not {"\x1b", "\a", "\x9b"} & {*told.out, *told.err}
 
 

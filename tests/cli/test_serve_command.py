@@ -17,15 +17,23 @@ from restorekv.serve import run
 
 
 @pytest.mark.parametrize(
-    "flags, message", [
-        (("--memory", "lots"), "a size such as 512M or 4G"), (("--preset", "never"), "There is no model"),
-        (("--ratio", 7), "The ratio is a number above 0"), (("--api-key-file", "none"), "none"),
-        (("--host", "no.such.host.invalid"), "Cannot listen at"), (("--engine", "tgi"), "one of embedded, vllm"),
-        (("--vllm-options", "{}x"), "is a JSON object"), (("--vllm-url", "http://127.0.0.1:1/v1"), "--engine vllm"),
+    "flags, message",
+    [
+        (("--memory", "lots"), "a size such as 512M or 4G"),
+        (("--preset", "never"), "There is no model"),
+        (("--ratio", 7), "The ratio is a number above 0"),
+        (("--api-key-file", "none"), "none"),
+        (("--host", "no.such.host.invalid"), "Cannot listen at"),
+        (("--engine", "tgi"), "one of embedded, vllm"),
+        (("--vllm-options", "{}x"), "is a JSON object"),
+        (("--vllm-url", "http://127.0.0.1:1/v1"), "--engine vllm"),
         (("--engine", "vllm", "--vllm-store", "x"), "goes with --vllm-url"),
-        (("--engine", "vllm", "--vllm-url", "http://127.0.0.1:1/v1", "--port", 0), "There is no vLLM server"),
+        (
+            ("--engine", "vllm", "--vllm-url", "http://127.0.0.1:1/v1", "--port", 0),
+            "There is no vLLM server",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_flags(tmp_path, flags, message):
     result = cli("serve", "--model", "tiny", "--store", tmp_path / "store", *flags)
     assert result.code == 1 and "error: " in result.err and message in result.err
@@ -33,17 +41,28 @@ def test_wrong_flags(tmp_path, flags, message):
 
 def test_short_keys_taken_ports_and_shared_stores(tmp_path):
     (tmp_path / "keys").write_text("short\n")
-    assert "at least 16 characters" in cli("serve", "--model", "tiny", "--api-key-file", tmp_path / "keys").err
+    assert (
+        "at least 16 characters"
+        in cli("serve", "--model", "tiny", "--api-key-file", tmp_path / "keys").err
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert "choose another --port" in cli("serve", "--model", "tiny", "--port", port, "--store", tmp_path / "a").err
+        assert (
+            "choose another --port"
+            in cli("serve", "--model", "tiny", "--port", port, "--store", tmp_path / "a").err
+        )
         own = "--ray", "local", "--store", tmp_path / "my store é"
         assert "choose another --port" in cli("serve", "--model", "tiny", "--port", port, *own).err
-        assert [path.name for path in tmp_path.glob("my*")] == ["my store é"], "its shared folder is inside"
+        assert [path.name for path in tmp_path.glob("my*")] == ["my store é"], (
+            "its shared folder is inside"
+        )
     with alone(tmp_path / "b"):
-        assert "Another process" in cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path / "b").err
+        assert (
+            "Another process"
+            in cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path / "b").err
+        )
 
 
 def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
@@ -82,7 +101,9 @@ def test_a_free_port_is_named_and_the_same_at_all_addresses():
         listeners = serve.open_listeners("localhost", 0, lasting)
         ports = {each.getsockname()[1] for each in listeners}
         assert len(ports) == 1 and 0 not in ports
-        with pytest.raises(RestoreKVError, match=rf"Cannot listen at localhost:{min(ports)} \(.*\); choose another"):
+        with pytest.raises(
+            RestoreKVError, match=rf"Cannot listen at localhost:{min(ports)} \(.*\); choose another"
+        ):
             serve.open_listeners("localhost", min(ports), lasting)
     assert [each.fileno() for each in listeners] == [-1] * len(listeners)
 
@@ -90,7 +111,10 @@ def test_a_free_port_is_named_and_the_same_at_all_addresses():
 @pytest.mark.parametrize(
     "problem, message",
     [
-        (RestoreKVError("A stored document was read again."), "error: A stored document was read again."),
+        (
+            RestoreKVError("A stored document was read again."),
+            "error: A stored document was read again.",
+        ),
         (
             OSError(errno.EMFILE, "Too many open files", "/tmp/probe"),
             "error: Cannot use /tmp/probe: Too many open files; ",
@@ -98,7 +122,9 @@ def test_a_free_port_is_named_and_the_same_at_all_addresses():
         (RuntimeError("can't start new thread"), "error: There is not enough memory; "),
     ],
 )
-def test_what_keeps_a_server_from_starting_is_one_sentence(tmp_path, monkeypatch, capfd, problem, message):
+def test_what_keeps_a_server_from_starting_is_one_sentence(
+    tmp_path, monkeypatch, capfd, problem, message
+):
     """Uvicorn would print a stack trace and end with a code of its own."""
 
     def check(*_: object) -> None:

@@ -1,4 +1,6 @@
-"""`restorekv verify`: a sentence for every kind of file, and a non-zero exit for what would not load."""
+"""`restorekv verify`: a sentence for every kind of file, and a non-zero exit for what would not
+load.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ def place(tmp_path_factory):
     """A folder with a cache, a portable cache and strangers' files."""
     folder = tmp_path_factory.mktemp("verify")
     model, tokenizer = load_model("tiny")
-    small = compress(model, tokenizer, TEXT, ratio=0.3, adapter=None, evictor="snapkv", allocation="per-head")
+    small = compress(
+        model, tokenizer, TEXT, ratio=0.3, adapter=None, evictor="snapkv", allocation="per-head"
+    )
     small.save(folder / "doc.rkv")
     small.portable().save(folder / "doc.safetensors")
     raw = (folder / "doc.rkv").read_bytes()
@@ -45,7 +49,9 @@ def test_intact_files_are_named(place, capsys):
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == ["intact"] * 4
     for line, what in zip(
-        lines, ("a cache of", "a portable cache", "a restore adapter", "a gate of kind"), strict=True
+        lines,
+        ("a cache of", "a portable cache", "a restore adapter", "a gate of kind"),
+        strict=True,
     ):
         assert what in line
 

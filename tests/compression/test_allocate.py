@@ -1,4 +1,6 @@
-"""Allocations against sorting: counts are exact for any scores, ties go to the lower index, what is pinned stays."""
+"""Allocations against sorting: counts are exact for any scores, ties go to the lower index, what is
+pinned stays.
+"""
 
 from fractions import Fraction
 
@@ -18,7 +20,9 @@ VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, float("inf"), float("-inf")
 
 @settings(deadline=None, max_examples=200)
 @given(
-    data=st.data(), shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 12)), fraction=st.floats(0, 1)
+    data=st.data(),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 12)),
+    fraction=st.floats(0, 1),
 )
 def test_the_best_and_of_equals_the_first(data, shape, fraction):
     count = shape[0] * shape[1] * shape[2]
@@ -94,11 +98,20 @@ def test_adakv_secures_a_share_and_ranks_the_rest(data, shape, safeguard):
     keep = allocate.make(f"adakv:safeguard={safeguard}")(scores, pairs)
     for layer, kept, count in zip(scores, keep, shares(pairs, shape[0]), strict=True):
         sure = int(Fraction(str(safeguard)) * (count // shape[1]))
-        secured = {(head, column) for head in range(shape[1]) for column in best(layer[head].tolist(), sure)}
-        others = [place for place in torch.cartesian_prod(*map(torch.arange, shape[1:])).view(-1, 2).tolist()
-                  if tuple(place) not in secured]  # fmt: skip
+        secured = {
+            (head, column)
+            for head in range(shape[1])
+            for column in best(layer[head].tolist(), sure)
+        }
+        others = [
+            place
+            for place in torch.cartesian_prod(*map(torch.arange, shape[1:])).view(-1, 2).tolist()
+            if tuple(place) not in secured
+        ]
         chosen = best([float(layer[head, column]) for head, column in others], count - len(secured))
-        assert {tuple(place) for place in kept.nonzero().tolist()} == secured | {tuple(others[i]) for i in chosen}
+        assert {tuple(place) for place in kept.nonzero().tolist()} == secured | {
+            tuple(others[i]) for i in chosen
+        }
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -117,9 +130,11 @@ def test_window_and_sinks_stay(spec, data, shape):
 def test_the_safeguard_is_the_decimal_that_was_written():
     scores = torch.arange(200.0).view(1, 2, 100)
     assert allocate.make("adakv:safeguard=0.29")(scores, 100)[0, 0].sum() == 14  # 0.29 * 50 = 14.5
-    assert allocate.make("adakv:safeguard=0.58")(scores, 100)[0, 0].sum() == 29  # in floats 28.999999999999996
+    # In floats 28.999999999999996.
+    assert allocate.make("adakv:safeguard=0.58")(scores, 100)[0, 0].sum() == 29
     scores = torch.arange(400.0).view(1, 2, 200)
-    assert allocate.make("adakv:safeguard=0.29")(scores, 200)[0, 0].sum() == 29  # in floats 28.999999999999996
+    # In floats 28.999999999999996.
+    assert allocate.make("adakv:safeguard=0.29")(scores, 200)[0, 0].sum() == 29
 
 
 @pytest.mark.parametrize("highest", [0.0, -5.0, 3e7, 1e30, 1e-30])
@@ -156,15 +171,21 @@ def test_impossible_counts_are_refused_everywhere(spec):
             allocate.make(spec)(torch.zeros(2, 2, 4), pairs)
 
 
-@pytest.mark.parametrize("spec", ["best", "adakv:safeguard=2", "adakv:safeguard=x", "global:heads=2", ""])
+@pytest.mark.parametrize(
+    "spec", ["best", "adakv:safeguard=2", "adakv:safeguard=x", "global:heads=2", ""]
+)
 def test_wrong_specs_are_refused(spec):
     with pytest.raises(RestoreKVError):
         allocate.make(spec)
 
 
-@pytest.mark.parametrize("values", [[0.0, -0.0, 1.5], [-torch.inf, torch.inf, -3.0, 2e-42, -2e-42], None])
+@pytest.mark.parametrize(
+    "values", [[0.0, -0.0, 1.5], [-torch.inf, torch.inf, -3.0, 2e-42, -2e-42], None]
+)
 def test_many_scores_are_selected_by_their_digits(monkeypatch, values):
-    """The same value as PyTorch's own selection finds, at every rank, with ties, zeros of both signs and infinities."""
+    """The same value as PyTorch's own selection finds, at every rank, with ties, zeros of both
+    signs and infinities.
+    """
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(403, generator=generator)
     if values:

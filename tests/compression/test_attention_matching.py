@@ -1,4 +1,6 @@
-"""Attention Matching against float64 NumPy on the same context, and against eviction on the tiny model."""
+"""Attention Matching against float64 NumPy on the same context, and against eviction on the tiny
+model.
+"""
 
 import json
 from dataclasses import replace
@@ -15,7 +17,12 @@ from hypothesis import strategies as st
 from restorekv.compression import allocate
 from restorekv.compression.allocate import HeadShares, share_out
 from restorekv.compression.attention_matching import method as attention_matching
-from restorekv.compression.attention_matching.matching import box_least_squares, fit, least_squares, observe
+from restorekv.compression.attention_matching.matching import (
+    box_least_squares,
+    fit,
+    least_squares,
+    observe,
+)
 from restorekv.compression.attention_matching.method import AttentionMatching, subset
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.prepared import ScoredContext
@@ -32,12 +39,17 @@ from restorekv.tiny.suite import documents
 from tests.helpers.attention import ON_CPU
 from tests.helpers.models import build_model
 
-TEXT = "the code of the red house is seven; who lives in the blue house? one two, three four five. " * 3
+TEXT = (
+    "the code of the red house is seven; who lives in the blue house? one two, three four five. "
+    * 3
+)
 E3 = np.exp(3.0)
 
 
 def reference(model, tokenizer, context):
-    """Queries (L, H, n, D), keys and values (L, H, T, D), float64, of one plain pass of context and repetition."""
+    """Queries (L, H, n, D), keys and values (L, H, T, D), float64, of one plain pass of context and
+    repetition.
+    """
     asked = encode(tokenizer, "\n\nRepeat the previous context verbatim.")
     ids = torch.cat([context.ids, asked, context.suffix, context.ids[:, context.prefix :]], -1)
     found = []
@@ -89,13 +101,19 @@ def test_columns_bias_and_values_are_those_of_double_precision(tiny_model, tiny_
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + prefix, layer.bounds[head + 1])
             count = rows.stop - rows.start
-            columns, factors, fitted = oracle(queries[index, head], keys[index, head], values[index, head], count)
+            columns, factors, fitted = oracle(
+                queries[index, head], keys[index, head], values[index, head], count
+            )
             assert (layer.positions[rows].numpy() - prefix == columns).all()
             bias = layer.bias[rows].double().numpy()
             np.testing.assert_allclose(np.exp(bias), factors, rtol=2e-3, atol=2e-3)
             wanted = fitted(bias)
-            assert np.linalg.norm(layer.context_values[rows].numpy() - wanted) < 1e-2 * np.linalg.norm(wanted)
-            np.testing.assert_allclose(layer.context_keys[rows].numpy(), keys[index, head][columns], atol=1e-4)
+            assert np.linalg.norm(
+                layer.context_values[rows].numpy() - wanted
+            ) < 1e-2 * np.linalg.norm(wanted)
+            np.testing.assert_allclose(
+                layer.context_keys[rows].numpy(), keys[index, head][columns], atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("block", [1, 5000, 1 << 22])
@@ -105,9 +123,15 @@ def test_targets_are_those_of_the_whole_matrix(tiny_tokenizer, block):
     query, key, value = (torch.tensor(x[0]) for x in reference(model, tiny_tokenizer, context))
     logits = query @ key.transpose(1, 2) * 0.25
     targets, scores = observe(query.float(), key.float(), value.float(), 0.25, block)
-    torch.testing.assert_close(targets.highest.double() + targets.mass.double().log(), logits.logsumexp(-1))
-    torch.testing.assert_close(targets.output.double(), logits.softmax(-1) @ value, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(scores.double(), logits.softmax(-1).square().mean(1).sqrt(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        targets.highest.double() + targets.mass.double().log(), logits.logsumexp(-1)
+    )
+    torch.testing.assert_close(
+        targets.output.double(), logits.softmax(-1) @ value, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        scores.double(), logits.softmax(-1).square().mean(1).sqrt(), rtol=1e-4, atol=1e-7
+    )
 
 
 def test_the_prefix_stays_as_it_is(tiny_tokenizer):
@@ -116,7 +140,9 @@ def test_the_prefix_stays_as_it_is(tiny_tokenizer):
     for layer, full in zip(made.layers, prepared.full.layers, strict=True):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head], layer.bounds[head] + prefix)
-            assert layer.positions[rows].tolist() == list(range(prefix)) and not layer.bias[rows].any()
+            assert (
+                layer.positions[rows].tolist() == list(range(prefix)) and not layer.bias[rows].any()
+            )
             assert layer.context_keys[rows].equal(full.keys[0, head, :prefix])
             assert layer.context_values[rows].equal(full.values[0, head, :prefix])
     assert made.positions == prepared.context.positions and made.restore == 0
@@ -146,7 +172,9 @@ def test_the_box_is_kept_and_every_step_helps(seed, count, steps):
     exact, wanted = rng.random((30, count)) ** 4, 30 * rng.random(30)
     matrix, target = torch.tensor(exact).float(), torch.tensor(wanted).float()
     loss = lambda factors: np.linalg.norm(exact @ np.asarray(factors) - wanted)  # noqa: E731
-    found, longer, best = (box_least_squares(matrix, target, count, 3.0) for count in (steps, steps + 1, 400))
+    found, longer, best = (
+        box_least_squares(matrix, target, count, 3.0) for count in (steps, steps + 1, 400)
+    )
     assert (found >= 1 / E3 * 0.999).all() and (found <= E3 * 1.001).all()
     assert loss(longer) <= loss(found) * (1 + 1e-5)
     slow = np.ones(count)  # another method: exact coordinate descent
@@ -159,7 +187,9 @@ def test_the_box_is_kept_and_every_step_helps(seed, count, steps):
 
 @pytest.mark.parametrize("rows", [40, 5])
 def test_least_squares_without_full_rank(rows):
-    """A key that no query looks at, or a query that looks at no kept key: the shortest solution, as NumPy's."""
+    """A key that no query looks at, or a query that looks at no kept key: the shortest solution, as
+    NumPy's.
+    """
     matrix, target = torch.rand(rows, 8), torch.randn(rows, 2)
     (matrix[:, 3] if rows > 8 else matrix[3]).zero_()
     wanted = np.linalg.lstsq(matrix.double().numpy(), target.double().numpy(), rcond=None)[0]
@@ -167,7 +197,11 @@ def test_least_squares_without_full_rank(rows):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=12).filter(any), st.integers(1, 40), st.data())
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=12).filter(any),
+    st.integers(1, 40),
+    st.data(),
+)
 def test_shares_give_the_exact_total(weights, most, data):
     pairs = data.draw(st.integers(0, most * len(weights)))
     shares = tuple(Fraction(weight, sum(weights)) for weight in weights)
@@ -175,14 +209,18 @@ def test_shares_give_the_exact_total(weights, most, data):
     assert sum(counts) == pairs and all(0 <= count <= most for count in counts)
     floors = [min(floor(share * pairs), most) for share in shares]
     assert all(count >= low for count, low in zip(counts, floors, strict=True))
-    if all(share * pairs <= most for share in shares):  # nobody is capped: nobody gets more than one extra
+    # Nobody is capped: nobody gets more than one extra.
+    if all(share * pairs <= most for share in shares):
         assert all(count <= low + 1 for count, low in zip(counts, floors, strict=True))
     if len(set(weights)) == 1:
         assert counts == allocate.even(pairs, len(weights), most * len(weights))
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 1000).map(lambda x: x / 1000), st.lists(st.integers(0, 50), min_size=6, max_size=6).filter(any))
+@given(
+    st.integers(1, 1000).map(lambda x: x / 1000),
+    st.lists(st.integers(0, 50), min_size=6, max_size=6).filter(any),
+)
 def test_caches_hold_the_exact_budget(ratio, weights):
     scores = torch.rand(3, 2, 41, generator=torch.Generator().manual_seed(sum(weights)))
     pairs = floor(Fraction(str(ratio)) * 41 * 6)
@@ -203,7 +241,9 @@ def test_head_budgets_from_a_file(tiny_tokenizer, tmp_path):
     counts = (made.lengths - prefix).flatten()
     assert int(counts.sum()) == total and counts[1] <= 1
     wanted = [share * total for share in shares.values()]
-    assert all(0 <= count - floor(want) <= 1 for count, want in zip(counts.tolist(), wanted, strict=True))
+    assert all(
+        0 <= count - floor(want) <= 1 for count, want in zip(counts.tolist(), wanted, strict=True)
+    )
     assert prepared.method.spec == f"am-fast:heads={path}"
     assert prepared.conventions.described()["allocation"] == str(path)
     full = prepared.evict(0.4)  # L0H0 gets all of its pairs, and keeps them unchanged
@@ -217,7 +257,10 @@ def test_every_backend_attends_with_the_bias(tiny_tokenizer, backend):
     generator = torch.Generator().manual_seed(0)
     layer = made.fork().layers[1]
     dim = layer.context_keys.shape[1]
-    tail, query = torch.randn(2, 1, 2, 3, dim, generator=generator), torch.randn(1, 2, 2, 3, dim, generator=generator)
+    tail, query = (
+        torch.randn(2, 1, 2, 3, dim, generator=generator),
+        torch.randn(1, 2, 2, 3, dim, generator=generator),
+    )
     layer.update(*tail)
     found = BACKENDS[backend](query, layer, None, dim**-0.5)
     later = torch.ones(3, 3, dtype=torch.bool).triu(1)
@@ -225,7 +268,10 @@ def test_every_backend_attends_with_the_bias(tiny_tokenizer, backend):
         rows = slice(layer.bounds[head], layer.bounds[head + 1])
         keys, values = (
             torch.cat(pair).double()
-            for pair in ((layer.context_keys[rows], tail[0, 0, head]), (layer.context_values[rows], tail[1, 0, head]))
+            for pair in (
+                (layer.context_keys[rows], tail[0, 0, head]),
+                (layer.context_values[rows], tail[1, 0, head]),
+            )
         )
         logits = query[0, head].double() @ keys.T * dim**-0.5
         logits[..., : rows.stop - rows.start] += layer.bias[rows].double()
@@ -243,8 +289,12 @@ def test_reading_in_pieces_or_from_a_subset(tiny_tokenizer, monkeypatch):
     few_pieces = AttentionMatching(queries=100).prepare(model, tiny_tokenizer, TEXT)
     pool = whole.targets[0].query.shape[1]
     chosen = subset(pool, 100, 0)
-    assert len(chosen) == 100 and (chosen.diff() > 0).all() and not chosen.equal(subset(pool, 100, 1))
-    for one, two, three, four in zip(whole.targets, pieces.targets, few.targets, few_pieces.targets, strict=True):
+    assert (
+        len(chosen) == 100 and (chosen.diff() > 0).all() and not chosen.equal(subset(pool, 100, 1))
+    )
+    for one, two, three, four in zip(
+        whole.targets, pieces.targets, few.targets, few_pieces.targets, strict=True
+    ):
         torch.testing.assert_close(one.query, two.query, rtol=1e-3, atol=1e-4)
         assert three.query.equal(one.query[:, chosen])
         torch.testing.assert_close(four.query, three.query, rtol=1e-3, atol=1e-4)
@@ -256,11 +306,19 @@ def test_save_load_and_ask(tiny_tokenizer, tmp_path, dtype):
     model = build_model("qwen3").to(dtype)
     made = compress(model, tiny_tokenizer, TEXT, evictor="am-fast:box=2", ratio=0.3)
     assert made.manifest.evictor == "am-fast:box=2.0" and made.manifest.allocation == "uniform"
-    assert made.manifest.pairs == floor(Fraction("0.3") * made.manifest.tokens * 6) and made.manifest.adapter is None
+    assert (
+        made.manifest.pairs == floor(Fraction("0.3") * made.manifest.tokens * 6)
+        and made.manifest.adapter is None
+    )
     biases = [layer.bias for layer in made.cache.layers]
     assert all(bias.dtype == dtype and 1 < bias.abs().max() <= 2 for bias in biases)
-    pairs = sum(sum(x.nbytes for x in (layer.context_keys, layer.context_values)) for layer in made.cache.layers)
-    assert made.manifest.bytes_held - pairs - sum(bias.nbytes for bias in biases) == 4 * (made.cache.pairs + 3 * 3)
+    pairs = sum(
+        sum(x.nbytes for x in (layer.context_keys, layer.context_values))
+        for layer in made.cache.layers
+    )
+    assert made.manifest.bytes_held - pairs - sum(bias.nbytes for bias in biases) == 4 * (
+        made.cache.pairs + 3 * 3
+    )
     made.save(tmp_path / "cache")
     again = CompressedContext.load(tmp_path / "cache", model, tiny_tokenizer)
     for layer, bias in zip(again.cache.layers, biases, strict=True):
@@ -276,7 +334,15 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
     for wrong in ("steps=-1", "queries=0", "box=nan", "box=30", "heads=none.json"):
         with pytest.raises(RestoreKVError):
             make_compressor(f"am-fast:{wrong}")
-    for text in ("{", "[]", "{}", '{"L0H0": 0.5}', '{"L0H0": true}', '{"L0H0": -1, "L0H1": 2}', '{"L0H0": "1"}'):
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"L0H0": 0.5}',
+        '{"L0H0": true}',
+        '{"L0H0": -1, "L0H1": 2}',
+        '{"L0H0": "1"}',
+    ):
         budgets.write_text(text)
         with pytest.raises(RestoreKVError):
             make_compressor(f"am-fast:heads={budgets}")
@@ -299,14 +365,18 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
 
 def test_values_beyond_the_dtype_are_told(tiny_tokenizer, monkeypatch):
     prepared = AttentionMatching().prepare(build_model("qwen3"), tiny_tokenizer, TEXT)
-    monkeypatch.setattr(attention_matching, "fit", lambda *_: (torch.zeros(()), torch.tensor(torch.inf)))
+    monkeypatch.setattr(
+        attention_matching, "fit", lambda *_: (torch.zeros(()), torch.tensor(torch.inf))
+    )
     with pytest.raises(RestoreKVError, match="too large"):
         prepared.evict(0.2)
 
 
 @cache
 def tiny():
-    """The tiny model on a document of about 600 tokens: AM-fast, and KVzip with the same number for every head."""
+    """The tiny model on a document of about 600 tokens: AM-fast, and KVzip with the same number for
+    every head.
+    """
     model, tokenizer = load_model("tiny")
     text = documents(tokenizer, 1, "am-dev", low=590, high=610)[0].text
     whole = AttentionMatching().prepare(model, tokenizer, text)
@@ -315,7 +385,9 @@ def tiny():
 
 
 def attended(layer, targets, head, prefix):
-    """Outputs and log masses of the reference queries over one head of a cache, from column `prefix` on."""
+    """Outputs and log masses of the reference queries over one head of a cache, from column
+    `prefix` on.
+    """
     rows = slice(layer.bounds[head] + prefix, layer.bounds[head + 1])
     logits = targets.query[head] @ layer.context_keys[rows].T * targets.scale
     logits = logits if layer.bias is None else logits + layer.bias[rows]
@@ -340,7 +412,12 @@ def of_the_full_cache(prefix):
 def output_errors(made, prefix):
     """Relative squared error of the outputs, for every layer and head."""
     pairs = zip(every_head(made, prefix), of_the_full_cache(prefix), strict=True)
-    return np.array([float((o - wanted).square().sum() / wanted.square().sum()) for (o, _), (wanted, _) in pairs])
+    return np.array(
+        [
+            float((o - wanted).square().sum() / wanted.square().sum())
+            for (o, _), (wanted, _) in pairs
+        ]
+    )
 
 
 def mass_errors(made, prefix):
@@ -351,7 +428,9 @@ def mass_errors(made, prefix):
 
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2])
 def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
-    """Evicted: the same keys with their own values, and KVzip's choice; over the article, and with the prefix too."""
+    """Evicted: the same keys with their own values, and KVzip's choice; over the article, and with
+    the prefix too.
+    """
     whole, kvzip = tiny()
     made = whole.evict(ratio)
     for prefix in (0, whole.context.prefix):

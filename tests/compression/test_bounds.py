@@ -1,4 +1,5 @@
-"""What a cache file may hold: numbers that models compute, short texts around a question, records that can be used.
+"""What a cache file may hold: numbers that models compute, short texts around a question, records
+that can be used.
 
 And what happens where a model computes no numbers all the same: a sentence, never a token.
 """
@@ -30,11 +31,12 @@ def opened():
 def good(opened, tmp_path_factory) -> dict[str, bytes]:
     """Files of every kind of numbers, and one with an adapter."""
     kinds = {
-        "plain": {"evictor": "snapkv", "adapter": None}, "restored": {"evictor": "kvzip"},
+        "plain": {"evictor": "snapkv", "adapter": None},
+        "restored": {"evictor": "kvzip"},
         "int8": {"evictor": "snapkv", "adapter": None, "storage": "int8"},
         "fp8": {"evictor": "snapkv", "adapter": None, "storage": "fp8"},
         "bias": {"evictor": "am-fast", "adapter": None},
-    }  # fmt: skip
+    }
     found = {}
     for name, options in kinds.items():
         path = tmp_path_factory.mktemp("good") / "doc.rkv"
@@ -58,12 +60,24 @@ def refused(opened, tmp_path, raw: bytes, match: str) -> None:
 @pytest.mark.parametrize("value", [3e38, -3e38, 65_537.0])
 @pytest.mark.parametrize(
     ("kind", "part"),
-    [("plain", "layers.0.keys"), ("plain", "layers.1.values"), ("restored", "restore_keys"), ("bias", "bias"),
-     ("restored", "restore_values"), ("int8", "keys.scales"), ("int8", "values.scales"), ("fp8", "keys.scales")],
-)  # fmt: skip
-def test_finite_numbers_that_no_model_computes_are_refused(opened, good, tmp_path, kind, part, value):
+    [
+        ("plain", "layers.0.keys"),
+        ("plain", "layers.1.values"),
+        ("restored", "restore_keys"),
+        ("bias", "bias"),
+        ("restored", "restore_values"),
+        ("int8", "keys.scales"),
+        ("int8", "values.scales"),
+        ("fp8", "keys.scales"),
+    ],
+)
+def test_finite_numbers_that_no_model_computes_are_refused(
+    opened, good, tmp_path, kind, part, value
+):
     file = File.of(good[kind])
-    name = next(name for name in sorted(file.tensors) if part in name and file.tensors[name].numel())
+    name = next(
+        name for name in sorted(file.tensors) if part in name and file.tensors[name].numel()
+    )
     file.tensors[name] = file.tensors[name].clone()
     file.tensors[name].view(-1)[-1] = value
     refused(opened, tmp_path, file.sealed(), "no model computes|no cache has")
@@ -80,7 +94,11 @@ def test_a_scale_may_stand_for_the_largest_number_and_no_more(storage):
 
 def largest_number(model, tokenizer, text: str) -> float:
     cache = compress(model, tokenizer, text, evictor="knorm", adapter=None, ratio=1).cache
-    return max(float(x.abs().max()) for layer in cache.layers for x in (layer.context_keys, layer.context_values))
+    return max(
+        float(x.abs().max())
+        for layer in cache.layers
+        for x in (layer.context_keys, layer.context_values)
+    )
 
 
 def test_caches_of_the_tiny_model_lie_far_below_the_bound(opened):
@@ -121,7 +139,9 @@ def test_ids_after_a_question_are_bounded(opened, good, tmp_path):
     refused(opened, tmp_path, file.sealed(), "after every question")
 
 
-def test_a_manifest_of_many_elements_is_refused_before_it_is_parsed(opened, good, tmp_path, monkeypatch):
+def test_a_manifest_of_many_elements_is_refused_before_it_is_parsed(
+    opened, good, tmp_path, monkeypatch
+):
     file = File.of(good["plain"])
     text = json.dumps(file.manifest)[:-1] + ', "x": [' + ",".join(["[]"] * 200_000) + "]}"
     raw, parse = file.sealed(text), json.loads
@@ -141,9 +161,19 @@ def test_a_template_that_no_file_could_hold_is_refused_at_once(tiny_tokenizer):
 
 @pytest.mark.parametrize(
     "change",
-    [{"restore_tokens": None}, {"restore_tokens": "2"}, {"restore_tokens": 0}, {"restore_tokens": True}, {"hash": None},
-     {"hash": "\x1b[2J"}, {"evictor": []}, {"hash": "a" * 5000}, {"surplus": 1}, {"ratio_range": "x"}],
-)  # fmt: skip
+    [
+        {"restore_tokens": None},
+        {"restore_tokens": "2"},
+        {"restore_tokens": 0},
+        {"restore_tokens": True},
+        {"hash": None},
+        {"hash": "\x1b[2J"},
+        {"evictor": []},
+        {"hash": "a" * 5000},
+        {"surplus": 1},
+        {"ratio_range": "x"},
+    ],
+)
 def test_the_record_of_an_adapter_is_whole_or_refused(opened, good, tmp_path, change):
     file = File.of(good["restored"])
     for name, value in change.items():
@@ -164,7 +194,11 @@ def test_no_gate_is_opened_because_a_file_names_it(opened, good, tmp_path, gate,
 
     file = File.of(good["plain"])
     file.manifest["evictor"] = f"fastkvzip:{gate}"
-    monkeypatch.setattr(gate_file, "read", lambda path: pytest.fail(f"{path} was read") if "zero" in str(path) else 1)
+    monkeypatch.setattr(
+        gate_file,
+        "read",
+        lambda path: pytest.fail(f"{path} was read") if "zero" in str(path) else 1,
+    )
     with pytest.raises((RestoreKVError, AttributeError)):
         loaded(opened, tmp_path, file.sealed()).append(TEXT)
 
@@ -210,14 +244,18 @@ def test_a_step_of_fixed_work_marks_what_it_cannot_choose(opened):
 
 def test_one_row_without_numbers_fails_alone(tiny_tokenizer):
     """So the server ends its question, and no other of the batch."""
-    rows = [Row(Decoding(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0) for _ in range(2)]
+    rows = [
+        Row(Decoding(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0) for _ in range(2)
+    ]
     assert rows[0].choose(torch.tensor([0.0, 1.0])) == 1
     with pytest.raises(RestoreKVError, match="not finite"):
         rows[1].choose(torch.tensor([0.0, float("nan")]))
     assert rows[0].choose(torch.tensor([1.0, 0.0])) == 0
 
 
-def test_a_conversation_longer_than_the_model_is_refused_before_it_is_read(opened, good, tmp_path, monkeypatch):
+def test_a_conversation_longer_than_the_model_is_refused_before_it_is_read(
+    opened, good, tmp_path, monkeypatch
+):
     document, path = loaded(opened, tmp_path, good["plain"]), tmp_path / "chat.json"
     chat = document.chat()
     chat.ask(QUESTION, 2)
@@ -226,6 +264,8 @@ def test_a_conversation_longer_than_the_model_is_refused_before_it_is_read(opene
     content = json.loads(path.read_text())
     content["turns"][0]["read"] = [5] * 200_000
     path.write_text(json.dumps(content))
-    monkeypatch.setattr("restorekv.generation.chat.prefill", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        "restorekv.generation.chat.prefill", lambda *_, **__: pytest.fail("it was read")
+    )
     with pytest.raises(CacheFileError, match=r"200,00\d tokens, and the model's"):
         type(chat).load(path, document)

@@ -1,4 +1,6 @@
-"""Exactness of the budget: integers against a definition written with fractions, and what is refused."""
+"""Exactness of the budget: integers against a definition written with fractions, and what is
+refused.
+"""
 
 from fractions import Fraction
 
@@ -41,7 +43,9 @@ def test_tokens_per_head(count, tokens, layers, heads):
         with pytest.raises(BudgetError):
             Budget.of_tokens_per_head(count, tokens, layers, heads)
     else:
-        assert Budget.of_tokens_per_head(count, tokens, layers, heads).total == count * layers * heads
+        assert (
+            Budget.of_tokens_per_head(count, tokens, layers, heads).total == count * layers * heads
+        )
 
 
 @pytest.mark.parametrize("ratio", [0, 1.5, -0.1, float("nan"), float("inf"), "x", None, "1/0"])
@@ -75,7 +79,9 @@ def test_context_shorter_than_the_restore_tokens():
         Budget.of_ratio(1, 5, 2, 2, 1, "whatever")
 
 
-@given(st.decimals(min_value="0.001", max_value=1, places=3), st.integers(1, 5000), st.integers(1, 16))
+@given(
+    st.decimals(min_value="0.001", max_value=1, places=3), st.integers(1, 5000), st.integers(1, 16)
+)
 def test_whole_tokens_give_every_head_the_same(ratio, tokens, heads):
     budget = Budget.of_ratio(str(ratio), tokens, 3, heads, whole_tokens=True)
     assert budget.total == (Fraction(ratio) * tokens // 1) * 3 * heads

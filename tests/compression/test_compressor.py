@@ -1,4 +1,6 @@
-"""Compression end to end on tiny models: exact budgets, one preparation for all, answers that survive a file."""
+"""Compression end to end on tiny models: exact budgets, one preparation for all, answers that
+survive a file.
+"""
 
 import json
 import subprocess
@@ -12,7 +14,13 @@ import torch
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.context import CompressedContext, size
-from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.errors import (
+    AdapterError,
+    BudgetError,
+    CacheFileError,
+    RestoreKVError,
+    RestoreKVWarning,
+)
 from restorekv.generation.answers import ask
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
@@ -55,12 +63,16 @@ def test_evictors_keep_the_best_scores(case):
     assert scores.shape[-1] == prepared.context.positions
     first = max(prefix, 4)
     assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
-    assert scores[..., :4].isposinf().all() and scores[..., 4:prefix].lt(prepared.scores.min()).all()
+    assert (
+        scores[..., :4].isposinf().all() and scores[..., 4:prefix].lt(prepared.scores.min()).all()
+    )
     cache = prepared.evict(0.2)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):
         for head in range(layer.heads):
-            kept[index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()] = True
+            kept[
+                index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()
+            ] = True
     assert scores[kept].min() >= scores[~kept].max()
 
 
@@ -73,10 +85,15 @@ def test_one_preparation_serves_every_budget(case):
     assert prepared.full.get_seq_length() == prepared.context.positions
     assert all(keys.shape[-2] == TOKENS for keys, _ in restored.restore_cache)
     for ratio in (0.4, 0.1):
-        for adapter_used, cache in [(None, prepared.evict(ratio)), (adapter, restored.evict(ratio))]:
+        for adapter_used, cache in [
+            (None, prepared.evict(ratio)),
+            (adapter, restored.evict(ratio)),
+        ]:
             made = compress(*case, ratio=ratio, adapter=adapter_used)
             for ours, theirs in zip(made.cache.layers, cache.layers, strict=True):
-                assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+                assert all(
+                    a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+                )
     with pytest.raises(RestoreKVError, match="already"):
         restored.with_restore_cache(adapter)
 
@@ -94,7 +111,9 @@ def test_everything_kept_answers_as_the_plain_model(case):
 @pytest.mark.parametrize("restored", [False, True])
 def test_ask_generate_save_load(case, tmp_path, restored):
     model, tokenizer, text = case
-    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model) if restored else None)
+    made = compress(
+        model, tokenizer, text, ratio=0.2, adapter=make_adapter(model) if restored else None
+    )
     answers = made.ask(QUESTIONS, 12)
     assert answers == [made.ask(question, 12) for question in QUESTIONS]
     assert answers == [made.generate(question, max_new_tokens=12) for question in QUESTIONS]
@@ -104,19 +123,35 @@ def test_ask_generate_save_load(case, tmp_path, restored):
     assert repr(loaded) == repr(made)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}]
+)
 def test_generate_cannot_spoil_a_cache_that_was_not_forked(case, options):
     model = case[0]
     small = compress(*case, evictor="snapkv", adapter=make_adapter(model), ratio=0.4)
-    before = small.ask(QUESTIONS, 8), small.inputs(QUESTIONS[0])["input_ids"].shape, small.cache.nbytes
+    before = (
+        small.ask(QUESTIONS, 8),
+        small.inputs(QUESTIONS[0])["input_ids"].shape,
+        small.cache.nbytes,
+    )
     rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
     for grad in (False, True):
-        with pytest.raises(RestoreKVError, match=r"compressed\.cache\.fork\(\)"), torch.set_grad_enabled(grad):
+        with (
+            pytest.raises(RestoreKVError, match=r"compressed\.cache\.fork\(\)"),
+            torch.set_grad_enabled(grad),
+        ):
             inputs = {name: x.expand(rows, -1) for name, x in small.inputs(QUESTIONS[1]).items()}
             model(**inputs, past_key_values=small.cache) if grad else model.generate(
-                **small.inputs(QUESTIONS[1]), past_key_values=small.cache, max_new_tokens=3, **options
+                **small.inputs(QUESTIONS[1]),
+                past_key_values=small.cache,
+                max_new_tokens=3,
+                **options,
             )
-    assert (small.ask(QUESTIONS, 8), small.inputs(QUESTIONS[0])["input_ids"].shape, small.cache.nbytes) == before
+    assert (
+        small.ask(QUESTIONS, 8),
+        small.inputs(QUESTIONS[0])["input_ids"].shape,
+        small.cache.nbytes,
+    ) == before
     assert small.generate(QUESTIONS[0], max_new_tokens=3, num_beams=rows)
 
 
@@ -134,7 +169,14 @@ def test_a_new_process_gives_the_same_answers(case, tmp_path):
         "made = CompressedContext.load(sys.argv[2], *load_model(sys.argv[1], dtype='float32'))\n"
         "print(json.dumps(made.ask(json.loads(sys.argv[3]), 12)))"
     )
-    command = [sys.executable, "-c", script, tmp_path / "model", tmp_path / "doc.rkv", json.dumps(QUESTIONS)]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        tmp_path / "model",
+        tmp_path / "doc.rkv",
+        json.dumps(QUESTIONS),
+    ]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed.splitlines()[-1]) == made.ask(QUESTIONS, 12)
 
@@ -162,7 +204,14 @@ def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
     m, shown = made.manifest, repr(made)
     assert m.bytes_held == made.cache.nbytes and m.pairs_held == made.cache.pairs
     assert m.pairs + m.pairs_of_prefix == m.pairs_held
-    for part in [f"T = {m.tokens}", f"{m.pairs:,}", size(m.bytes_full), size(m.bytes_held), "prefill", "score"]:
+    for part in [
+        f"T = {m.tokens}",
+        f"{m.pairs:,}",
+        size(m.bytes_full),
+        size(m.bytes_held),
+        "prefill",
+        "score",
+    ]:
         assert part in shown
     assert set(m.seconds) == {"prefill", "score", "restore", "evict"}
     made.save(tmp_path / "doc.rkv")
@@ -173,7 +222,11 @@ def test_streaming(case):
     made = compress(*case, ratio=0.5)
     pieces = list(made.ask(QUESTIONS[0], 12, stream=True))
     assert "".join(pieces) == made.ask(QUESTIONS[0], 12) and len(pieces) > 1
-    for wrong in ({"question": QUESTIONS}, {"question": "?", "details": True}, {"question": "?", "samples": 2}):
+    for wrong in (
+        {"question": QUESTIONS},
+        {"question": "?", "details": True},
+        {"question": "?", "samples": 2},
+    ):
         with pytest.raises(RestoreKVError, match="Only"):
             made.ask(stream=True, **wrong)
 
@@ -191,9 +244,17 @@ def test_tight_policies(case):
     per_layer = shape.layers * shape.heads
     with pytest.raises(BudgetError, match="smallest workable ratio"):
         compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
-    fewer = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="fewer")
-    assert (fewer.cache.restore, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (2, 2 * per_layer, 2)
-    clip = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="clip")
+    fewer = compress(
+        model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="fewer"
+    )
+    assert (fewer.cache.restore, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (
+        2,
+        2 * per_layer,
+        2,
+    )
+    clip = compress(
+        model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="clip"
+    )
     assert (clip.cache.restore, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
     # The first tokens of a causal restore pass do not depend on the later ones.
     assert fewer.cache.layers[-1].restore_keys.equal(clip.cache.layers[-1].restore_keys[:, :, :2])
@@ -229,16 +290,25 @@ def test_bad_input_is_refused_in_one_sentence(case, change, message):
 def test_token_ids_are_a_context_too(case, form):
     model, tokenizer, text = case
     plain = compress(model, tokenizer, text, ratio=0.3)
-    made = compress(model, tokenizer, form(plain.context.ids[0, plain.context.prefix :].tolist()), ratio=0.3)
+    made = compress(
+        model, tokenizer, form(plain.context.ids[0, plain.context.prefix :].tolist()), ratio=0.3
+    )
     assert made.context.ids.equal(plain.context.ids) and made.context.prefix == plain.context.prefix
     assert made.ask(QUESTIONS, 8) == plain.ask(QUESTIONS, 8)
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([], "no tokens"), ([1, -1], "run from 0"), ([10**6], "run from 0"), ([1.5], "not list"), ([True], "not list"),
-     (torch.ones(1, 3).long(), "1-D"), (torch.ones(3), "1-D")],
-)  # fmt: skip
+    [
+        ([], "no tokens"),
+        ([1, -1], "run from 0"),
+        ([10**6], "run from 0"),
+        ([1.5], "not list"),
+        ([True], "not list"),
+        (torch.ones(1, 3).long(), "1-D"),
+        (torch.ones(3), "1-D"),
+    ],
+)
 def test_other_token_ids_are_refused(case, ids, message):
     with pytest.raises(RestoreKVError, match=message):
         compress(*case[:2], ids)
@@ -260,8 +330,15 @@ def test_a_warning_points_at_the_call(case):
 def test_methods_tell_what_they_can():
     evicting, matching = make_compressor("snapkv"), make_compressor("am-fast:steps=3")
     assert (evicting.restores, evicting.any_config, evicting.spec) == (True, True, "snapkv")
-    assert (matching.restores, matching.any_config, matching.spec) == (False, False, "am-fast:steps=3")
-    assert evicting.as_published(5) == evicting and make_compressor("kvzip").as_published(5).evictor.sinks == 5
+    assert (matching.restores, matching.any_config, matching.spec) == (
+        False,
+        False,
+        "am-fast:steps=3",
+    )
+    assert (
+        evicting.as_published(5) == evicting
+        and make_compressor("kvzip").as_published(5).evictor.sinks == 5
+    )
 
 
 def test_every_preparation_evicts_alike(case):
@@ -269,7 +346,9 @@ def test_every_preparation_evicts_alike(case):
     model, tokenizer, text = case
     for spec, streaming in (("knorm", None), ("knorm", 50), ("am-fast", None)):
         prepared = make_compressor(spec, streaming=streaming).prepare(model, tokenizer, text)
-        assert (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
+        assert (
+            (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
+        )
         cache, seconds = prepared.evict_timed(0.3)
         assert prepared.evict(0.3, 0).pairs == cache.pairs and "evict" in seconds
         shape, context = CacheShape.of(model), prepared.context
@@ -309,7 +388,13 @@ def test_an_adapter_from_disk_is_as_the_one_in_memory(case, tmp_path):
 def test_adapters_of_another_model_object_or_evictor(case):
     model, tokenizer, text = case
     with pytest.raises(AdapterError, match="another model object"):
-        compress(model, tokenizer, text, adapter=make_adapter(build_model(model.config.model_type)), ratio=0.2)
+        compress(
+            model,
+            tokenizer,
+            text,
+            adapter=make_adapter(build_model(model.config.model_type)),
+            ratio=0.2,
+        )
     adapter = make_adapter(model)
     adapter.describe(evictor="kvzip+")
     with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
@@ -352,7 +437,9 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
     whole.describe(evictor="kvzip", settings={"nested": True})
     made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
     assert made.manifest.restore_tokens == 2 and made.manifest.adapter["restore_tokens"] == 2
-    prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).with_restore_cache(whole)
+    prepared = (
+        Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).with_restore_cache(whole)
+    )
     expected = prepared.evict(0.5, 2)
     for one, other in zip(made.cache.layers, expected.layers, strict=True):
         torch.testing.assert_close(one.restore_keys, other.restore_keys)
@@ -366,7 +453,10 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
 
 def test_a_preset_stands_for_an_evictor():
     assert (chosen_evictor(None, None), chosen_evictor("h2o", None)) == ("kvzip", "h2o")
-    assert {name: chosen_evictor(None, name) for name in PRESETS} == {"fast": "fastkvzip", "best": "kvzip"}
+    assert {name: chosen_evictor(None, name) for name in PRESETS} == {
+        "fast": "fastkvzip",
+        "best": "kvzip",
+    }
     for evictor, preset in (("h2o", "fast"), (None, "slow")):
         with pytest.raises(RestoreKVError, match="preset"):
             chosen_evictor(evictor, preset)
@@ -380,24 +470,35 @@ def test_a_context_comes_in_many_forms(case, tmp_path):
     ids = plain.context.ids[0, plain.context.prefix :]
     told = [{"role": "user", "content": text}]
     for same in (path, ids, ids.tolist(), told):
-        assert compress(model, tokenizer, same, ratio=0.4, adapter=None).context.ids.equal(plain.context.ids)
+        assert compress(model, tokenizer, same, ratio=0.4, adapter=None).context.ids.equal(
+            plain.context.ids
+        )
     briefed = compress(model, tokenizer, text, ratio=0.4, adapter=None, system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}, *told]
-    assert compress(model, tokenizer, messages, ratio=0.4, adapter=None).context.ids.equal(briefed.context.ids)
+    assert compress(model, tokenizer, messages, ratio=0.4, adapter=None).context.ids.equal(
+        briefed.context.ids
+    )
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert rendered.startswith(tokenizer.decode(briefed.context.ids[0])) and briefed.manifest.system == "Be brief."
+    assert (
+        rendered.startswith(tokenizer.decode(briefed.context.ids[0]))
+        and briefed.manifest.system == "Be brief."
+    )
     path.write_bytes(b"\xff\xfe\x00")
     for wrong, match in (
-        (path, "not UTF-8"), (messages * 2, "one of the user"), ([{"role": "user"}], "one of the user"),
+        (path, "not UTF-8"),
+        (messages * 2, "one of the user"),
+        ([{"role": "user"}], "one of the user"),
         (tmp_path / "none", "none"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RestoreKVError, match=match):
             compress(model, tokenizer, wrong, ratio=0.4, adapter=None)
 
 
 def test_kvpress_users_may_say_compression_ratio(case):
     for ratio in ("0.1", "0.3"):
-        theirs = compress(*case, compression_ratio=1 - float(ratio) if ratio == "0.3" else "0.9", adapter=None)
+        theirs = compress(
+            *case, compression_ratio=1 - float(ratio) if ratio == "0.3" else "0.9", adapter=None
+        )
         assert theirs.manifest.ratio == str(Fraction(ratio))
     assert compress(*case, compression_ratio=0, adapter=None).manifest.ratio == "1"
     for wrong in (1, -0.1, "x"):

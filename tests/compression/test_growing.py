@@ -1,4 +1,6 @@
-"""Appending and composing: equal to the whole where everything stays, exact budgets and positions where not."""
+"""Appending and composing: equal to the whole where everything stays, exact budgets and positions
+where not.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,9 @@ def test_with_all_kept_an_append_is_the_whole(family, tiny_tokenizer):
     model, (first, second) = build_model(family).double(), halves(tiny_tokenizer)
     options = {"ratio": 1, "adapter": None}
     whole = compress(model, tiny_tokenizer, first + second, **options)
-    grown = compress(model, tiny_tokenizer, first, **options).append(second[:50]).append(second[50:])
+    grown = (
+        compress(model, tiny_tokenizer, first, **options).append(second[:50]).append(second[50:])
+    )
     assert grown.context.ids.equal(whole.context.ids) and grown.kept.all()
     for ours, theirs in zip(grown.cache.layers, whole.cache.layers, strict=True):
         torch.testing.assert_close(ours.context_keys, theirs.context_keys, atol=1e-6, rtol=1e-6)
@@ -43,20 +47,29 @@ def test_with_all_kept_an_append_is_the_whole(family, tiny_tokenizer):
 
 
 def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokenizer):
-    """A dense forward pass in which a mask for every layer and head hides what the first part did not keep."""
+    """A dense forward pass in which a mask for every layer and head hides what the first part did
+    not keep.
+    """
     model, (first, second) = build_model("qwen3").double(), halves(tiny_tokenizer)
-    small = compress(model, tiny_tokenizer, first, ratio=0.3, adapter=None, evictor="snapkv:window=8")
+    small = compress(
+        model, tiny_tokenizer, first, ratio=0.3, adapter=None, evictor="snapkv:window=8"
+    )
     grown, old = small.append(second), small.context.positions
     total, kept = grown.context.positions, small.kept
     order = torch.arange(total)
     new = order >= old
 
     def masked(module, query, key, value, attention_mask, scaling=None, **_):
-        groups, seen = query.shape[1] // key.shape[1], torch.nn.functional.pad(kept[module.layer_idx], (0, total - old))
+        groups, seen = (
+            query.shape[1] // key.shape[1],
+            torch.nn.functional.pad(kept[module.layer_idx], (0, total - old)),
+        )
         allowed = (order[:, None] >= order) & (~new[:, None] | new | seen[:, None, :])
         scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
         scores = scores.masked_fill(~allowed.repeat_interleave(groups, 0), -torch.inf)
-        return (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+        return (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(
+            1, 2
+        ).contiguous(), None
 
     AttentionInterface.register("masked-oracle", masked)
     oracle = build_model("qwen3").double()
@@ -72,19 +85,37 @@ def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokeni
 
 @pytest.mark.parametrize("restore", ["last", "every", "none"])
 @pytest.mark.parametrize(
-    "options", [{}, {"prefix_policy": "counted"}, {"allocation": "per-head"}, {"storage": "int8"},
-                {"restore_from": "evicted"}],
-)  # fmt: skip
+    "options",
+    [
+        {},
+        {"prefix_policy": "counted"},
+        {"allocation": "per-head"},
+        {"storage": "int8"},
+        {"restore_from": "evicted"},
+    ],
+)
 def test_the_budget_of_the_whole_is_exact(model, tiny_tokenizer, tmp_path, restore, options):
     first, second = halves(tiny_tokenizer)
     adapter = None if restore == "none" and "restore_from" not in options else make_adapter(model)
-    small = compress(model, tiny_tokenizer, first, ratio=0.3, adapter=adapter, evictor="snapkv:window=8", **options)
+    small = compress(
+        model,
+        tiny_tokenizer,
+        first,
+        ratio=0.3,
+        adapter=adapter,
+        evictor="snapkv:window=8",
+        **options,
+    )
     grown = small.append(second[:60], restore=restore).append(second[60:], restore=restore)
     m, heads = grown.manifest, small.cache.lengths.numel()
     columns = m.tokens + (m.prefix if options.get("prefix_policy") == "counted" else 0)
-    budget = int(0.3 * columns) * heads if "allocation" in options else int(0.3 * columns * heads + 1e-9)
+    budget = (
+        int(0.3 * columns) * heads if "allocation" in options else int(0.3 * columns * heads + 1e-9)
+    )
     assert m.tokens == len(first + second) and m.pairs == budget
-    assert (m.restore_tokens, m.earlier) == {"last": (N, 0), "every": (N, 2 * N), "none": (0, 0)}[restore]
+    assert (m.restore_tokens, m.earlier) == {"last": (N, 0), "every": (N, 2 * N), "none": (0, 0)}[
+        restore
+    ]
     assert grown.cache.get_seq_length() == grown.context.positions + m.restore_tokens
     assert int(grown.kept.sum()) == grown.cache.pairs - (m.earlier + m.restore_tokens) * heads
     grown.save(tmp_path / "grown.rkv")
@@ -100,7 +131,9 @@ def test_a_loaded_cache_grows_as_the_one_that_was_saved(model, tiny_tokenizer, t
     small = compress(model, tiny_tokenizer, first, ratio=0.4, adapter=adapter)
     small.save(tmp_path / "doc.rkv")
     again = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
-    assert again.append(second, adapter=adapter).ask(QUESTIONS, 6) == small.append(second).ask(QUESTIONS, 6)
+    assert again.append(second, adapter=adapter).ask(QUESTIONS, 6) == small.append(second).ask(
+        QUESTIONS, 6
+    )
     with pytest.warns(RestoreKVWarning, match="goes on with it"):
         again.append(second, adapter=adapter, evictor="knorm")
 
@@ -113,11 +146,21 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
         (lambda: small.append(second, restore="some"), "restore is one of last, every, none"),
         (lambda: small.append([10**6]), "Token ids run from 0"),
         (lambda: small.append(second[:2], restore="every"), "no room for the new text"),
-        (lambda: compress(model, tiny_tokenizer, first, evictor="am-fast").append(second), "cannot grow"),
-        (lambda: compress(model, tiny_tokenizer, first, offset=3, adapter=None).append(second), "without an offset"),
-        (lambda: compress(model, tiny_tokenizer, first, evictor="snapkv:window=8", adapter=None).append(second[:5]),
-         "append more at once"),
-    ]  # fmt: skip
+        (
+            lambda: compress(model, tiny_tokenizer, first, evictor="am-fast").append(second),
+            "cannot grow",
+        ),
+        (
+            lambda: compress(model, tiny_tokenizer, first, offset=3, adapter=None).append(second),
+            "without an offset",
+        ),
+        (
+            lambda: compress(
+                model, tiny_tokenizer, first, evictor="snapkv:window=8", adapter=None
+            ).append(second[:5]),
+            "append more at once",
+        ),
+    ]
     for act, match in cases:
         with pytest.raises((RestoreKVError, BudgetError), match=match):
             act()
@@ -126,7 +169,10 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_composed_keys_are_those_of_texts_read_where_they_stand(family, tiny_tokenizer):
     model, (first, second) = build_model(family).double(), halves(tiny_tokenizer)
-    parts = [compress(model, tiny_tokenizer, ids, ratio=1, adapter=None) for ids in (first, second, first)]
+    parts = [
+        compress(model, tiny_tokenizer, ids, ratio=1, adapter=None)
+        for ids in (first, second, first)
+    ]
     whole, prefix = compose(parts), parts[0].context.prefix
     assert whole.kept.all() and whole.manifest.parts == [len(first), len(second), len(first)]
     start = 0
@@ -137,17 +183,27 @@ def test_composed_keys_are_those_of_texts_read_where_they_stand(family, tiny_tok
             positions = torch.arange(start, start + ids.shape[1])[None]
             full = model(ids, position_ids=positions, use_cache=True).past_key_values
         for layer, dense in zip(whole.cache.layers, full.layers, strict=True):
-            keys, values = (x.unflatten(0, (layer.heads, -1)) for x in (layer.context_keys, layer.context_values))
+            keys, values = (
+                x.unflatten(0, (layer.heads, -1))
+                for x in (layer.context_keys, layer.context_values)
+            )
             place = slice(prefix + start, start + ids.shape[1])
-            torch.testing.assert_close(keys[:, place], dense.keys[0, :, prefix:], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(values[:, place], dense.values[0, :, prefix:], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                keys[:, place], dense.keys[0, :, prefix:], atol=1e-4, rtol=1e-4
+            )
+            torch.testing.assert_close(
+                values[:, place], dense.values[0, :, prefix:], atol=1e-4, rtol=1e-4
+            )
         start += part.manifest.tokens
     assert whole.cache.get_seq_length() == whole.context.positions == prefix + start
 
 
 def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_path):
     first, second = halves(tiny_tokenizer)
-    parts = [compress(model, tiny_tokenizer, ids, ratio=0.3, adapter=make_adapter(model)) for ids in (first, second)]
+    parts = [
+        compress(model, tiny_tokenizer, ids, ratio=0.3, adapter=make_adapter(model))
+        for ids in (first, second)
+    ]
     whole, heads = compose(parts), parts[0].cache.lengths.numel()
     m = whole.manifest
     assert (m.restore_tokens, m.earlier) == (N, N)
@@ -165,11 +221,21 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
     first, _ = halves(tiny_tokenizer)
     small = compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None)
     others = {
-        "chat prefix": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, system="Be brief."),
-        "differ in storage": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, storage="int8"),
-        "differ in evictor": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor="knorm"),
-        "differ in adapter": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=make_adapter(model)),
-        "one model": compress(build_model("qwen3", 1), tiny_tokenizer, first, ratio=0.5, adapter=None),
+        "chat prefix": compress(
+            model, tiny_tokenizer, first, ratio=0.5, adapter=None, system="Be brief."
+        ),
+        "differ in storage": compress(
+            model, tiny_tokenizer, first, ratio=0.5, adapter=None, storage="int8"
+        ),
+        "differ in evictor": compress(
+            model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor="knorm"
+        ),
+        "differ in adapter": compress(
+            model, tiny_tokenizer, first, ratio=0.5, adapter=make_adapter(model)
+        ),
+        "one model": compress(
+            build_model("qwen3", 1), tiny_tokenizer, first, ratio=0.5, adapter=None
+        ),
     }
     for match, other in others.items():
         with pytest.raises(RestoreKVError, match=match):
@@ -182,4 +248,8 @@ def test_restore_pairs_stay_where_the_new_part_has_none(model, tiny_tokenizer):
     first, second = halves(tiny_tokenizer)
     small = compress(model, tiny_tokenizer, first, ratio=0.4, adapter=make_adapter(model))
     assert small.append(second, adapter=None).manifest.earlier == N
-    assert small.append(second).manifest.earlier == small.append(second, restore="none").manifest.earlier == 0
+    assert (
+        small.append(second).manifest.earlier
+        == small.append(second, restore="none").manifest.earlier
+        == 0
+    )

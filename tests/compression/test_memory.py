@@ -58,7 +58,8 @@ def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
     del full
     with alone:
         cache = prepared.evict(ratio, consume=True)
-    assert alone.most <= whole + layer + 6 * pairs + selection  # marks, and where each pair came from
+    # Marks, and where each pair came from.
+    assert alone.most <= whole + layer + 6 * pairs + selection
     for ours, theirs in zip(cache.layers, kept.layers, strict=True):
         assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
     with pytest.raises(RestoreKVError, match="used up"):
@@ -67,15 +68,22 @@ def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
 
 def scored(policy):
     """Four million random pairs of one number: (1, 2, C, 1) a layer."""
-    context, full = Context(torch.zeros(1, 500_003, dtype=torch.long), 3, torch.zeros(1, 0)), DynamicCache()
+    context, full = (
+        Context(torch.zeros(1, 500_003, dtype=torch.long), 3, torch.zeros(1, 0)),
+        DynamicCache(),
+    )
     for layer in range(4):
         full.update(torch.ones(1, 2, 500_003, 1), torch.ones(1, 2, 500_003, 1), layer)
-    return ScoredContext(None, context, full, torch.rand(4, 2, 500_000), CompressionConfig(prefix_policy=policy))
+    return ScoredContext(
+        None, context, full, torch.rand(4, 2, 500_000), CompressionConfig(prefix_policy=policy)
+    )
 
 
 @pytest.mark.parametrize(("policy", "plain", "last"), [("free", 6, 10), ("counted", 10, 6)])
 def test_bytes_of_a_score(monkeypatch, policy, plain, last):
-    """As docs/performance.md tells them: number and marks, and a copy where the prefix has to be added or left out."""
+    """As docs/performance.md tells them: number and marks, and a copy where the prefix has to be
+    added or left out.
+    """
     monkeypatch.setattr(allocate, "BLOCK", 1 << 16)  # looked at in blocks that count for nothing
     prepared = scored(policy)
     pairs, full = prepared.scores.numel(), tensors(prepared.full)
@@ -87,7 +95,9 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
         assert plain == SCORES["plain"] == SCORES["offload"]
     budget = prepared.conventions.budget("0.05", prepared.context, 4, 2)
     for ending, expected in ((False, SCORES["streaming"]), (True, last)):
-        stream = Stream(StreamedContext(None, None, prepared.context, None, prepared.conventions, 1), budget)
+        stream = Stream(
+            StreamedContext(None, None, prepared.context, None, prepared.conventions, 1), budget
+        )
         stream.scores = torch.rand(4, 2, 500_003)
         held = Held(stream.scores)
         with held:
@@ -102,11 +112,15 @@ def test_compress_uses_its_preparation_up(tiny_tokenizer, restore_from, monkeypa
     monkeypatch.setattr(Eviction, "prepare", lambda *a: seen.append(prepare(*a)) or seen[-1])
     adapter = RestoreAdapter.create(model, 2, rank=2)
     text = "Nobody lives in the blue house. " * 4
-    made = compress(model, tiny_tokenizer, text, ratio=0.3, adapter=adapter, restore_from=restore_from)
+    made = compress(
+        model, tiny_tokenizer, text, ratio=0.3, adapter=adapter, restore_from=restore_from
+    )
     assert not any(layer.is_initialized for layer in seen[0].full.layers)
     with torch.no_grad():
         again = (
-            Eviction.make("kvzip", adapter, restore_from=restore_from).prepare(model, tiny_tokenizer, text).evict(0.3)
+            Eviction.make("kvzip", adapter, restore_from=restore_from)
+            .prepare(model, tiny_tokenizer, text)
+            .evict(0.3)
         )
     for ours, theirs in zip(made.cache.layers, again.layers, strict=True):
         assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))

@@ -1,4 +1,6 @@
-"""What users may well do with the library: dtypes, stretched RoPE, everything kept, loaded caches that grow, sets."""
+"""What users may well do with the library: dtypes, stretched RoPE, everything kept, loaded caches
+that grow, sets.
+"""
 
 import asyncio
 import gc
@@ -32,13 +34,19 @@ def small(tiny, **options):
 
 def test_at_ratio_1_everything_stays(tiny):
     whole = small(tiny, ratio=1)
-    assert whole.kept.all() and whole.manifest.restore_tokens == 0 and whole.manifest.adapter is None
+    assert (
+        whole.kept.all() and whole.manifest.restore_tokens == 0 and whole.manifest.adapter is None
+    )
     assert small(tiny, ratio=1, restore_tokens=2).kept.all()
-    assert small(tiny, ratio=1, adapter=shipped_adapter("tiny", "snapkv")).manifest.restore_tokens == 3
+    assert (
+        small(tiny, ratio=1, adapter=shipped_adapter("tiny", "snapkv")).manifest.restore_tokens == 3
+    )
 
 
 def test_auto_restores_at_ratios_of_the_training_alone(tiny):
-    """The tiny model's adapters were trained for ratios of up to 0.25; at higher ones there is little to restore."""
+    """The tiny model's adapters were trained for ratios of up to 0.25; at higher ones there is
+    little to restore.
+    """
     assert small(tiny).manifest.restore_tokens == 3
     assert small(tiny, ratio="0.251").manifest.adapter is None
     assert small(tiny, ratio=None, tokens_per_head=200).manifest.adapter is None
@@ -88,7 +96,10 @@ def test_a_loaded_cache_goes_on_as_its_record_says(tiny, tmp_path):
     assert again.manifest.adapter["hash"] == part.manifest.adapter["hash"]
     gated = small(tiny, evictor="fastkvzip:window=0.2", adapter=None)
     gated.save(tmp_path / "c.rkv")
-    assert CompressedContext.load(tmp_path / "c.rkv", *tiny).append(TEXT).manifest.evictor == gated.manifest.evictor
+    assert (
+        CompressedContext.load(tmp_path / "c.rkv", *tiny).append(TEXT).manifest.evictor
+        == gated.manifest.evictor
+    )
 
 
 def test_contexts_share_the_adapter_of_a_folder(tiny, tmp_path):
@@ -116,7 +127,12 @@ def test_a_model_and_its_adapters_can_go():
 
 def test_contexts_can_be_compared_and_put_into_sets(tiny):
     one, other = small(tiny), small(tiny)
-    assert one != other and one in [other, one] and len({one, other, one}) == 2 and len({one.chat(), one.chat()}) == 2
+    assert (
+        one != other
+        and one in [other, one]
+        and len({one, other, one}) == 2
+        and len({one.chat(), one.chat()}) == 2
+    )
 
 
 def test_generate_takes_a_generation_config(tiny):
@@ -124,9 +140,14 @@ def test_generate_takes_a_generation_config(tiny):
     whole = made.ask(QUESTION)
     short = made.generate(QUESTION, generation_config=GenerationConfig(max_new_tokens=2))
     assert whole.startswith(short) and short != whole
-    beams = made.generate(QUESTION, generation_config=GenerationConfig(num_beams=2, max_new_tokens=16))
+    beams = made.generate(
+        QUESTION, generation_config=GenerationConfig(num_beams=2, max_new_tokens=16)
+    )
     assert beams == made.generate(QUESTION, num_beams=2, max_new_tokens=16)
-    for option in ({"num_return_sequences": 2, "do_sample": True}, {"return_dict_in_generate": True}):
+    for option in (
+        {"num_return_sequences": 2, "do_sample": True},
+        {"return_dict_in_generate": True},
+    ):
         with pytest.raises(RestoreKVError, match="generate returns one text"):
             made.generate(QUESTION, **option)
 
@@ -179,14 +200,22 @@ def test_chat_survives_what_is_typed(tmp_path):
     assert cli("compress", text, "--evictor", "snapkv", "-o", made).code == 0
     lines = ["/undo ²", "/undo x", "/undo -3", "/save ~nosuchuser/x.json", f"/save {saved}", "who?"]
     result = cli("chat", made, stdin="\n".join(lines).encode())
-    assert result.code == 0 and result.err.count("Give a number of turns") == 3 and "read " in result.err
+    assert (
+        result.code == 0
+        and result.err.count("Give a number of turns") == 3
+        and "read " in result.err
+    )
     assert cli("ask", saved, "who?").code == 0
 
 
 def test_a_text_is_not_written_over(tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
     result = cli("compress", text, "-o", text)
-    assert result.code == 1 and "another file of this command" in result.err and text.read_text() == TEXT
+    assert (
+        result.code == 1
+        and "another file of this command" in result.err
+        and text.read_text() == TEXT
+    )
     assert cli("compress", text, "--evictor", "snapkv", "-o", tmp_path / "a.rkv").code == 0
     assert (
         "another file of this command" in cli("append", tmp_path / "a.rkv", text, "-o", text).err
@@ -196,7 +225,14 @@ def test_a_text_is_not_written_over(tmp_path):
 
 def test_brackets_in_a_setting_are_printed(tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
-    result = cli("compress", text, "--evictor", "am-fast:instruction=Repeat [/all] this", "-o", tmp_path / "a.rkv")
+    result = cli(
+        "compress",
+        text,
+        "--evictor",
+        "am-fast:instruction=Repeat [/all] this",
+        "-o",
+        tmp_path / "a.rkv",
+    )
     assert result.code == 0 and "[/all]" in result.out + result.err
 
 

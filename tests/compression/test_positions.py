@@ -1,4 +1,6 @@
-"""A context that the model has no positions for is refused, cut or stretched, and everybody hears of it."""
+"""A context that the model has no positions for is refused, cut or stretched, and everybody hears
+of it.
+"""
 
 import json
 
@@ -26,7 +28,9 @@ def model():
 
 
 def test_a_long_context_is_refused(model, tiny_tokenizer):
-    with pytest.raises(RestoreKVError, match=r"512 positions have room for \d+ and a question; shorten it, cut"):
+    with pytest.raises(
+        RestoreKVError, match=r"512 positions have room for \d+ and a question; shorten it, cut"
+    ):
         compress(model, tiny_tokenizer, TEXT, **SMALL)
     with pytest.raises(RestoreKVError, match="one of refuse, cut, not 'stretch'"):
         compress(model, tiny_tokenizer, "the code", max_context="stretch", **SMALL)
@@ -37,22 +41,31 @@ def test_a_cut_is_recorded_and_leaves_room_for_a_question(model, tiny_tokenizer,
     small = compress(model, tiny_tokenizer, TEXT, max_context="cut", **SMALL)
     assert small.manifest.cut == whole.tokens - small.manifest.tokens > 0
     assert torch.equal(small.context.ids, whole.ids[:, : small.context.positions])
-    assert small.context.positions + min(ROOM, POSITIONS // 4) + small.context.suffix.shape[-1] == POSITIONS
+    assert (
+        small.context.positions + min(ROOM, POSITIONS // 4) + small.context.suffix.shape[-1]
+        == POSITIONS
+    )
     small.ask("Who lives in the red house?", max_new_tokens=2)
-    for _ in zip(range(3), small.chat().ask("Who?", stream=True), strict=False):  # up to 512 tokens might have come
+    # Up to 512 tokens might have come.
+    for _ in zip(range(3), small.chat().ask("Who?", stream=True), strict=False):
         pass
     assert not [each for each in recwarn if issubclass(each.category, RestoreKVWarning)]
     with pytest.warns(RestoreKVWarning, match="beyond the model's 512 positions"):
         small.ask("Who?", max_new_tokens=200)
     small.save(tmp_path / "doc.rkv")
-    assert CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer).manifest.cut == small.manifest.cut
+    assert (
+        CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer).manifest.cut
+        == small.manifest.cut
+    )
 
 
 def test_what_just_fits_is_whole(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, TEXT)
     most = POSITIONS - POSITIONS // 4 - context.prefix - context.suffix.shape[-1]
     for tokens, cut in ((most, 0), (most + 1, 1)):
-        part = make_context(tiny_tokenizer, context.ids[0, context.prefix : context.prefix + tokens])
+        part = make_context(
+            tiny_tokenizer, context.ids[0, context.prefix : context.prefix + tokens]
+        )
         fitted, left = fit(model, part, "cut")
         assert (fitted.tokens, left) == (min(tokens, most), cut)
     assert fit(model, part, "cut", offset=10)[1] == 11
@@ -61,7 +74,9 @@ def test_what_just_fits_is_whole(model, tiny_tokenizer):
 
 
 def test_preparing_a_long_context_is_told(model, tiny_tokenizer):
-    with pytest.warns(RestoreKVWarning, match="The context reaches beyond the model's 512 positions"):
+    with pytest.warns(
+        RestoreKVWarning, match="The context reaches beyond the model's 512 positions"
+    ):
         Eviction.make("knorm").prepare(model, tiny_tokenizer, TEXT)
 
 
@@ -89,7 +104,18 @@ def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     text.write_text(TEXT)
-    command = ["compress", text, "--model", folder, "--evictor", "knorm", "--adapter", "none", "-o", out]
+    command = [
+        "compress",
+        text,
+        "--model",
+        folder,
+        "--evictor",
+        "knorm",
+        "--adapter",
+        "none",
+        "-o",
+        out,
+    ]
     refused = cli(*command)
     assert refused.code == 1 and "--yarn 2" in refused.err and not out.exists()
     cut = cli(*command, "--max-context", "cut", "--json", tmp_path / "cut.json")

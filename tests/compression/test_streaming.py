@@ -1,4 +1,6 @@
-"""Compression as the prefill goes: exact counts, a bound on what is held, and the model that it is said to be."""
+"""Compression as the prefill goes: exact counts, a bound on what is held, and the model that it is
+said to be.
+"""
 
 import json
 from itertools import pairwise
@@ -23,12 +25,23 @@ from tests.helpers.cli_world import build_world, cli
 from tests.helpers.gates import save_gate
 from tests.helpers.models import build_model
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 2
+)
 PREFIX, TOKENS = 3, 90
 METHODS = [
-    "kvzip:chunk=16", "kvzip+:chunk=16", "contrastkv:chunk=16", "snapkv:window=4", "h2o", "tova", "knorm", "keydiff",
-    "expected-attention", "random",
-]  # fmt: skip
+    "kvzip:chunk=16",
+    "kvzip+:chunk=16",
+    "contrastkv:chunk=16",
+    "snapkv:window=4",
+    "h2o",
+    "tova",
+    "knorm",
+    "keydiff",
+    "expected-attention",
+    "random",
+]
 
 
 def make_text(tokens=TOKENS, prefix=PREFIX):
@@ -48,8 +61,13 @@ def make_adapter(model, tokens=4):
 def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=None, **conventions):
     context, shape = context or make_text(), CacheShape.of(model)
     rules = CompressionConfig(**conventions)
-    budget = rules.budget(ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0)
-    made = Stream(StreamedContext(model, tokenizer, context, evictors.make(evictor), rules, chunk, adapter), budget)
+    budget = rules.budget(
+        ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0
+    )
+    made = Stream(
+        StreamedContext(model, tokenizer, context, evictors.make(evictor), rules, chunk, adapter),
+        budget,
+    )
     return made, made.run()
 
 
@@ -58,7 +76,9 @@ def marks(cache, columns):
     kept = torch.zeros(len(cache.layers), cache.layers[0].heads, columns, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):
         for head in range(layer.heads):
-            kept[index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()] = True
+            kept[
+                index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()
+            ] = True
     return kept
 
 
@@ -66,7 +86,9 @@ def marks(cache, columns):
 def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
     model = build_model("qwen3")
     plain = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3)
-    whole = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, streaming=plain.context.tokens)
+    whole = compress(
+        model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, streaming=plain.context.tokens
+    )
     assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     assert whole.manifest.streaming is None
     for ours, theirs in zip(whole.cache.layers, plain.cache.layers, strict=True):
@@ -77,8 +99,20 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
 def test_the_stream_itself_with_one_part_keeps_the_same(tiny_tokenizer, evictor):
     model, context = build_model("qwen3"), make_context(tiny_tokenizer, TEXT)
     for policy in ("free", "counted"):
-        plain = Eviction.make(evictor, prefix_policy=policy).prepare(model, tiny_tokenizer, context).evict(0.3)
-        whole = stream(model, evictor, 0.3, 999, context=context, tokenizer=tiny_tokenizer, prefix_policy=policy)[1]
+        plain = (
+            Eviction.make(evictor, prefix_policy=policy)
+            .prepare(model, tiny_tokenizer, context)
+            .evict(0.3)
+        )
+        whole = stream(
+            model,
+            evictor,
+            0.3,
+            999,
+            context=context,
+            tokenizer=tiny_tokenizer,
+            prefix_policy=policy,
+        )[1]
         for ours, theirs in zip(whole.layers, plain.layers, strict=True):
             assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
 
@@ -91,14 +125,20 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
     shape = CacheShape.of(model)
     each = shape.layers * shape.heads
     for ratio, evictor in (("0.1", "knorm"), ("0.37", "snapkv:window=4"), ("1", "knorm")):
-        made, cache = stream(model, evictor, ratio, chunk, prefix_policy=policy, allocation=allocation)
+        made, cache = stream(
+            model, evictor, ratio, chunk, prefix_policy=policy, allocation=allocation
+        )
         outside = PREFIX * each if policy == "free" else 0
         assert cache.pairs - outside == made.budget.total
         assert cache.get_seq_length() == context.positions and cache.restore == 0
         assert made.most <= made.budget.retained + (PREFIX + chunk) * each
-        assert marks(cache, context.positions).sum() == cache.pairs  # every pair once, in the order of the columns
-        assert all(layer.positions[a:b].diff().gt(0).all() for layer in cache.layers
-                   for a, b in pairwise(layer.bounds))  # fmt: skip
+        # Every pair once, in the order of the columns.
+        assert marks(cache, context.positions).sum() == cache.pairs
+        assert all(
+            layer.positions[a:b].diff().gt(0).all()
+            for layer in cache.layers
+            for a, b in pairwise(layer.bounds)
+        )
 
 
 @pytest.mark.parametrize("evictor", METHODS)
@@ -114,14 +154,18 @@ def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evict
         return full
 
     monkeypatch.setattr(Stream, "read", reading)
-    made, cache = stream(model, evictor, 0.3, 24, context=context, tokenizer=tiny_tokenizer, allocation=allocation)
+    made, cache = stream(
+        model, evictor, 0.3, 24, context=context, tokenizer=tiny_tokenizer, allocation=allocation
+    )
     assert len(scores) > 2
     expected = made.conventions.allocation(torch.cat(scores, -1), made.budget.retained)
     assert marks(cache, context.positions)[..., context.prefix :].equal(expected)
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
-@pytest.mark.parametrize("evictor", ["expected-attention:", "snapkv:window=4,", "fastkvzip:gate={},"])
+@pytest.mark.parametrize(
+    "evictor", ["expected-attention:", "snapkv:window=4,", "fastkvzip:gate={},"]
+)
 def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch, evictor, prefix):
     model, context = build_model("qwen3"), make_text(400, prefix)
     evictor = evictor.format(save_gate(tmp_path / "gate", "fastkvzip", model)) + "sinks=5"
@@ -131,15 +175,20 @@ def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch,
         full = read(self, cache, part)
         starts.append(part.start - prefix)
         found = self.scores[..., part.start : part.settled]
-        above.append((found[..., :pinned].amin((-2, -1)) > found[..., pinned:].amax((-2, -1))).all().item())
+        above.append(
+            (found[..., :pinned].amin((-2, -1)) > found[..., pinned:].amax((-2, -1))).all().item()
+        )
         return full
 
-    pinned = 5 if evictor.startswith("snapkv") else 5 - prefix  # SnapKV counts from the prefix, the others from 0
+    # SnapKV counts from the prefix, the others from 0.
+    pinned = 5 if evictor.startswith("snapkv") else 5 - prefix
     monkeypatch.setattr(Stream, "read", reading)
     cache = stream(model, evictor, 0.2, 40, context=context)[1]
     assert above == [True] + [False] * (len(above) - 1) and len(above) >= 10
     always = marks(cache, context.positions)[..., prefix:].flatten(0, 1).all(0)
-    assert always[:pinned].all() and not any(always[start : start + pinned].all() for start in starts[1:])
+    assert always[:pinned].all() and not any(
+        always[start : start + pinned].all() for start in starts[1:]
+    )
 
 
 def test_sinks_of_the_prefix_stay_out_of_every_part():
@@ -150,7 +199,9 @@ def test_sinks_of_the_prefix_stay_out_of_every_part():
 
 @pytest.fixture
 def visible():
-    """An attention function of its own that hides, in every layer and head, what `hidden[layer]` (H, Q, K) marks."""
+    """An attention function of its own that hides, in every layer and head, what `hidden[layer]`
+    (H, Q, K) marks.
+    """
     hidden = {}
 
     def attend(module, query, key, value, mask, scaling, **_):
@@ -167,8 +218,12 @@ def visible():
 
 @pytest.mark.parametrize("evictor", ["keydiff", "snapkv:window=4", "h2o"])
 @pytest.mark.parametrize("policy", ["free", "counted"])
-def test_later_parts_read_what_is_kept_at_their_own_positions(tiny_model, monkeypatch, visible, evictor, policy):
-    """Keys and values are those of one pass over the text in which each row sees what was kept before its part."""
+def test_later_parts_read_what_is_kept_at_their_own_positions(
+    tiny_model, monkeypatch, visible, evictor, policy
+):
+    """Keys and values are those of one pass over the text in which each row sees what was kept
+    before its part.
+    """
     model, context = tiny_model.double(), make_text()
     steps, settle = [], Stream.settle
 
@@ -183,39 +238,62 @@ def test_later_parts_read_what_is_kept_at_their_own_positions(tiny_model, monkey
     for layer in range(shape.layers):
         hidden = torch.zeros(shape.heads, columns, columns, dtype=torch.bool)
         for part, kept in steps[:-1]:
-            hidden[:, part.settled :, PREFIX : part.settled] |= ~kept[layer, :, None, PREFIX : part.settled]
+            hidden[:, part.settled :, PREFIX : part.settled] |= ~kept[
+                layer, :, None, PREFIX : part.settled
+            ]
         visible[layer] = hidden
     model.set_attn_implementation("visible")
     expected = prefill(model, context.ids)
     model.set_attn_implementation(attention.NAME)
-    for layer, dense, kept in zip(cache.layers, expected.layers, marks(cache, columns), strict=True):
+    for layer, dense, kept in zip(
+        cache.layers, expected.layers, marks(cache, columns), strict=True
+    ):
         heads, places = kept.nonzero(as_tuple=True)
-        torch.testing.assert_close(layer.context_keys, dense.keys[0, heads, places], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(layer.context_values, dense.values[0, heads, places], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            layer.context_keys, dense.keys[0, heads, places], rtol=1e-9, atol=1e-9
+        )
+        torch.testing.assert_close(
+            layer.context_values, dense.values[0, heads, places], rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])
 def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
-    """With everything kept nothing is approximated: pairs and restore cache are those of compressing at once."""
+    """With everything kept nothing is approximated: pairs and restore cache are those of
+    compressing at once.
+    """
     model, context = tiny_model.double(), make_context(tiny_tokenizer, TEXT)
     adapter, rules = make_adapter(model), {"restore_from": restore_from, "prefix_policy": "counted"}
     with torch.no_grad():
-        plain = Eviction.make("keydiff", adapter, **rules).prepare(model, tiny_tokenizer, context).evict(1)
+        plain = (
+            Eviction.make("keydiff", adapter, **rules)
+            .prepare(model, tiny_tokenizer, context)
+            .evict(1)
+        )
     _, cache = stream(model, "keydiff", 1, 31, adapter, context, tiny_tokenizer, **rules)
     assert cache.get_seq_length() == plain.get_seq_length() == context.positions + 4
     if restore_from == "full":
         for ours, theirs in zip(cache.layers, plain.layers, strict=True):
             torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(ours.restore_values, theirs.restore_values, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                ours.restore_values, theirs.restore_values, rtol=1e-6, atol=1e-6
+            )
     assert cache.pairs == plain.pairs
 
 
 def test_parts_are_alike_and_overlap_by_what_always_stays():
     context = make_text(1000)
-    for spec, chunk, again in (("knorm", 300, 0), ("snapkv", 300, 32), ("tova", 7, 1), ("kvzap:window=5", 256, 5)):
+    for spec, chunk, again in (
+        ("knorm", 300, 0),
+        ("snapkv", 300, 32),
+        ("tova", 7, 1),
+        ("kvzap:window=5", 256, 5),
+    ):
         evictor = evictors.make(spec)
         pieces = parts(evictor, context, chunk)
-        assert pieces[0].start == PREFIX and pieces[-1].settled == pieces[-1].end == context.positions
+        assert (
+            pieces[0].start == PREFIX and pieces[-1].settled == pieces[-1].end == context.positions
+        )
         for one, two in pairwise(pieces):
             assert one.settled == two.start == one.end - again
         sizes = [part.end - part.start for part in pieces]
@@ -226,11 +304,19 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
 def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
     with pytest.warns(RestoreKVWarning, match="with streaming it reads what is held"):
         made = compress(
-            tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model), streaming=40, storage="int8"
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.3,
+            adapter=make_adapter(tiny_model),
+            streaming=40,
+            storage="int8",
         )
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model))
     assert made.manifest.streaming == 40 and made.manifest.pairs == plain.manifest.pairs
-    assert made.manifest.restore_tokens == 4 and set(made.manifest.seconds) == set(plain.manifest.seconds)
+    assert made.manifest.restore_tokens == 4 and set(made.manifest.seconds) == set(
+        plain.manifest.seconds
+    )
     made.save(tmp_path / "doc.rkv")
     loaded = CompressedContext.load(tmp_path / "doc.rkv", tiny_model, tiny_tokenizer)
     assert loaded.manifest == made.manifest
@@ -255,7 +341,18 @@ def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evic
 
 def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):
     world = build_world(tmp_path, tiny_tokenizer)
-    options = ("--model", world.model, "-o", world.doc, "--adapter", "none", "--streaming", 64, "--storage", "fp8")
+    options = (
+        "--model",
+        world.model,
+        "-o",
+        world.doc,
+        "--adapter",
+        "none",
+        "--streaming",
+        64,
+        "--storage",
+        "fp8",
+    )
     told = cli("compress", world.text, *options, "--json", world.figures)
     assert told.code == 0 and "streamed 64" in told.out and "fp8" in told.out  # lines may be broken
     figures = json.loads((tmp_path / "figures").read_text())

@@ -15,14 +15,26 @@ def small(tiny_tokenizer):
 PAIRS = "ask_many takes a list of pairs"
 CASES = {
     "a number for a context": (lambda small: ask_many([(1, "Who?")]), PAIRS),
-    "no question": (lambda small: ask_many([(small, None)]), "A question is text, or a list of texts, not NoneType"),
-    "a number in a list of questions": (lambda small: ask_many([(small, ["Who?", 1])]), "A question is text, not int"),
+    "no question": (
+        lambda small: ask_many([(small, None)]),
+        "A question is text, or a list of texts, not NoneType",
+    ),
+    "a number in a list of questions": (
+        lambda small: ask_many([(small, ["Who?", 1])]),
+        "A question is text, not int",
+    ),
     "one pair without a list": (lambda small: ask_many((small, "Who?")), PAIRS),
     "a context without a question": (lambda small: ask_many([small]), PAIRS),
     "a context alone": (lambda small: ask_many(small), PAIRS),
     "a text": (lambda small: ask_many("ab"), PAIRS),
-    "one context to compose": (lambda small: compose(small), "compose takes a list of compressed contexts"),
-    "a text to compose": (lambda small: compose("ab"), "A compressed context is what compress returns, not str"),
+    "one context to compose": (
+        lambda small: compose(small),
+        "compose takes a list of compressed contexts",
+    ),
+    "a text to compose": (
+        lambda small: compose("ab"),
+        "A compressed context is what compress returns, not str",
+    ),
 }
 
 

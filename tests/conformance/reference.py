@@ -1,4 +1,6 @@
-"""kvpress's own benchmark code, which its wheel lacks: `make conformance` unpacks the source archive beside it."""
+"""kvpress's own benchmark code, which its wheel lacks: `make conformance` unpacks the source
+archive beside it.
+"""
 
 import importlib.util
 import os

@@ -1,7 +1,8 @@
-"""Fast KVzip and KVzap against kvpress 0.5.5, from one file in the published format, by `make conformance`.
+"""Fast KVzip and KVzap against kvpress 0.5.5, from one file in the published format, by `make
+conformance`.
 
-Tiny random models and random gates in float32. kvpress reads the published files with its own loaders, restorekv with
-`convert`. A context without a prefix lets all columns be compared.
+Tiny random models and random gates in float32. kvpress reads the published files with its own
+loaders, restorekv with `convert`. A context without a prefix lets all columns be compared.
 """
 
 import copy
@@ -20,7 +21,9 @@ from restorekv.model.load import load_model
 from restorekv.model.prompt import Context
 from tests.helpers.models import build_model
 
-kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
+kvpress = pytest.importorskip(
+    "kvpress", reason="kvpress is not installed; `make conformance` installs and uses it"
+)
 fastkvzip, kvzap = kvpress.presses.fastkvzip_press, kvpress.presses.kvzap_press
 pytestmark = pytest.mark.kvpress
 
@@ -45,8 +48,12 @@ def folder(request, tiny_tokenizer, tmp_path, monkeypatch):
     copy.deepcopy(tiny_tokenizer).save_pretrained(tmp_path / "Tiny")
     build_model(request.param).save_pretrained(tmp_path / "Tiny")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fastkvzip, "hf_hub_download", lambda repo_id, filename, repo_type: f"hub/{filename}")
-    monkeypatch.setattr(published_gate, "hf_hub_download", lambda repo_id, filename: f"hub/{filename}")
+    monkeypatch.setattr(
+        fastkvzip, "hf_hub_download", lambda repo_id, filename, repo_type: f"hub/{filename}"
+    )
+    monkeypatch.setattr(
+        published_gate, "hf_hub_download", lambda repo_id, filename: f"hub/{filename}"
+    )
     return tmp_path
 
 
@@ -63,7 +70,9 @@ def randomise(modules, seed=0, scale=0.5):
 
 
 def publish_fast_kvzip(folder):
-    """A pickle as the authors write them, with figures beside the weights that a numpy of before 2.0 has pickled."""
+    """A pickle as the authors write them, with figures beside the weights that a numpy of before
+    2.0 has pickled.
+    """
     gates = [fastkvzip.FastKVzipGate(index, 32, 2, 2, torch.float32) for index in range(3)]
     randomise(gates)
     place = folder / "hub" / "tiny"
@@ -78,7 +87,9 @@ def publish_fast_kvzip(folder):
 def publish_kvzap(folder, kind):
     """A repository as NVIDIA's."""
     hidden = None if kind == "linear" else 24
-    gate = kvzap.KVzapModel(kvzap.KVzapConfig(input_dim=32, output_dim=2, hidden_dim=hidden, n_modules=3))
+    gate = kvzap.KVzapModel(
+        kvzap.KVzapConfig(input_dim=32, output_dim=2, hidden_dim=hidden, n_modules=3)
+    )
     randomise([gate])
     gate.save_pretrained(folder / f"nvidia/KVzap-{kind}-Tiny")
 
@@ -115,7 +126,9 @@ def test_fast_kvzip(folder, length, worst):
         own = exact_top(found, found.numel() - int(found.numel() * compression))
         assert int(kept.sum()) == int(own.sum())
         # Layer 0 scores equal tokens equally; kvpress breaks such ties anyhow.
-        torch.testing.assert_close(found[kept ^ own], found[own].min().expand(int((kept ^ own).sum())))
+        torch.testing.assert_close(
+            found[kept ^ own], found[own].min().expand(int((kept ^ own).sum()))
+        )
 
 
 @pytest.mark.parametrize("prefix", [2, 9])
@@ -129,7 +142,9 @@ def test_fast_kvzip_counts_window_and_sinks_with_the_prefix(folder, prefix, wors
     prefilled_with(press, theirs, context)
     pinned, exact = found > 1, press.seen[..., prefix:]
     assert pinned.equal(exact == 1)
-    note(worst, f"{model.config.model_type} fastkvzip, with a prefix", found[~pinned], exact[~pinned])
+    note(
+        worst, f"{model.config.model_type} fastkvzip, with a prefix", found[~pinned], exact[~pinned]
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])

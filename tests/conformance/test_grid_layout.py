@@ -1,4 +1,6 @@
-"""Our results in kvpress's layout against kvpress 0.5.5's own evaluation: settings, names of folders, scorers."""
+"""Our results in kvpress's layout against kvpress 0.5.5's own evaluation: settings, names of
+folders, scorers.
+"""
 
 import ast
 import dataclasses
@@ -19,11 +21,14 @@ from restorekv.tasks.ruler.benchmark import TASKS as RULER
 from tests.conformance import reference
 from tests.helpers.grid_results import finished
 
-pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
+pytest.importorskip(
+    "kvpress", reason="kvpress is not installed; `make conformance` installs and uses it"
+)
 pytestmark = pytest.mark.kvpress
 
 WORDS = "the red House of 7 yes, no. 42 Paragraph 3 x = 1; ünï".split(" ")
-UNUSED = ("nltk", "nltk.translate.bleu_score", "nltk.translate.meteor_score", "bert_score")  # of other benchmarks
+# Of other benchmarks.
+UNUSED = ("nltk", "nltk.translate.bleu_score", "nltk.translate.meteor_score", "bert_score")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,9 @@ def evaluate():
     sys.modules.update({name: MagicMock() for name in UNUSED if name not in sys.modules})
     yield importlib.import_module("evaluate")
     sys.path.remove(folder)
-    for name in [name for name in sys.modules if is_theirs(name) or (name in UNUSED and name not in before)]:
+    for name in [
+        name for name in sys.modules if is_theirs(name) or (name in UNUSED and name not in before)
+    ]:
         del sys.modules[name]
     sys.modules.update({name: module for name, module in before.items() if is_theirs(name)})
 
@@ -54,10 +61,24 @@ def asked(tasks, classes=()):
     for task in tasks:
         for turn in range(20):
             said = " ".join(draw.choices(WORDS, k=6))
-            answers = tuple(" ".join(draw.choices(WORDS, k=draw.choice([1, 2]))) for _ in range(draw.choice([1, 3])))
+            answers = tuple(
+                " ".join(draw.choices(WORDS, k=draw.choice([1, 2])))
+                for _ in range(draw.choice([1, 3]))
+            )
             answers = (f"Paragraph {turn % 5}",) if task == "passage_retrieval_en" else answers
             text = said + draw.choice(["", "\n", "\x07 ", "\nmore"]) + draw.choice(["", answers[0]])
-            yield Question(f"{task}-{turn}", task, "who?", answers, 32, "Answer:", {"classes": list(classes)}), text
+            yield (
+                Question(
+                    f"{task}-{turn}",
+                    task,
+                    "who?",
+                    answers,
+                    32,
+                    "Answer:",
+                    {"classes": list(classes)},
+                ),
+                text,
+            )
 
 
 def table(place):
@@ -70,7 +91,12 @@ def table(place):
 
 
 def test_its_ruler_scorer_gives_our_metrics(evaluate, tmp_path):
-    finished(tmp_path, Cell("org/m", "ruler:source=hub", "kvzip", "0.05"), list(asked(RULER)), data="simonjegou/ruler")
+    finished(
+        tmp_path,
+        Cell("org/m", "ruler:source=hub", "kvzip", "0.05"),
+        list(asked(RULER)),
+        data="simonjegou/ruler",
+    )
     (place,) = export(tmp_path)
     metrics = evaluate.SCORER_REGISTRY["ruler"](table(place))
     assert metrics == json.loads((place / "metrics.json").read_text()) and len(metrics) == 13
@@ -86,7 +112,9 @@ def test_its_longbench_scorer_gives_our_metrics(evaluate, tmp_path):
         found = table(place)
         found["all_classes"] = [classes] * len(found)
         metrics = evaluate.SCORER_REGISTRY["longbench"](found)
-        assert metrics == pytest.approx(json.loads((place / "metrics.json").read_text()), abs=0.011), place.name
+        assert metrics == pytest.approx(
+            json.loads((place / "metrics.json").read_text()), abs=0.011
+        ), place.name
 
 
 @pytest.mark.parametrize(

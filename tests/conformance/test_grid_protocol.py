@@ -1,4 +1,6 @@
-"""The protocol kvpress against kvpress 0.5.5's own pipeline: ids of contexts and questions, and how answers end."""
+"""The protocol kvpress against kvpress 0.5.5's own pipeline: ids of contexts and questions, and how
+answers end.
+"""
 
 import pytest
 import torch
@@ -12,25 +14,38 @@ from restorekv.model.prefill import prefill
 from restorekv.tasks import Question
 from tests.helpers.models import build_model
 
-kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
+kvpress = pytest.importorskip(
+    "kvpress", reason="kvpress is not installed; `make conformance` installs and uses it"
+)
 pytestmark = pytest.mark.kvpress
 
 KVPRESS = protocols.make("kvpress")
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there since May.\n\n" * 3
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there since May.\n\n"
+    * 3
+)
 QUESTIONS = ["Which code?", "\n\nWho lives in the blue house, and why? ", "", "Question: ünïcode\n"]
 PREFIXES = ["", "Answer:", " The special magic number is"]
 
 
 @pytest.fixture(params=["chat", "none"])
 def both(request, tmp_path, tiny_tokenizer):
-    """(kvpress's pipeline, our model, tokenizer) of one tiny model, with and without a chat template."""
+    """(kvpress's pipeline, our model, tokenizer) of one tiny model, with and without a chat
+    template.
+    """
     build_model("qwen3").save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     model, tokenizer = load_model(str(tmp_path))
     if request.param == "none":
         tokenizer.chat_template, tokenizer.bos_token = None, "<|im_start|>"
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa", dtype=torch.float32).eval()
-    return kvpress.KVPressTextGenerationPipeline(model=theirs, tokenizer=tokenizer), model, tokenizer
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
+    return (
+        kvpress.KVPressTextGenerationPipeline(model=theirs, tokenizer=tokenizer),
+        model,
+        tokenizer,
+    )
 
 
 @pytest.mark.parametrize("answer_prefix", PREFIXES)
@@ -40,7 +55,10 @@ def test_ids_are_those_of_the_pipeline(both, answer_prefix):
         wanted = pipeline.preprocess(TEXT, QUESTIONS, answer_prefix, limit)
         context, cut = KVPRESS.context("any", tokenizer, TEXT, limit)
         assert context.ids.equal(wanted["context_ids"])
-        assert cut == KVPRESS.context("any", tokenizer, TEXT)[0].positions - wanted["context_ids"].shape[1]
+        assert (
+            cut
+            == KVPRESS.context("any", tokenizer, TEXT)[0].positions - wanted["context_ids"].shape[1]
+        )
         for text, ids in zip(QUESTIONS, wanted["questions_ids"], strict=True):
             asked = Question("0", "task", text, (), 4, answer_prefix)
             assert KVPRESS.prompt(tokenizer, context, asked).equal(ids)
@@ -57,9 +75,14 @@ def test_the_first_id_of_an_answer_ends_nothing(both):
     lengths = set()
     for stop in dict.fromkeys(answer_ids(model, tokenizer, cache, [prompt], 6)[0].tolist()):
         model.generation_config.eos_token_id = pipeline.model.generation_config.eos_token_id = stop
-        wanted = pipeline(TEXT, question=asked.text, answer_prefix=asked.answer_prefix, max_new_tokens=6)["answer"]
-        found = answer_ids(model, tokenizer, cache, [prompt], 6, first_may_stop=KVPRESS.first_may_stop)[0].tolist()
-        # kvpress's pipeline leaves the EOS id in what it decodes, where it is a special token in practice
+        wanted = pipeline(
+            TEXT, question=asked.text, answer_prefix=asked.answer_prefix, max_new_tokens=6
+        )["answer"]
+        found = answer_ids(
+            model, tokenizer, cache, [prompt], 6, first_may_stop=KVPRESS.first_may_stop
+        )[0].tolist()
+        # kvpress's pipeline leaves the EOS id in what it decodes, where it is a special token in
+        # practice
         assert tokenizer.decode(found, skip_special_tokens=True) == wanted
         said = answer_text(tokenizer, KVPRESS.ended(found), stop_ids(model, tokenizer))
         assert wanted.startswith(said)

@@ -1,7 +1,9 @@
-"""Against kvpress 0.5.5, run by `make conformance` in an environment of its own (kvpress needs transformers < 5.3).
+"""Against kvpress 0.5.5, run by `make conformance` in an environment of its own (kvpress needs
+transformers < 5.3).
 
-Tiny random models in float32. kvpress hides evicted pairs behind keys that it searches for, and on random models finds
-none; its own choice of pairs is therefore carried out here by an attention function with a real mask.
+Tiny random models in float32. kvpress hides evicted pairs behind keys that it searches for, and on
+random models finds none; its own choice of pairs is therefore carried out here by an attention
+function with a real mask.
 """
 
 import copy
@@ -12,7 +14,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -26,7 +33,9 @@ from restorekv.model.prompt import make_context, question_ids
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
-kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
+kvpress = pytest.importorskip(
+    "kvpress", reason="kvpress is not installed; `make conformance` installs and uses it"
+)
 pytestmark = pytest.mark.kvpress
 
 TEXT = (
@@ -34,7 +43,8 @@ TEXT = (
     "The door of the yellow house is open; whoever comes by is given a loaf of bread and the key to the red house. "
 ) * 2
 QUESTIONS = ["Which code?", "Who lives in the blue house, and why?"]
-SHORT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}\n"  # S = 1, fewer than the sinks
+# S = 1, fewer than the sinks.
+SHORT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}\n"
 TEMPLATES = {"chat": None, "short": SHORT}
 TOKENS = 4  # restore tokens
 
@@ -45,12 +55,16 @@ def masked(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     queries, columns = query.shape[2], key.shape[2]
     if evicted is None or queries == columns:
         module.masked_key_indices = None
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     visible = torch.ones(*key.shape[:2], queries, columns, dtype=torch.bool).tril(columns - queries)
     visible[evicted[0], evicted[1], :, evicted[2]] = False
     groups = query.shape[1] // key.shape[1]
     key, value, visible = (x.repeat_interleave(groups, 1) for x in (key, value, visible))
-    result = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, scale=scaling)
+    result = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, visible, scale=scaling
+    )
     return result.transpose(1, 2).contiguous(), None
 
 
@@ -80,12 +94,16 @@ def note(worst, kind, error):
 
 @pytest.fixture(params=["qwen3", "llama"])
 def folder(request, tiny_tokenizer, tmp_path, monkeypatch):
-    """A tiny model on disk; adapters are looked for in higokri/RestoreKV-tiny beside it instead of on the hub."""
+    """A tiny model on disk; adapters are looked for in higokri/RestoreKV-tiny beside it instead of
+    on the hub.
+    """
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.save_pretrained(tmp_path / "tiny")
     build_model(request.param).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kvpress.presses.restorekv_press, "hf_hub_download", lambda repo, file: f"{repo}/{file}")
+    monkeypatch.setattr(
+        kvpress.presses.restorekv_press, "hf_hub_download", lambda repo, file: f"{repo}/{file}"
+    )
     return tmp_path
 
 
@@ -95,7 +113,9 @@ def load_both(folder, template=None):
     if template:
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder / "tiny")
-    theirs = AutoModelForCausalLM.from_pretrained(folder / "tiny", attn_implementation="masked").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder / "tiny", attn_implementation="masked"
+    ).eval()
     return theirs, model, tokenizer
 
 
@@ -136,7 +156,9 @@ def test_scores_and_kept_pairs(folder, template, chunk, plus, worst):
         count = pairs - int(pairs * compression)
         budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads)
         assert count - budget.total in (0, 1)
-        assert kept_by(theirs, (layers, heads, context.positions)).equal(exact_top(prepared.competing(), count))
+        assert kept_by(theirs, (layers, heads, context.positions)).equal(
+            exact_top(prepared.competing(), count)
+        )
 
 
 def save_ours(model, folder):
@@ -152,7 +174,9 @@ def save_published(model, folder):
     """As the adapters on the hub: what PEFT writes, and the embeddings."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    wrapped = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        model, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for name, weight in wrapped.named_parameters():
             if "lora_" in name:
@@ -183,8 +207,14 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         keep = exact_top(prepared.competing(), count)
         assert kept_by(theirs, keep.shape).equal(keep)
         ours_cache = RaggedCache.from_dense(prepared.full, keep, prepared.restore_cache)
-        assert theirs_cache.get_seq_length() == ours_cache.get_seq_length() == context.positions + TOKENS
-        budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads, TOKENS)
+        assert (
+            theirs_cache.get_seq_length()
+            == ours_cache.get_seq_length()
+            == context.positions + TOKENS
+        )
+        budget = Budget.of_ratio(
+            1 - Fraction(str(compression)), context.positions, layers, heads, TOKENS
+        )
         assert ours_cache.pairs - budget.total in (0, 1)
         asked = question_ids(tokenizer, context, QUESTIONS[0])
         with torch.no_grad():
@@ -196,13 +226,17 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         pipeline = kvpress.KVPressTextGenerationPipeline(model=theirs, tokenizer=tokenizer)
         press = RestoreKV(compression, kvzip_plus_normalization=plus)
         answers = pipeline(TEXT, questions=QUESTIONS, press=press, max_new_tokens=16)["answers"]
-        assert ask(model, tokenizer, context, ours_cache, QUESTIONS, 16) == [answer.lstrip() for answer in answers]
+        assert ask(model, tokenizer, context, ours_cache, QUESTIONS, 16) == [
+            answer.lstrip() for answer in answers
+        ]
         assert all(answers)
 
 
 @pytest.mark.parametrize("plus", [False, True])
 def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
-    """They give a press, from a folder of any name, that keeps our pairs and appends our restore states."""
+    """They give a press, from a folder of any name, that keeps our pairs and appends our restore
+    states.
+    """
     theirs, model, tokenizer = load_both(folder)
     place = folder / "some" / "name"
     save_ours(model, place)
@@ -215,7 +249,9 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
     exec(re.search(r"```python\n(.*?)```", section, re.S)[1], made)
     context = make_context(tokenizer, TEXT)
     cache = press_once(made["press"], theirs, context)
-    prepared = Eviction.make(f"kvzip{'+' * plus}", adapter, prefix_policy="counted").prepare(model, tokenizer, context)
+    prepared = Eviction.make(f"kvzip{'+' * plus}", adapter, prefix_policy="counted").prepare(
+        model, tokenizer, context
+    )
     layers, heads, _ = prepared.scores.shape
     pairs = layers * heads * context.positions
     keep = exact_top(prepared.competing(), pairs - int(pairs * (0.9 + TOKENS / context.positions)))

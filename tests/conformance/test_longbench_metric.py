@@ -1,6 +1,7 @@
 """LongBench against kvpress 0.5.5's own prompts and scorer, run by `make conformance`.
 
-Predictions are references spoilt in many ways by a fixed seed; scores are compared with kvpress's rounding and without.
+Predictions are references spoilt in many ways by a fixed seed; scores are compared with kvpress's
+rounding and without.
 """
 
 import ast
@@ -16,7 +17,9 @@ from tests.conformance.reference import scorer
 pytestmark = pytest.mark.kvpress
 pandas = pytest.importorskip("pandas")
 for package in ("fuzzywuzzy", "jieba"):
-    pytest.importorskip(package, reason=f"kvpress's scorer imports {package}; `make conformance` installs it")
+    pytest.importorskip(
+        package, reason=f"kvpress's scorer imports {package}; `make conformance` installs it"
+    )
 theirs = scorer("longbench")
 
 PAIRS = 400
@@ -26,10 +29,29 @@ WORDS = (
     ". , \r and of Paragraph Question: Answer: yes no Unanswerable"
 ).split(" ")
 CLASSES = [
-    "Number", "Number of something", "Other number", "Date", "Food", "Order, rank", "Disease and medicine", "Animal",
-    "Other location", "Other entity", "City", "Abbreviation", "Lasting time of something", "Individual", "Sport",
-    "Colour", "Group or organization of person", "Number of Date", "umber", "ate", "Speed", "Currency name",
-]  # fmt: skip
+    "Number",
+    "Number of something",
+    "Other number",
+    "Date",
+    "Food",
+    "Order, rank",
+    "Disease and medicine",
+    "Animal",
+    "Other location",
+    "Other entity",
+    "City",
+    "Abbreviation",
+    "Lasting time of something",
+    "Individual",
+    "Sport",
+    "Colour",
+    "Group or organization of person",
+    "Number of Date",
+    "umber",
+    "ate",
+    "Speed",
+    "Currency name",
+]
 
 
 def sentence(rng, words=12):
@@ -37,11 +59,15 @@ def sentence(rng, words=12):
 
 
 def paragraphs(rng, words=12):
-    return rng.choice([". ", ".", "\n", " ", ".\n\n"]).join(sentence(rng, words) for _ in range(rng.randint(1, 5)))
+    return rng.choice([". ", ".", "\n", " ", ".\n\n"]).join(
+        sentence(rng, words) for _ in range(rng.randint(1, 5))
+    )
 
 
 def line_of_code(rng):
-    called = rng.sample(["self.value", "x", "foo(bar)", "{}", "'a b'", "名", "1000"], rng.randint(1, 4))
+    called = rng.sample(
+        ["self.value", "x", "foo(bar)", "{}", "'a b'", "名", "1000"], rng.randint(1, 4)
+    )
     return (
         " " * rng.choice([0, 4, 8])
         + rng.choice(["return ", "x = ", "if ", ""])
@@ -59,7 +85,11 @@ def reference(task, rng):
         return f"Paragraph {rng.randint(1, 30)}"
     if task in ("lcc", "repobench-p"):
         return line_of_code(rng)
-    return paragraphs(rng) if task in ("gov_report", "qmsum", "multi_news", "samsum") else sentence(rng, 6)
+    return (
+        paragraphs(rng)
+        if task in ("gov_report", "qmsum", "multi_news", "samsum")
+        else sentence(rng, 6)
+    )
 
 
 def spoilt(text, task, rng):
@@ -106,31 +136,44 @@ def unrounded(monkeypatch):
 
 def ours(task, prediction, answers):
     facts = {"classes": CLASSES} if task == "trec" else {}
-    return make("longbench").score(Question("0", task, "", tuple(answers), 1, facts=facts), prediction)
+    return make("longbench").score(
+        Question("0", task, "", tuple(answers), 1, facts=facts), prediction
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_scores_are_equal(task, unrounded):
-    assert "difflib" in theirs.fuzz.SequenceMatcher.__module__, "kvpress does not ask for python-Levenshtein"
+    assert "difflib" in theirs.fuzz.SequenceMatcher.__module__, (
+        "kvpress does not ask for python-Levenshtein"
+    )
     found = []
     for prediction, answers in pairs(task):
         found.append(ours(task, prediction, answers))
-        assert 100 * found[-1] == unrounded.scorer(task, [prediction], [answers], CLASSES), (prediction, answers)
+        assert 100 * found[-1] == unrounded.scorer(task, [prediction], [answers], CLASSES), (
+            prediction,
+            answers,
+        )
     assert len(set(found)) > 3 and 0 in found and max(found) > 0.99, "the pairs tell little"
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_means_are_equal(task):
     made = list(pairs(task))
-    rows = [{"predicted_answer": p, "answers": a, "task": task, "all_classes": CLASSES} for p, a in made]
-    assert round(100 * sum(ours(task, *pair) for pair in made) / len(made), 2) == theirs.calculate_metrics(
-        pandas.DataFrame(rows)
-    )
+    rows = [
+        {"predicted_answer": p, "answers": a, "task": task, "all_classes": CLASSES} for p, a in made
+    ]
+    assert round(
+        100 * sum(ours(task, *pair) for pair in made) / len(made), 2
+    ) == theirs.calculate_metrics(pandas.DataFrame(rows))
 
 
 def test_long_sentences_fail_in_both(unrounded):
     text = "word " * 1200
-    assert ours("gov_report", text, [text]) == unrounded.scorer("gov_report", [text], [[text]], None) == 0
+    assert (
+        ours("gov_report", text, [text])
+        == unrounded.scorer("gov_report", [text], [[text]], None)
+        == 0
+    )
 
 
 def test_prompts_are_equal():

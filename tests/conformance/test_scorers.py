@@ -1,4 +1,5 @@
-"""The training-free evictors and the bridge against the presses of kvpress 0.5.5, run by `make conformance`.
+"""The training-free evictors and the bridge against the presses of kvpress 0.5.5, run by `make
+conformance`.
 
 Tiny random models in float32. Their scores are caught where kvpress hands them to its own top-k.
 """
@@ -19,7 +20,9 @@ from restorekv.generation.answers import ask
 from restorekv.model import attention
 from restorekv.model.prompt import Context
 
-kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
+kvpress = pytest.importorskip(
+    "kvpress", reason="kvpress is not installed; `make conformance` installs and uses it"
+)
 pytestmark = pytest.mark.kvpress
 
 SNAPKV = "snapkv:window=64,kernel=5,pool=avg"
@@ -27,15 +30,19 @@ OURS = {  # spec: press, columns that stay whatever they score: from the front, 
     SNAPKV: (lambda: kvpress.SnapKVPress(0.5), 0, 64),
     "expected-attention": (lambda: kvpress.ExpectedAttentionPress(0.5), 4, 0),
     "expected-attention:sinks=2,future=9,epsilon=0.01": (
-        lambda: kvpress.ExpectedAttentionPress(0.5, n_future_positions=9, n_sink=2, epsilon=0.01), 2, 0,
+        lambda: kvpress.ExpectedAttentionPress(0.5, n_future_positions=9, n_sink=2, epsilon=0.01),
+        2,
+        0,
     ),
     "expected-attention:covariance=false,values=false": (
-        lambda: kvpress.ExpectedAttentionPress(0.5, use_covariance=False, use_vnorm=False), 4, 0,
+        lambda: kvpress.ExpectedAttentionPress(0.5, use_covariance=False, use_vnorm=False),
+        4,
+        0,
     ),
     "keydiff": (lambda: kvpress.KeyDiffPress(0.5), 0, 0),
     "knorm": (lambda: kvpress.KnormPress(0.5), 0, 0),
     "tova": (lambda: kvpress.TOVAPress(0.5), 0, 1),
-}  # fmt: skip
+}
 BRIDGED = {
     "knorm": lambda: kvpress.KnormPress(0.5),
     "snapkv": lambda: kvpress.SnapKVPress(0.5, window_size=20),
@@ -53,7 +60,10 @@ BRIDGED = {
     "critical": lambda: kvpress.CriticalKVPress(kvpress.KnormPress(0.5)),
     "observed attention": lambda: kvpress.ObservedAttentionPress(0.5),
 }
-TEXT = "The code of the red house is seven. Nobody lives in the blue house since May, and its door is open. " * 3
+TEXT = (
+    "The code of the red house is seven. Nobody lives in the blue house since May, and its door is open. "
+    * 3
+)
 
 
 def make_context(length=150, prefix=0):
@@ -70,7 +80,9 @@ def note(worst, model, kind, found, exact):
 
 
 def press_scores(press, model, context, implementation="sdpa"):
-    """(L, H, S + T) from a prefill under the press's own context manager, in a model that is not ours."""
+    """(L, H, S + T) from a prefill under the press's own context manager, in a model that is not
+    ours.
+    """
     model, seen, score = copy.deepcopy(model), [], press.score
     model.set_attn_implementation(implementation)
     press.score = lambda *args, **kwargs: seen.append(score(*args, **kwargs)) or seen[-1]
@@ -99,7 +111,9 @@ def test_scores(tiny_model, spec, length, worst):
 
 @pytest.mark.parametrize("spec", OURS)
 def test_a_prefix_changes_nothing(tiny_model, spec, worst):
-    """Ours beside a prefix is kvpress's over the whole; but our SnapKV pools the context's columns alone."""
+    """Ours beside a prefix is kvpress's over the whole; but our SnapKV pools the context's columns
+    alone.
+    """
     make, _, last = OURS[spec]
     edge = 2 if spec == SNAPKV else 0
     context = make_context(prefix=6)
@@ -131,7 +145,9 @@ def bridged(press, model, context, eager=False):
 @pytest.mark.parametrize("prefix", [0, 6])
 def test_the_bridge_hands_over_a_presss_own_scores(tiny_model, name, prefix, worst):
     context, eager = make_context(prefix=prefix), name == "observed attention"
-    exact = press_scores(BRIDGED[name](), tiny_model, context, "eager" if eager else "sdpa")[..., prefix:]
+    exact = press_scores(BRIDGED[name](), tiny_model, context, "eager" if eager else "sdpa")[
+        ..., prefix:
+    ]
     before = tiny_model(context.ids).logits
     found = bridged(BRIDGED[name](), tiny_model, context, eager)
     assert found.dtype == torch.float32
@@ -142,14 +158,18 @@ def test_the_bridge_hands_over_a_presss_own_scores(tiny_model, name, prefix, wor
     assert tiny_model(context.ids).logits.equal(before)
 
 
-@pytest.mark.parametrize("name", ["knorm", "keydiff", "tova", "expected attention", "lagkv", "compactor"])
+@pytest.mark.parametrize(
+    "name", ["knorm", "keydiff", "tova", "expected attention", "lagkv", "compactor"]
+)
 def test_the_bridge_from_text_to_answers(tiny_model, tiny_tokenizer, name):
     prepared = Eviction(FromKVPress(BRIDGED[name]())).prepare(tiny_model, tiny_tokenizer, TEXT)
     cache = prepared.evict(0.2)
     assert prepared.conventions.counted_pairs(cache, prepared.context) == prepared.budget(0.2).pairs
     if (own := name.replace(" ", "-")) in evictors.EVICTORS:
         ours = Eviction.make(own).prepare(tiny_model, tiny_tokenizer, TEXT).evict(0.2)
-        assert all(a.positions.equal(b.positions) for a, b in zip(cache.layers, ours.layers, strict=True))
+        assert all(
+            a.positions.equal(b.positions) for a, b in zip(cache.layers, ours.layers, strict=True)
+        )
     assert ask(tiny_model, tiny_tokenizer, prepared.context, cache, ["Which code?"], 8)
 
 
@@ -172,8 +192,14 @@ def test_the_spec_of_a_press():
     spec = "kvpress:press=SnapKVPress:window_size=32;kernel_size=7"
     assert evictors.make(spec).spec == FromKVPress(kvpress.SnapKVPress(0, 32, 7)).spec == spec
     assert evictors.make(spec) == FromKVPress("SnapKVPress:window_size=32,kernel_size=7")
-    assert evictors.make("kvpress:press=ExpectedAttentionPress:use_vnorm=false").scorer.use_vnorm is False
-    assert FromKVPress(kvpress.CompactorPress(0.5)).spec == "kvpress:press=CompactorPress:compression_ratio=0.5"
+    assert (
+        evictors.make("kvpress:press=ExpectedAttentionPress:use_vnorm=false").scorer.use_vnorm
+        is False
+    )
+    assert (
+        FromKVPress(kvpress.CompactorPress(0.5)).spec
+        == "kvpress:press=CompactorPress:compression_ratio=0.5"
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +219,10 @@ def test_presses_that_cannot_be_made(spec, said):
 
 
 def test_presses_that_cannot_score(tiny_model):
-    for press, length, said in [("SnapKVPress", 30, "window size"), ("ObservedAttentionPress", 30, "eager")]:
+    for press, length, said in [
+        ("SnapKVPress", 30, "window size"),
+        ("ObservedAttentionPress", 30, "eager"),
+    ]:
         with pytest.raises(RestoreKVError, match=said):
             bridged(press, tiny_model, make_context(length))
     assert tiny_model.config._attn_implementation == attention.NAME

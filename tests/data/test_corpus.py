@@ -1,4 +1,6 @@
-"""The mixture of many genres: which passages are taken, what is asked about them, and what is made up."""
+"""The mixture of many genres: which passages are taken, what is asked about them, and what is made
+up.
+"""
 
 import random
 import re
@@ -21,9 +23,16 @@ from tests.helpers.data_world import settings, text, write_jsonl
 
 GENRES = ("letters", "logs", "news")
 CONFIG = settings(
-    {}, mixture="corpus", passage_shortest=300, passage_longest=500, questions=3, corpus_passages=6, made=0.25,
-    answer_tokens=12, short_answer_tokens=6,
-)  # fmt: skip
+    {},
+    mixture="corpus",
+    passage_shortest=300,
+    passage_longest=500,
+    questions=3,
+    corpus_passages=6,
+    made=0.25,
+    answer_tokens=12,
+    short_answer_tokens=6,
+)
 
 
 def passage(name: str, sentences: int = 12) -> str:
@@ -58,7 +67,9 @@ def read(config, tokenizer) -> tuple[list[Document], Counter]:
 def test_genres_take_turns_and_only_the_training_split_is_read(tiny_tokenizer):
     documents, reasons = read(CONFIG, tiny_tokenizer)
     assert reasons == {"of another split": 1, "license cc by-nc 4.0": 1}
-    of_corpus = [each.name.partition("/")[0] for each in documents if not each.name.startswith("made ")]
+    of_corpus = [
+        each.name.partition("/")[0] for each in documents if not each.name.startswith("made ")
+    ]
     assert sorted(of_corpus[:3]) == sorted(GENRES)
     assert Counter(of_corpus) == {"letters": 2, "logs": 4, "news": 4}
 
@@ -75,7 +86,9 @@ def test_the_parts_make_the_whole(tiny_tokenizer):
     whole, _ = read(CONFIG, tiny_tokenizer)
     parts = [read(replace(CONFIG, part=f"{part}/3"), tiny_tokenizer)[0] for part in (1, 2, 3)]
     assert [len(part) for part in parts] and parts[1] == whole[1::3]
-    assert sorted(each.name for part in parts for each in part) == sorted(each.name for each in whole)
+    assert sorted(each.name for part in parts for each in part) == sorted(
+        each.name for each in whole
+    )
 
 
 @pytest.mark.parametrize("wrong", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3"])
@@ -97,7 +110,11 @@ def test_a_passage_asks_its_people_first(tiny_tokenizer):
     documents, _ = read(replace(CONFIG, invented=0.0), tiny_tokenizer)
     own = next(each for each in documents if each.name == "logs/0")
     kinds = [kind for kind, _ in own.asked]
-    assert kinds[:2] == [passages.HUMAN, passages.HUMAN] and kinds[2] in exercises.VERBATIM and not own.studied
+    assert (
+        kinds[:2] == [passages.HUMAN, passages.HUMAN]
+        and kinds[2] in exercises.VERBATIM
+        and not own.studied
+    )
 
 
 def test_exercises_quote_the_text():
@@ -140,7 +157,9 @@ def test_a_question_about_a_cell_names_a_row_of_the_table():
 def test_no_number_is_in_a_format_of_ruler():
     rng = random.Random(0)
     drawn = [
-        draw(rng) for draw in (passages.number, passages.code, made.draw_number, made.draw_code) for _ in range(500)
+        draw(rng)
+        for draw in (passages.number, passages.code, made.draw_number, made.draw_code)
+        for _ in range(500)
     ]
     drawn += [made.make_document(random.Random(seed), 300).text for seed in range(60)]
     assert not any(re.search(r"(?<!\d)\d{7}(?!\d)", each) for each in drawn)
@@ -149,7 +168,13 @@ def test_no_number_is_in_a_format_of_ruler():
 
 
 def test_every_license_of_the_corpus_lets_an_adapter_be_apache():
-    known = ("CC BY 4.0", "curl licence (MIT-like)", "public domain (NASA)", "Apache-2.0 or MIT", "CC0 1.0")
+    known = (
+        "CC BY 4.0",
+        "curl licence (MIT-like)",
+        "public domain (NASA)",
+        "Apache-2.0 or MIT",
+        "CC0 1.0",
+    )
     names = [license_identifier({"license": name}) for name in known]
     assert set(names) <= LICENSES and set(names) <= PERMISSIVE and passed_on(names) == "apache-2.0"
     for refused in ("CC BY", "CC BY-SA 4.0", None, "proprietary"):
@@ -162,7 +187,9 @@ def test_an_answer_ends_when_it_repeats_itself():
     assert not chooser.ends()
     chooser.ids.append(3)
     assert chooser.ends()
-    assert not GreedyUntilLoop(3, ids=[1, 1, 1]).ends() and GreedyUntilLoop(3, ids=[1, 1, 1, 1]).ends()
+    assert (
+        not GreedyUntilLoop(3, ids=[1, 1, 1]).ends() and GreedyUntilLoop(3, ids=[1, 1, 1, 1]).ends()
+    )
 
 
 def test_the_mixture_is_built_resumed_and_read(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
@@ -194,7 +221,9 @@ def test_the_mixture_is_built_resumed_and_read(tiny_model, tiny_tokenizer, tmp_p
         build(tiny_model, tiny_tokenizer, config, tmp_path / "cut")
     monkeypatch.setattr(Attempts, "add", add)
     build(tiny_model, tiny_tokenizer, config, tmp_path / "cut", resume=True)
-    assert (tmp_path / "cut" / "corpus.parquet").read_bytes() == (tmp_path / "whole" / "corpus.parquet").read_bytes()
+    assert (tmp_path / "cut" / "corpus.parquet").read_bytes() == (
+        tmp_path / "whole" / "corpus.parquet"
+    ).read_bytes()
 
 
 def test_facts_are_asked_for(tiny_tokenizer):

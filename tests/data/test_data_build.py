@@ -1,4 +1,6 @@
-"""A mixture is the teacher's own greedy words, resumable to the same bytes, and never an evaluation text."""
+"""A mixture is the teacher's own greedy words, resumable to the same bytes, and never an evaluation
+text.
+"""
 
 import gzip
 import itertools
@@ -59,14 +61,24 @@ def whole(suite_once, files, model, tiny_tokenizer, tmp_path_factory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def greedy(model, ids: torch.Tensor, limit: int, eos: int = 2) -> list[int]:
     """Plain transformers, everything anew for every token."""
     told = []
     while len(told) < limit and eos not in told:
-        told.append(int(model(torch.cat([ids, torch.tensor([told], dtype=torch.long)], -1)).logits[0, -1].argmax()))
+        told.append(
+            int(
+                model(torch.cat([ids, torch.tensor([told], dtype=torch.long)], -1))
+                .logits[0, -1]
+                .argmax()
+            )
+        )
     return told
 
 
@@ -74,7 +86,12 @@ def test_the_defaults_are_the_papers():
     told = BuildConfig()
     assert (told.documents, told.shortest, told.longest) == (500, 2048, 16000)
     assert (told.books, told.chunk, told.chunks, told.examples) == (50, 3072, 10, 1500)
-    assert (told.question_tokens, told.answer_tokens, told.flan_answer_tokens, told.flan_shortest) == (
+    assert (
+        told.question_tokens,
+        told.answer_tokens,
+        told.flan_answer_tokens,
+        told.flan_shortest,
+    ) == (
         64,
         512,
         256,
@@ -92,10 +109,14 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
     for context in made[::2] + made[-1:]:
         framed = make_context(tiny_tokenizer, context.context)
         assert framed.tokens == context.tokens
-        for question, answer, ids in zip(context.questions, context.answers, context.answer_ids, strict=True):
+        for question, answer, ids in zip(
+            context.questions, context.answers, context.answer_ids, strict=True
+        ):
             assert question == "" if context.source == "flan" else question.startswith(BETWEEN)
             asked = question_ids(tiny_tokenizer, framed, question, empty=True)
-            limit = manifest["settings"]["flan_answer_tokens" if context.source == "flan" else "answer_tokens"]
+            limit = manifest["settings"][
+                "flan_answer_tokens" if context.source == "flan" else "answer_tokens"
+            ]
             assert list(ids) == greedy(model, torch.cat([framed.ids, asked], -1), limit)
             assert answer == tiny_tokenizer.decode(ids, skip_special_tokens=True)
             checked += 1
@@ -113,32 +134,51 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
         ids = greedy(model, torch.cat([context.ids, asked], -1), 12)
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
-        assert attempt.get("question", BETWEEN) == BETWEEN + (line if "fault" not in attempt else "")
-    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study([(context, document)])[0]
+        assert attempt.get("question", BETWEEN) == BETWEEN + (
+            line if "fault" not in attempt else ""
+        )
+    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study(
+        [(context, document)]
+    )[0]
     assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
-    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study([(context, document)])[0]
+    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study(
+        [(context, document)]
+    )[0]
     assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
 
 
 def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
     _, manifest = read_mixture(whole)
-    assert manifest["model"]["fingerprint"] == model_fingerprint(model) and manifest["model"]["dtype"] == "float32"
+    assert (
+        manifest["model"]["fingerprint"] == model_fingerprint(model)
+        and manifest["model"]["dtype"] == "float32"
+    )
     longalpaca = manifest["sources"]["longalpaca"]
     assert longalpaca["dropped"] == {"no document": 1, "too short": 1, "repeated": 1, "too long": 1}
     assert longalpaca["rows"] == 7 and longalpaca["contexts"] == 3 and longalpaca["attempts"] == 15
     assert longalpaca["examples"] == 15 - sum(longalpaca["dropped_attempts"].values())
-    assert manifest["sources"]["pg19"]["contexts"] == 4 and manifest["sources"]["flan"]["examples"] == 2
+    assert (
+        manifest["sources"]["pg19"]["contexts"] == 4
+        and manifest["sources"]["flan"]["examples"] == 2
+    )
     assert manifest["sources"]["flan"]["dropped"] == {"another subset": 1, "too short": 1}
     assert manifest["exclusion"]["texts"] == 156
     for name, source in manifest["sources"].items():
         table = pq.read_table(whole / f"{name}.parquet")
         assert len(table) == source["examples"] == sum(source["licenses"].values())
-        assert str(table.schema.field("answer_ids").type).startswith("list<") and "int32" in str(table.schema)
+        assert str(table.schema.field("answer_ids").type).startswith("list<") and "int32" in str(
+            table.schema
+        )
         for row in table.to_pylist():
             assert row["answer_tokens"] == len(row["answer_ids"])
             assert row["question_tokens"] == encode(tiny_tokenizer, row["question"]).shape[-1]
             assert row["kind"] in (KINDS if name != "flan" else ["prompt"])
-    assert set(contents(whole)) == {"manifest.json", "longalpaca.parquet", "pg19.parquet", "flan.parquet"}
+    assert set(contents(whole)) == {
+        "manifest.json",
+        "longalpaca.parquet",
+        "pg19.parquet",
+        "flan.parquet",
+    }
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -198,39 +238,68 @@ main(sys.argv[2:])
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_middle_of_a_write_leaves_a_build_that_goes_on(whole, files, model, tiny_tokenizer, tmp_path):
+def test_kill_9_in_the_middle_of_a_write_leaves_a_build_that_goes_on(
+    whole, files, model, tiny_tokenizer, tmp_path
+):
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
     out = tmp_path / "data"
-    command = ["data", "build", "--model", tmp_path / "model", *flags(settings(files)), "--out", out, "--resume"]
+    command = [
+        "data",
+        "build",
+        "--model",
+        tmp_path / "model",
+        *flags(settings(files)),
+        "--out",
+        out,
+        "--resume",
+    ]
     for more, code in ((1, -signal.SIGKILL), (5, -signal.SIGKILL), (99, 0)):
-        done = subprocess.run([sys.executable, "-c", KILLED, str(more), *map(str, command)], capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(more), *map(str, command)], capture_output=True
+        )
         assert done.returncode == code, done.stderr
     made, expected = contents(out), contents(whole)
     for folder in (made, expected):  # this model has a name, that of the fixture none
         manifest = json.loads(folder["manifest.json"])
         manifest["model"].pop("name")
-        manifest["exclusion"].pop("texts")  # the fixture reads fewer evaluation texts than the command
+        # The fixture reads fewer evaluation texts than the command.
+        manifest["exclusion"].pop("texts")
         folder["manifest.json"] = manifest
     assert made == expected
 
 
-def test_texts_that_ship_for_benchmarks_are_refused(files, model, tiny_tokenizer, tmp_path, monkeypatch):
+def test_texts_that_ship_for_benchmarks_are_refused(
+    files, model, tiny_tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(restorekv.data.build, "SHIPPED", SHIPPED)
     novel, stories, squad = (
         gzip.decompress((TEXTS / name).read_bytes()).decode()
-        for name in ("novels/Burnett_Garden_1911.txt.gz", "fairytaleqa/val.jsonl.gz", "share-alike/squad.json.gz")
+        for name in (
+            "novels/Burnett_Garden_1911.txt.gz",
+            "fairytaleqa/val.jsonl.gz",
+            "share-alike/squad.json.gz",
+        )
     )
-    story, article = json.loads(stories.partition("\n")[0])["context"][:3000], json.loads(squad)["data"][0]
+    story, article = (
+        json.loads(stories.partition("\n")[0])["context"][:3000],
+        json.loads(squad)["data"][0],
+    )
     paragraph = max((each["context"] for each in article["paragraphs"]), key=len)
     texts = novel[9000:12000], story, paragraph
     papers = [{"instruction": f"{paper} Now the paper ends. Question: who?"} for paper in texts]
     changed = tmp_path / "longalpaca.json"
     changed.write_text(json.dumps([*json.loads(Path(files["longalpaca"]).read_text()), *papers]))
-    config = settings({**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000)
+    config = settings(
+        {**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000
+    )
     told = build(model, tiny_tokenizer, config, tmp_path / "data")["sources"]["longalpaca"]
     found = [each["found in"] for each in told["refused"]]
-    assert [each.split(",")[0] for each in found] == ["Burnett_Garden_1911.txt.gz", "val.jsonl.gz", "squad.json.gz"]
+    assert [each.split(",")[0] for each in found] == [
+        "Burnett_Garden_1911.txt.gz",
+        "val.jsonl.gz",
+        "squad.json.gz",
+    ]
 
 
 def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_tokenizer, tmp_path):
@@ -243,8 +312,12 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     source.insert(1, {"instruction": f"{tiny.title()} Now the paper ends. Question: who?"})
     changed = tmp_path / "longalpaca.json"
     changed.write_text(json.dumps(source))
-    config = settings({**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000)
-    with pytest.warns(RestoreKVWarning, match="LongAlpaca gave 2 of 9 documents, .* 2 in an evaluation set"):
+    config = settings(
+        {**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000
+    )
+    with pytest.warns(
+        RestoreKVWarning, match="LongAlpaca gave 2 of 9 documents, .* 2 in an evaluation set"
+    ):
         manifest = build(model, tiny_tokenizer, config, tmp_path / "data", [str(evaluation)])
     told = manifest["sources"]["longalpaca"]
     assert told["dropped"]["in an evaluation set"] == 2
@@ -253,26 +326,40 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
         "found in": f"tiny suite, document {tests.index(tiny)}",
         "share": 1.0,
     }
-    assert told["refused"][1]["document"] == "row 7" and told["refused"][1]["found in"] == "evaluation.jsonl, row 2"
+    assert (
+        told["refused"][1]["document"] == "row 7"
+        and told["refused"][1]["found in"] == "evaluation.jsonl, row 2"
+    )
     assert manifest["exclusion"]["files"][0]["name"] == "evaluation.jsonl"
     made, _ = read_mixture(tmp_path / "data")
     assert not any(text("c", 20) in context.context for context in made)
     plain = build(model, tiny_tokenizer, config, tmp_path / "plain")
     assert [row["document"] for row in plain["sources"]["longalpaca"]["refused"]] == ["row 1"]
-    assert any(two_papers("", "")[:30] in context.context for context in read_mixture(tmp_path / "plain")[0])
+    assert any(
+        two_papers("", "")[:30] in context.context
+        for context in read_mixture(tmp_path / "plain")[0]
+    )
 
 
 def test_the_permissive_mixture_has_free_licenses_only(files, model, tiny_tokenizer, tmp_path):
     with pytest.warns(RestoreKVWarning, match="Open papers gave 2 of 9 documents, all of"):
-        manifest = build(model, tiny_tokenizer, settings(files, mixture="permissive", documents=9), tmp_path / "data")
+        manifest = build(
+            model,
+            tiny_tokenizer,
+            settings(files, mixture="permissive", documents=9),
+            tmp_path / "data",
+        )
     assert set(manifest["licenses"]) == {"cc-by-4.0", "public-domain", "apache-2.0", "odc-by"}
     assert manifest["sources"]["papers"]["dropped"] == {
-        "license cc-by-sa-4.0": 1, "license Some rights": 1, "license missing": 1
-    }  # fmt: skip
+        "license cc-by-sa-4.0": 1,
+        "license Some rights": 1,
+        "license missing": 1,
+    }
     made, _ = read_mixture(tmp_path / "data")
     assert {c.document: c.license for c in made if c.source == "papers"} == {
-        "2106.0": "cc-by-4.0", "2106.3": "public-domain"
-    }  # fmt: skip
+        "2106.0": "cc-by-4.0",
+        "2106.3": "public-domain",
+    }
 
 
 def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_tokenizer, tmp_path):
@@ -288,12 +375,17 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
     for folder in (out, whole):
         changed = settings(files, answer_tokens=7, mixture="permissive")
         with pytest.raises(
-            RestoreKVError, match=r"--mixture paper \(now permissive\), --answer-tokens 6 \(now 7\); give"
+            RestoreKVError,
+            match=r"--mixture paper \(now permissive\), --answer-tokens 6 \(now 7\); give",
         ):
             build(model, tiny_tokenizer, changed, folder, resume=True)
         with pytest.raises(RestoreKVError, match=r"the model's fingerprint \w+ \(now \w+\); give"):
-            build(build_model("qwen3", seed=1), tiny_tokenizer, settings(files), folder, resume=True)
-        with pytest.raises(RestoreKVError, match=r"--exclude nothing \(now new\.jsonl [0-9a-f]{8}\); give"):
+            build(
+                build_model("qwen3", seed=1), tiny_tokenizer, settings(files), folder, resume=True
+            )
+        with pytest.raises(
+            RestoreKVError, match=r"--exclude nothing \(now new\.jsonl [0-9a-f]{8}\); give"
+        ):
             build(model, tiny_tokenizer, settings(files), folder, [str(others)], resume=True)
     with pytest.raises(RestoreKVError, match="finish it with restorekv data build --resume"):
         read_mixture(out)
@@ -304,34 +396,63 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
 def test_a_finished_folder_is_of_the_files_it_was_made_from(model, tiny_tokenizer, tmp_path):
     source = write_jsonl(tmp_path / "flan.jsonl", [{"id": "a", "text": text("a", 40)}])
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"context": "Else."}])
-    out, config = tmp_path / "data", settings({"flan": str(source)}, documents=0, books=0, examples=1)
+    out, config = (
+        tmp_path / "data",
+        settings({"flan": str(source)}, documents=0, books=0, examples=1),
+    )
 
     def again(exclude: list) -> dict:
-        return build(model, tiny_tokenizer, config, out, [str(path) for path in exclude], resume=True)
+        return build(
+            model, tiny_tokenizer, config, out, [str(path) for path in exclude], resume=True
+        )
 
     made = again([held_out])
     assert again([held_out]) == made
-    with pytest.raises(RestoreKVError, match=r"--exclude held_out\.jsonl [0-9a-f]{8} \(now nothing\)"):
+    with pytest.raises(
+        RestoreKVError, match=r"--exclude held_out\.jsonl [0-9a-f]{8} \(now nothing\)"
+    ):
         again([])
     write_jsonl(held_out, [{"context": "Something else."}])
-    with pytest.raises(RestoreKVError, match=r"--exclude held_out\.jsonl (\w+) \(now held_out\.jsonl (?!\1)\w+\)"):
+    with pytest.raises(
+        RestoreKVError, match=r"--exclude held_out\.jsonl (\w+) \(now held_out\.jsonl (?!\1)\w+\)"
+    ):
         again([held_out])
     write_jsonl(held_out, [{"context": "Else."}])
     write_jsonl(source, [{"id": "a", "text": text("b", 40)}])
-    with pytest.raises(RestoreKVError, match=r"--flan flan\.jsonl (\w+) \(now flan\.jsonl (?!\1)\w+\)"):
+    with pytest.raises(
+        RestoreKVError, match=r"--flan flan\.jsonl (\w+) \(now flan\.jsonl (?!\1)\w+\)"
+    ):
         again([held_out])
 
 
-def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(model, tiny_tokenizer, tmp_path, monkeypatch):
+def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(
+    model, tiny_tokenizer, tmp_path, monkeypatch
+):
     commits = iter(["first", "second"])
-    monkeypatch.setattr(restorekv.data.build, "identity", lambda where: {"hub": "some/set", "revision": next(commits)})
-    monkeypatch.setattr(restorekv.data.build, "rows", lambda where, known: iter([{"text": text("a", 40)}]))
+    monkeypatch.setattr(
+        restorekv.data.build,
+        "identity",
+        lambda where: {"hub": "some/set", "revision": next(commits)},
+    )
+    monkeypatch.setattr(
+        restorekv.data.build, "rows", lambda where, known: iter([{"text": text("a", 40)}])
+    )
     config = settings({"flan": "some/set"}, documents=0, books=0, examples=1)
     made = build(model, tiny_tokenizer, config, tmp_path / "data")
     assert build(model, tiny_tokenizer, config, tmp_path / "data", resume=True) == made
-    assert made["sources"]["flan"]["from"] == {"given": "some/set", "hub": "some/set", "revision": "first"}
+    assert made["sources"]["flan"]["from"] == {
+        "given": "some/set",
+        "hub": "some/set",
+        "revision": "first",
+    }
     with pytest.raises(RestoreKVError, match=r"--flan some/set \(now some/set@v2\)"):
-        build(model, tiny_tokenizer, settings({**vars(config), "flan": "some/set@v2"}), tmp_path / "data", resume=True)
+        build(
+            model,
+            tiny_tokenizer,
+            settings({**vars(config), "flan": "some/set@v2"}),
+            tmp_path / "data",
+            resume=True,
+        )
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -344,7 +465,9 @@ def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(model, tiny_t
         ("manifest.json", "damaged or not a manifest of restorekv"),
     ],
 )
-def test_a_foreign_folder_is_left_as_it_is(name, message, resume, files, model, tiny_tokenizer, tmp_path):
+def test_a_foreign_folder_is_left_as_it_is(
+    name, message, resume, files, model, tiny_tokenizer, tmp_path
+):
     path = tmp_path / "theirs" / name
     path.parent.mkdir(parents=True)
     path.write_text("{}")
@@ -353,7 +476,9 @@ def test_a_foreign_folder_is_left_as_it_is(name, message, resume, files, model, 
     assert contents(tmp_path / "theirs") == {name: b"{}"}
 
 
-def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(model, tiny_tokenizer, tmp_path):
+def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(
+    model, tiny_tokenizer, tmp_path
+):
     source = write_jsonl(tmp_path / "flan.jsonl", [{"id": "a", "text": text("a", 40)}])
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -370,9 +495,16 @@ def test_what_is_less_than_wanted_is_told(files, model, tiny_tokenizer, tmp_path
     with pytest.warns(RestoreKVWarning) as told:
         made = build(model, tiny_tokenizer, config, tmp_path / "data")
     words = [str(warning.message) for warning in told]
-    assert len(words) == 3 and words[0].startswith(f"--longest 100000 is lowered to {made['longest']}: ")
-    assert words[1] == f"PG-19 gave 3 of 9 books, all of {files['pg19']} (dropped: 1 no whole chunk)."
-    assert words[2].startswith("Tulu-3 FLAN gave 3 of 9 examples, all of ") and "1 too short" in words[2]
+    assert len(words) == 3 and words[0].startswith(
+        f"--longest 100000 is lowered to {made['longest']}: "
+    )
+    assert (
+        words[1] == f"PG-19 gave 3 of 9 books, all of {files['pg19']} (dropped: 1 no whole chunk)."
+    )
+    assert (
+        words[2].startswith("Tulu-3 FLAN gave 3 of 9 examples, all of ")
+        and "1 too short" in words[2]
+    )
 
 
 def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tmp_path):
@@ -384,7 +516,9 @@ def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tm
     assert books == {"2", "3"}
 
 
-def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(files, model, tiny_tokenizer, tmp_path):
+def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(
+    files, model, tiny_tokenizer, tmp_path
+):
     good = [json.dumps({"id": f"d{n}", "text": text(n, 40)}) for n in range(3)]
     source = tmp_path / "flan.jsonl"
     source.write_text("\n".join([*good[:2], '{"id": ']))
@@ -397,7 +531,11 @@ def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(files, mo
             build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
     source.write_text("\n".join(good))
     build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
-    assert [context.document for context in read_mixture(tmp_path / "data")[0]] == ["d0", "d1", "d2"]
+    assert [context.document for context in read_mixture(tmp_path / "data")[0]] == [
+        "d0",
+        "d1",
+        "d2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +546,9 @@ def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(files, mo
         ({"shortest": 990, "longest": 995}, "LongAlpaca gave no example"),
     ],
 )
-def test_what_cannot_work_leaves_nothing_behind(changes, message, files, model, tiny_tokenizer, tmp_path):
+def test_what_cannot_work_leaves_nothing_behind(
+    changes, message, files, model, tiny_tokenizer, tmp_path
+):
     with pytest.raises(RestoreKVError, match=message):
         build(model, tiny_tokenizer, settings({**files, **changes}), tmp_path / "data")
     assert not (tmp_path / "data").exists()

@@ -1,4 +1,6 @@
-"""Reading a mixture back: whatever is wrong is refused by file and row. The command line does it all offline."""
+"""Reading a mixture back: whatever is wrong is refused by file and row. The command line does it
+all offline.
+"""
 
 import hashlib
 import json
@@ -17,7 +19,15 @@ from restorekv.data.mixture import MixtureContext, read_mixture, record
 from restorekv.data.table import PAPER, figures
 from restorekv.errors import RestoreKVError
 from tests.helpers.cli_world import cli
-from tests.helpers.data_world import flags, messages, paper, settings, text, write_jsonl, write_sources
+from tests.helpers.data_world import (
+    flags,
+    messages,
+    paper,
+    settings,
+    text,
+    write_jsonl,
+    write_sources,
+)
 from tests.helpers.models import build_model
 
 
@@ -48,7 +58,9 @@ def edit(folder: Path, row: int, honest: bool = False, **values: object) -> None
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
     if honest:
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["sources"]["pg19"]["file"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        manifest["sources"]["pg19"]["file"]["sha256"] = hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -78,10 +90,14 @@ def test_a_bad_row_is_named(values, message, honest, data):
 
 def test_any_other_change_is_damage(data, made):
     edit(data, 7, answer="Another answer.")
-    with pytest.raises(RestoreKVError, match=r"pg19\.parquet is not the file that the manifest describes"):
+    with pytest.raises(
+        RestoreKVError, match=r"pg19\.parquet is not the file that the manifest describes"
+    ):
         read_mixture(data)
     edit(data, 7, True, answer="Another answer.")
-    assert "Another answer." in [answer for context in read_mixture(data)[0] for answer in context.answers]
+    assert "Another answer." in [
+        answer for context in read_mixture(data)[0] for answer in context.answers
+    ]
     path = data / "flan.parquet"
     whole = path.read_bytes()
     for spoilt in (whole[: len(whole) // 2], b"", b"not parquet"):
@@ -105,7 +121,10 @@ def test_any_other_change_is_damage(data, made):
         (lambda m: m.update(format="other"), "not a manifest of restorekv's data"),
         (lambda m: m.pop("sources"), "not a manifest of restorekv's data"),
         (lambda m: m.pop("version"), "damaged or not a manifest"),
-        (lambda m: m["sources"]["flan"].update(examples=1), "not the file that the manifest describes"),
+        (
+            lambda m: m["sources"]["flan"].update(examples=1),
+            "not the file that the manifest describes",
+        ),
         (lambda m: m.update(seed=True), r"is damaged \(its seed\); build the data again"),
         (lambda m: m.update(longest=0), r"\(its longest\)"),
         (lambda m: m.update(sources=[]), r"\(its sources\)"),
@@ -115,8 +134,14 @@ def test_any_other_change_is_damage(data, made):
             lambda m: m["sources"]["flan"].update({"from": {"hub": "some/set", "files": []}}),
             r"flan\.from\.hub\.revision",
         ),
-        (lambda m: m["sources"]["flan"].update({"from": {"files": ["a"]}}), r"flan\.from\.files\.files\.0"),
-        (lambda m: m["sources"]["flan"]["file"].update(name="../a.parquet"), "a source's file has another name"),
+        (
+            lambda m: m["sources"]["flan"].update({"from": {"files": ["a"]}}),
+            r"flan\.from\.files\.files\.0",
+        ),
+        (
+            lambda m: m["sources"]["flan"]["file"].update(name="../a.parquet"),
+            "a source's file has another name",
+        ),
         (lambda m: m["licenses"].update(MIT="1"), r"\(its licenses\.MIT\)"),
     ],
 )
@@ -140,8 +165,11 @@ def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="with another model"):
         read_mixture(made, build_model("qwen3", seed=1), tiny_tokenizer)
     with pytest.raises(RestoreKVError, match="with another model"):
-        read_mixture(made, build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
-                     tiny_tokenizer)  # fmt: skip
+        read_mixture(
+            made,
+            build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
+            tiny_tokenizer,
+        )
     template = tiny_tokenizer.chat_template
     try:
         tiny_tokenizer.chat_template = template.replace("assistant", "helper")
@@ -180,7 +208,9 @@ def test_the_record_tells_origin_counts_and_who_wrote(made, files):
     manifest["sources"]["flan"]["from"] = {"given": "a/b@v1", "hub": "a/b", "revision": "c0ffee"}
     _, books, flan = record(manifest)
     assert (books["dataset"], books["sha256"]) == ("2 files", hashlib.sha256(b"1f2e").hexdigest())
-    assert (flan["dataset"], flan["revision"]) == ("a/b", "c0ffee") and "/home" not in json.dumps([books, flan])
+    assert (flan["dataset"], flan["revision"]) == ("a/b", "c0ffee") and "/home" not in json.dumps(
+        [books, flan]
+    )
 
 
 def test_the_table_counts_samples(made):
@@ -195,8 +225,10 @@ def test_the_table_counts_samples(made):
     }
     rows = figures(contexts, {"sources": sources, "licenses": {}})
     assert [(row["samples"], row["mean"], row["shortest"], row["longest"]) for row in rows] == [
-        (6, 90, 40, 100), (1, 10, 10, 10), (7, 550 / 7, 10, 100)
-    ]  # fmt: skip
+        (6, 90, 40, 100),
+        (1, 10, 10, 10),
+        (7, 550 / 7, 10, 100),
+    ]
     assert rows[0]["paper"] == {"samples": 2260, "mean": 3071, "shortest": 3071, "longest": 3072}
 
 
@@ -211,7 +243,9 @@ def test_the_papers_table_adds_up():
 def test_every_setting_is_a_flag_with_help():
     told = cli("data", "build", "--help")
     assert told.code == 0, told.err
-    assert set(restorekv.cli.data.run.__annotations__) > {field.name for field in fields(BuildConfig)}
+    assert set(restorekv.cli.data.run.__annotations__) > {
+        field.name for field in fields(BuildConfig)
+    }
     assert all(field.metadata["help"].endswith(".") for field in fields(BuildConfig))
 
 
@@ -221,8 +255,14 @@ def test_the_command_builds_and_shows_with_the_tiny_model(tmp_path):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text(text("book", 300))
     flan = write_jsonl(tmp_path / "flan.jsonl", [{"id": "f", "messages": messages(text("f", 60))}])
-    config = settings({"longalpaca": str(long), "pg19": str(tmp_path / "books"), "flan": str(flan)}, books=1, chunks=1,
-                      documents=1, examples=1, shortest=64)  # fmt: skip
+    config = settings(
+        {"longalpaca": str(long), "pg19": str(tmp_path / "books"), "flan": str(flan)},
+        books=1,
+        chunks=1,
+        documents=1,
+        examples=1,
+        shortest=64,
+    )
     out, figures_file = tmp_path / "data", tmp_path / "figures.json"
     done = cli("data", "build", "--out", out, *flags(config))
     assert done.code == 0 and "1/1 Tulu-3 FLAN" in done.err and "cc-by-nc-4.0" in done.out, done.err
@@ -231,13 +271,19 @@ def test_the_command_builds_and_shows_with_the_tiny_model(tmp_path):
     told = json.loads(figures_file.read_text())
     assert [row["source"] for row in told["rows"]] == ["longalpaca", "pg19", "flan", "total"]
     assert told["manifest"]["model"]["name"] == "tiny"
-    assert told["rows"][-1]["samples"] == sum(len(context.questions) for context in read_mixture(out)[0]) > 2
+    assert (
+        told["rows"][-1]["samples"]
+        == sum(len(context.questions) for context in read_mixture(out)[0])
+        > 2
+    )
 
 
 def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypatch):
     def refused(words: str, *args: object, code: int = 1) -> None:
         result = cli("data", *args)
-        assert result.code == code and result.err.startswith("error: ") and result.err.count("\n") == 1, result
+        assert (
+            result.code == code and result.err.startswith("error: ") and result.err.count("\n") == 1
+        ), result
         assert words in result.err and not result.out, result.err
 
     out = tmp_path / "data"
@@ -246,11 +292,20 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("--out", "build", code=2)
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
     refused("chunk must be at least 1", "build", "--out", out, "--licenses", "mit", "--chunk", 0)
-    refused("There is no evaluation file or folder nowhere", "build", "--out", out, "--exclude", "nowhere")
+    refused(
+        "There is no evaluation file or folder nowhere",
+        "build",
+        "--out",
+        out,
+        "--exclude",
+        "nowhere",
+    )
     refused("is a file", "build", "--out", files["flan"])
     refused("is not empty", "build", "--out", tmp_path.parent)
     refused("give a folder of restorekv data build", "show", tmp_path)
-    refused("There is no file or folder ./no", "build", "--out", out, "--permissive", "--papers", "./no")
+    refused(
+        "There is no file or folder ./no", "build", "--out", out, "--permissive", "--papers", "./no"
+    )
     assert not out.exists()
 
     def interrupt(*_: object) -> None:

@@ -7,7 +7,15 @@ import pytest
 
 from restorekv.data.build import build
 from restorekv.data.mixture import read_mixture
-from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT, STORIES_LICENSE, invent, passage_reader
+from restorekv.data.passages import (
+    FACT,
+    HUMAN,
+    LISTED,
+    REPEAT,
+    STORIES_LICENSE,
+    invent,
+    passage_reader,
+)
 from restorekv.data.self_study import KINDS
 from restorekv.data.table import data_table, figures
 from restorekv.errors import RestoreKVError
@@ -17,22 +25,37 @@ from tests.helpers.data_world import settings, text, write_jsonl
 
 WORDING = "Question: {question}\nAnswer:"
 CONFIG = settings(
-    {}, mixture="passages", passage_shortest=40, passage_longest=90, questions=2, wording=WORDING, story_passages=2,
-    novel_passages=3, section_passages=1, per_novel=2, invented=0.5,
-)  # fmt: skip
+    {},
+    mixture="passages",
+    passage_shortest=40,
+    passage_longest=90,
+    questions=2,
+    wording=WORDING,
+    story_passages=2,
+    novel_passages=3,
+    section_passages=1,
+    per_novel=2,
+    invented=0.5,
+)
 
 
 @pytest.fixture
 def files(tmp_path) -> dict[str, str]:
     asked = [{"question": f"who is number {number}?"} for number in range(9)]
-    stories = [{"id": f"story {n}", "context": text(f"story {n}", 60), "questions": asked} for n in range(4)]
+    stories = [
+        {"id": f"story {n}", "context": text(f"story {n}", 60), "questions": asked}
+        for n in range(4)
+    ]
     (tmp_path / "novels").mkdir()
     for number in range(2):
         (tmp_path / "novels" / f"{number}.txt").write_text(text(f"novel {number}", 300))
     write_jsonl(tmp_path / "stories.jsonl", stories)
     write_jsonl(tmp_path / "sections.jsonl", stories[:1])
-    return {"stories": str(tmp_path / "stories.jsonl"), "novels": str(tmp_path / "novels"),
-            "sections": str(tmp_path / "sections.jsonl")}  # fmt: skip
+    return {
+        "stories": str(tmp_path / "stories.jsonl"),
+        "novels": str(tmp_path / "novels"),
+        "sections": str(tmp_path / "sections.jsonl"),
+    }
 
 
 def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer):
@@ -52,11 +75,15 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
 def test_a_text_without_questions_gives_separate_passages(tiny_tokenizer):
     row = {"text": text("book", 900)}
     found = list(
-        passage_reader(STORIES_LICENSE, lambda c: 3)(iter([row]), replace(CONFIG, invented=0.0), tiny_tokenizer)
+        passage_reader(STORIES_LICENSE, lambda c: 3)(
+            iter([row]), replace(CONFIG, invented=0.0), tiny_tokenizer
+        )
     )
     places = [row["text"].index(each.text) for each in found]
     assert len(found) == 3 and all(each.studied for each in found)
-    assert all(a + len(each.text) <= b for a, b, each in zip(places, places[1:], found, strict=False))
+    assert all(
+        a + len(each.text) <= b for a, b, each in zip(places, places[1:], found, strict=False)
+    )
 
 
 def test_facts_are_asked_for_and_stand_in_the_passage_once():
@@ -65,11 +92,14 @@ def test_facts_are_asked_for_and_stand_in_the_passage_once():
     assert asked and all(question.endswith("?") for question in asked)
     assert (told, asked) == invent(passage, random.Random(3)) != invent(passage, random.Random(4))
     words = iter(told.split())
-    assert all(word in words for word in passage.split())  # the passage is still there, in its order
+    # The passage is still there, in its order.
+    assert all(word in words for word in passage.split())
 
 
 def test_no_template_of_ruler_is_trained_on():
-    made = " ".join(part for seed in range(200) for part in invent("A. B. C.", random.Random(seed))[1:][0])
+    made = " ".join(
+        part for seed in range(200) for part in invent("A. B. C.", random.Random(seed))[1:][0]
+    )
     told = " ".join(invent("A. B. C.", random.Random(seed))[0] for seed in range(200))
     assert NEEDLES and "special magic" not in (made + told).lower() and "VAR" not in told
 
@@ -78,14 +108,22 @@ def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_pa
     config = replace(CONFIG, **files)
     manifest = build(tiny_model, tiny_tokenizer, config, tmp_path / "data")
     contexts, _ = read_mixture(tmp_path / "data", tiny_model, tiny_tokenizer)
-    by_source = {name: [each for each in contexts if each.source == name] for name in manifest["sources"]}
-    assert {name: len(found) for name, found in by_source.items()} == {"stories": 2, "novels": 3, "sections": 1}
+    by_source = {
+        name: [each for each in contexts if each.source == name] for name in manifest["sources"]
+    }
+    assert {name: len(found) for name, found in by_source.items()} == {
+        "stories": 2,
+        "novels": 3,
+        "sections": 1,
+    }
     assert manifest["licenses"].keys() == {"apache-2.0", "public-domain", "cc0-1.0"}
     questions = [question for each in contexts for question in each.questions]
     assert all(question.startswith(BETWEEN) for question in questions)
     assert any(question.endswith("?\nAnswer:") for question in questions)
     rows = figures(contexts, manifest)
-    assert [row["paper"] for row in rows] == [None] * 4 and data_table(rows, manifest).row_count == 4
+    assert [row["paper"] for row in rows] == [None] * 4 and data_table(
+        rows, manifest
+    ).row_count == 4
 
 
 def test_kinds_are_told_apart():
@@ -93,9 +131,14 @@ def test_kinds_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"invented": 1.5}, {"wording": "Question"}, {"passage_shortest": 100},
-              {"story_passages": 0, "novel_passages": 0, "section_passages": 0}],
-)  # fmt: skip
+    "wrong",
+    [
+        {"invented": 1.5},
+        {"wording": "Question"},
+        {"passage_shortest": 100},
+        {"story_passages": 0, "novel_passages": 0, "section_passages": 0},
+    ],
+)
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(RestoreKVError):
         replace(CONFIG, **wrong)

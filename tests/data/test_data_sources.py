@@ -15,7 +15,15 @@ from restorekv.data.files import identity, rows
 from restorekv.data.gather import LengthFilter
 from restorekv.data.overlap import Evaluations, evaluation_texts, words
 from restorekv.data.self_study import answer_fault, question_fault, tidy
-from restorekv.data.sources import LICENSES, before_question, flan, license_label, longalpaca, open_papers, pg19
+from restorekv.data.sources import (
+    LICENSES,
+    before_question,
+    flan,
+    license_label,
+    longalpaca,
+    open_papers,
+    pg19,
+)
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.restore.model_card import identifier, passed_on
 from tests.helpers.data_world import (
@@ -41,12 +49,16 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 def read(source, where: str, tokenizer, **changes) -> tuple[list[Document], list[str]]:
     found = list(source(rows(where, LOCAL), settings({}, **changes), tokenizer))
-    return [x for x in found if isinstance(x, Document)], [str(x) for x in found if isinstance(x, DropRow)]
+    return [x for x in found if isinstance(x, Document)], [
+        str(x) for x in found if isinstance(x, DropRow)
+    ]
 
 
 def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
     made, dropped = read(longalpaca, files["longalpaca"], tiny_tokenizer)
-    assert dropped == ["no document"] and [item.name for item in made] == [f"row {n}" for n in range(1, 7)]
+    assert dropped == ["no document"] and [item.name for item in made] == [
+        f"row {n}" for n in range(1, 7)
+    ]
     assert made[0].text.startswith("Below is a paper.") and made[0].text.endswith(text("a", 40))
     assert made[3].text.endswith(text("b", 45)) and "summarize" not in made[3].text
     assert text("c", 20) in made[5].text and made[5].text.endswith(text("d", 20))
@@ -56,7 +68,10 @@ def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
 @pytest.mark.parametrize(
     ("instruction", "kept"),
     [
-        ("A B. Now the paper ends. X. Now the paper ends. \nQuestion: Why?", "A B. Now the paper ends. X."),
+        (
+            "A B. Now the paper ends. X. Now the paper ends. \nQuestion: Why?",
+            "A B. Now the paper ends. X.",
+        ),
         ("A text. Question: one? Still text. Question: why?", "A text. Question: one? Still text."),
         ("Write a poem.", ""),
         (paper("P"), paper("P").split(" \n Now")[0]),
@@ -79,7 +94,9 @@ def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
         whole = text(int(book), {"0": 130, "2": 120, "3": 110}[book])
         ids = tiny_tokenizer.encode(whole, add_special_tokens=False)
         number = int(item.name.rsplit(" ", 1)[1])
-        assert item.text in whole and item.text == tiny_tokenizer.decode(ids[96 * number : 96 * (number + 1)])
+        assert item.text in whole and item.text == tiny_tokenizer.decode(
+            ids[96 * number : 96 * (number + 1)]
+        )
     again, _ = read(pg19, files["pg19"], tiny_tokenizer)
     other, _ = read(pg19, files["pg19"], tiny_tokenizer, seed=3)
     assert again == made and other != made
@@ -89,16 +106,28 @@ def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
 
 def test_flan_is_the_first_words_of_the_user_in_its_own_subset(files, tiny_tokenizer):
     made, dropped = read(flan, files["flan"], tiny_tokenizer)
-    assert dropped == ["another subset"] and [item.name for item in made] == ["f0", "short", "f1", "f2"]
+    assert dropped == ["another subset"] and [item.name for item in made] == [
+        "f0",
+        "short",
+        "f1",
+        "f2",
+    ]
     assert made[0].text == text("f0", 30) and {item.license for item in made} == {"odc-by"}
-    assert list(map(str, flan(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None))) == ["no prompt"]
+    assert list(
+        map(str, flan(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None))
+    ) == ["no prompt"]
 
 
 def test_papers_keep_their_own_license_and_others_are_dropped(files, tiny_tokenizer):
     made, dropped = read(open_papers, files["papers"], tiny_tokenizer)
-    assert [(item.name, item.license) for item in made] == [("2106.0", "cc-by-4.0"), ("2106.3", "public-domain")]
+    assert [(item.name, item.license) for item in made] == [
+        ("2106.0", "cc-by-4.0"),
+        ("2106.3", "public-domain"),
+    ]
     assert dropped == ["license cc-by-sa-4.0", "license Some rights", "license missing"]
-    shared, _ = read(open_papers, files["papers"], tiny_tokenizer, licenses="CC-BY-SA-4.0, cc-by-4.0")
+    shared, _ = read(
+        open_papers, files["papers"], tiny_tokenizer, licenses="CC-BY-SA-4.0, cc-by-4.0"
+    )
     assert [item.license for item in shared] == ["cc-by-4.0", "cc-by-sa-4.0"]
 
 
@@ -125,7 +154,9 @@ ODD = [
 
 @pytest.mark.parametrize(("source", "row", "name"), ODD)
 def test_a_field_that_is_not_text_is_dropped_by_its_name(source, row, name, tiny_tokenizer):
-    assert list(map(str, source(iter([row]), settings({}), tiny_tokenizer))) == [f"field {name} is not text"]
+    assert list(map(str, source(iter([row]), settings({}), tiny_tokenizer))) == [
+        f"field {name} is not text"
+    ]
 
 
 def test_the_text_parts_of_a_message_are_joined():
@@ -169,7 +200,9 @@ def test_a_source_may_be_any_local_format(kind, tmp_path, tiny_tokenizer):
 )
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_json_is_read_in_every_form_with_a_bom_or_without(name, content, mark, tmp_path):
-    content = gzip.compress(mark + gzip.decompress(content)) if name.endswith("gz") else mark + content
+    content = (
+        gzip.compress(mark + gzip.decompress(content)) if name.endswith("gz") else mark + content
+    )
     (tmp_path / name).write_bytes(content)
     assert list(rows(str(tmp_path / name), LOCAL)) == [{"text": "a"}, {"text": "b"}]
     (tmp_path / "b.txt").write_bytes(mark + b"one\r\ntwo")
@@ -185,13 +218,21 @@ def test_fields_of_mixed_types_stay_as_they_are(tmp_path):
 def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
     asked = {}
     monkeypatch.setattr(
-        "huggingface_hub.HfApi.dataset_info", lambda self, name, revision: SimpleNamespace(sha=f"{name}-{revision}")
+        "huggingface_hub.HfApi.dataset_info",
+        lambda self, name, revision: SimpleNamespace(sha=f"{name}-{revision}"),
     )
-    monkeypatch.setattr("datasets.load_dataset", lambda **options: asked.update(options) or [{"text": "a"}])
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda **options: asked.update(options) or [{"text": "a"}]
+    )
     known = identity("some/set@v1")
     assert known == {"hub": "some/set", "revision": "some/set-v1"}
     assert list(rows("some/set@v1", known)) == [{"text": "a"}]
-    assert asked == {"path": "some/set", "revision": "some/set-v1", "split": "train", "streaming": True}
+    assert asked == {
+        "path": "some/set",
+        "revision": "some/set-v1",
+        "split": "train",
+        "streaming": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -201,7 +242,11 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"a\.jsonl, line 3 is not a JSON object"),
         ("a.json", b'[{"text": "a"}, "b"]', r"a\.json, row 2 is not a JSON object"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', r"a\.jsonl, line 2 is not UTF-8"),
-        ("a.parquet", b"PAR1 no parquet", r"a\.parquet is damaged or not a parquet file \(.*\); get"),
+        (
+            "a.parquet",
+            b"PAR1 no parquet",
+            r"a\.parquet is damaged or not a parquet file \(.*\); get",
+        ),
         (
             "a.json",
             b'[{"text": "a"},\n{"text": ',
@@ -218,7 +263,10 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         ("a.json.gz", b"not packed", r"a\.json\.gz is damaged \(.*\); fetch it again"),
         ("a.parquet.gz", b"", r"a\.parquet\.gz is empty"),
         ("a.txt", b"a\xff\xfe\x00", r"a\.txt is not UTF-8 text \(byte 1\)"),
-        *((f"a.{kind}", b"", rf"a\.{kind} is empty; fetch it again") for kind in ("json", "jsonl", "parquet", "txt")),
+        *(
+            (f"a.{kind}", b"", rf"a\.{kind} is empty; fetch it again")
+            for kind in ("json", "jsonl", "parquet", "txt")
+        ),
         ("a.csv", b"text\n", r"not a file of type \.json"),
     ],
 )
@@ -237,7 +285,9 @@ def test_missing_files_and_unreachable_hubs_are_one_sentence(tmp_path, monkeypat
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    with pytest.raises(RestoreKVError, match="Yukang/LongAlpaca-12k; give a hub id that can be reached"):
+    with pytest.raises(
+        RestoreKVError, match="Yukang/LongAlpaca-12k; give a hub id that can be reached"
+    ):
         identity("Yukang/LongAlpaca-12k")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RestoreKVError, match="no file that ends in"):
@@ -252,7 +302,9 @@ def test_without_the_extra_the_mend_is_told(monkeypatch):
 
 def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
     config = settings({}, question_characters=10, least_answer=4)
-    assert [question_fault(q, config) for q in ("", "123456789", "1234567890")] == ["short question"] * 2 + [None]
+    assert [question_fault(q, config) for q in ("", "123456789", "1234567890")] == [
+        "short question"
+    ] * 2 + [None]
     assert [answer_fault("word", n, config) for n in (0, 3, 4)] == ["short answer"] * 2 + [None]
     assert answer_fault(" \n", 9, config) == "short answer"
     body = text("x", 30)
@@ -266,7 +318,12 @@ def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
 
 @pytest.mark.parametrize(
     ("raw", "kept"),
-    [("\n  Question: What is it?\nmore", "What is it?"), ('"Why so?"', "Why so?"), ("Q: Who?", "Who?"), (" \n", "")],
+    [
+        ("\n  Question: What is it?\nmore", "What is it?"),
+        ('"Why so?"', "Why so?"),
+        ("Q: Who?", "Who?"),
+        (" \n", ""),
+    ],
 )
 def test_questions_are_tidied(raw, kept):
     assert tidy(raw) == kept
@@ -274,7 +331,10 @@ def test_questions_are_tidied(raw, kept):
 
 def shares(document: str, evaluation: str) -> tuple[float, int]:
     """By sets of tuples: the larger share of common 13-grams, and how many there are."""
-    one, other = ({tuple(w[i : i + 13]) for i in range(len(w) - 12)} for w in (words(document), words(evaluation)))
+    one, other = (
+        {tuple(w[i : i + 13]) for i in range(len(w) - 12)}
+        for w in (words(document), words(evaluation))
+    )
     return max(len(one & other) / len(one), len(one & other) / len(other)), len(one & other)
 
 
@@ -295,15 +355,26 @@ def test_a_short_evaluation_text_inside_a_long_document_and_an_equal_one_are_fou
     index = Evaluations(iter([("short", short)]), 0.5)
     assert index.match(f"{text('x', 2000)} {short} {text('y', 2000)}") == ("short", 1.0)
     few = Evaluations(iter([("few", "Six words are enough for this.")]), 0.1)
-    assert few.match("six words, are ENOUGH for this") == ("few", 1.0) and few.match(text("z", 50)) is None
+    assert (
+        few.match("six words, are ENOUGH for this") == ("few", 1.0)
+        and few.match(text("z", 50)) is None
+    )
     assert Evaluations(iter([]), 0.1).match(text("z", 50)) is None
 
 
 def test_evaluation_texts_are_found_by_the_names_of_their_fields(tmp_path):
     folder = tmp_path / "evaluation"
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl", [{"context": "one", "input": "no"}, {"article": "two", "questions": ["no"]}])
-    patient = {"patient_01": {"texts": {"text_0": "three", "text_1": "four"}, "questions": [{"question": "no"}]}}
+    write_jsonl(
+        folder / "a.jsonl",
+        [{"context": "one", "input": "no"}, {"article": "two", "questions": ["no"]}],
+    )
+    patient = {
+        "patient_01": {
+            "texts": {"text_0": "three", "text_1": "four"},
+            "questions": [{"question": "no"}],
+        }
+    }
     (folder / "b.json").write_text(json.dumps(patient))
     (folder / "c.txt").write_text("five")
     pq.write_table(pa.table({"context": ["six"], "answer": ["no"]}), folder / "d.parquet")

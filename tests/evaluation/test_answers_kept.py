@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from restorekv import tasks
-from restorekv.evaluation.answers_kept import EVERY, KeptAnswer, _parts, count_kept, kept_rows, kept_table
+from restorekv.evaluation.answers_kept import (
+    EVERY,
+    KeptAnswer,
+    _parts,
+    count_kept,
+    kept_rows,
+    kept_table,
+)
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import FEW
@@ -15,7 +22,9 @@ from tests.helpers.report_world import write_scores
 
 @pytest.fixture
 def run(tmp_path):
-    """Six contexts of three questions: the full cache knows two of the three, the small cache half of them."""
+    """Six contexts of three questions: the full cache knows two of the three, the small cache half
+    of them.
+    """
     base = Cell("tiny", "tiny:count=6", "kvzip", "0.1")
     write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[1, 1, 0]] * 6)
     write_scores(tmp_path, base, [[1, 0, 1]] * 3 + [[0, 1, 1]] * 3)
@@ -28,7 +37,9 @@ def test_only_what_the_full_cache_knew_counts(run):
     base, restored = found["KVzip", EVERY], found["KVzip + RestoreKV", EVERY]
     assert (base["right"], base["kept"], base["contexts"]) == (12, 6, 6)
     assert (base["share"], base["low"], base["high"]) == (0.5, 0.5, 0.5)
-    assert (restored["right"], restored["kept"]) == (12, 10), "an answer that is almost right is not right"
+    assert (restored["right"], restored["kept"]) == (12, 10), (
+        "an answer that is almost right is not right"
+    )
 
 
 def test_the_table_says_how_many(run):
@@ -74,7 +85,10 @@ def test_the_interval_is_that_of_a_bootstrap_over_contexts():
         shares.append(np.mean(drawn))
     low, high = np.percentile(shares, (2.5, 97.5))
     assert figures["share"] == pytest.approx(np.mean([each.kept for each in answers]))
-    assert (figures["low"], figures["high"]) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
+    assert (figures["low"], figures["high"]) == (
+        pytest.approx(low, abs=0.02),
+        pytest.approx(high, abs=0.02),
+    )
 
 
 def test_free_answers_are_right_from_half_of_the_words():
@@ -88,7 +102,13 @@ def test_kinds_of_text_and_lengths_are_told_apart():
         KeptAnswer(2, "XQuAD", 900, False),
         KeptAnswer(3, "XQuAD", 1024, True),
     ]
-    counts = {part: (len(own), sum(each.kept for each in own)) for part, own in _parts(answers).items()}
+    counts = {
+        part: (len(own), sum(each.kept for each in own)) for part, own in _parts(answers).items()
+    }
     assert counts == {
-        EVERY: (3, 2), "RULER": (1, 1), "XQuAD": (2, 1), "1 to 512 tokens": (1, 1), "513 to 1,024 tokens": (2, 1),
-    }  # fmt: skip
+        EVERY: (3, 2),
+        "RULER": (1, 1),
+        "XQuAD": (2, 1),
+        "1 to 512 tokens": (1, 1),
+        "513 to 1,024 tokens": (2, 1),
+    }

@@ -1,4 +1,6 @@
-"""KL against the full cache: an oracle that masks evicted pairs in a plain pass, and what grids record of it."""
+"""KL against the full cache: an oracle that masks evicted pairs in a plain pass, and what grids
+record of it.
+"""
 
 import json
 from dataclasses import replace
@@ -35,7 +37,9 @@ def plain(monkeypatch):
 
 
 def masked_logits(path, ids, answers, positions, cache):
-    """Logits that predict the last `answers` ids, from one pass whose later rows do not see evicted columns."""
+    """Logits that predict the last `answers` ids, from one pass whose later rows do not see evicted
+    columns.
+    """
 
     def attend(module, query, key, value, attention_mask, scaling, **_):
         groups, width = query.shape[1] // key.shape[1], key.shape[2]
@@ -51,7 +55,9 @@ def masked_logits(path, ids, answers, positions, cache):
         return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2), weights
 
     AttentionInterface.register("oracle", attend)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="oracle")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="oracle"
+    )
     with torch.no_grad():
         return model(input_ids=ids[None]).logits[0, -answers - 1 : -1].double()
 
@@ -69,17 +75,25 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
     model, tokenizer = load_model(str(path))
     samples = list(Plain().samples(tokenizer, "kvpress"))
     whole = [
-        compress(model, tokenizer, each.context, evictor="knorm", adapter=None, ratio=1, between="") for each in samples
+        compress(model, tokenizer, each.context, evictor="knorm", adapter=None, ratio=1, between="")
+        for each in samples
     ]
     for result in done[1:]:
         how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
         for sample, full, line in zip(samples, whole, result.lines, strict=True):
-            small = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
-            prompts = [question_ids(tokenizer, small.context, asked.text)[0] for asked in sample.questions]
+            small = compress(
+                model, tokenizer, sample.context, prefix_policy="counted", between="", **how
+            )
+            prompts = [
+                question_ids(tokenizer, small.context, asked.text)[0] for asked in sample.questions
+            ]
             answers = answer_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
             for prompt, answer, recorded in zip(prompts, answers, line["answers"], strict=True):
                 ids = torch.cat([small.context.ids[0], prompt, answer])
-                pair = [masked_logits(path, ids, len(answer), small.context.positions, c) for c in (None, small.cache)]
+                pair = [
+                    masked_logits(path, ids, len(answer), small.context.positions, c)
+                    for c in (None, small.cache)
+                ]
                 assert recorded["kl"] == pytest.approx(kl(*pair), rel=1e-3, abs=1e-5)
                 assert recorded["answer_tokens"] == len(answer) and recorded["kl"] > 1e-3
 
@@ -87,12 +101,26 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
 def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world, tmp_path):
     """Token by token through transformers' own forward, positions counted by hand."""
     path = str(world / "model")
-    cells = grid(path, "plain:contexts=1", ratios=("0.4",), adapters=(str(world / "adapter"),), prefix_policy="free")
+    cells = grid(
+        path,
+        "plain:contexts=1",
+        ratios=("0.4",),
+        adapters=(str(world / "adapter"),),
+        prefix_policy="free",
+    )
     result = run(cells, tmp_path)[1]
     model, tokenizer = load_model(path)
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
     full, small = (
-        compress(model, tokenizer, sample.context, ratio=ratio, adapter=adapter, on_small_budget="fewer", between="")
+        compress(
+            model,
+            tokenizer,
+            sample.context,
+            ratio=ratio,
+            adapter=adapter,
+            on_small_budget="fewer",
+            between="",
+        )
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )
     assert small.cache.restore == 3
@@ -104,7 +132,9 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
             logits, position = [], full.context.positions + first
             for index, token in enumerate([*prompt.tolist(), *answer.tolist()][:-1]):
                 output = model(
-                    input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[position]]), past_key_values=cache
+                    input_ids=torch.tensor([[token]]),
+                    position_ids=torch.tensor([[position]]),
+                    past_key_values=cache,
                 )
                 position += 1
                 logits += [output.logits[0, -1].double()] if index >= len(prompt) - 1 else []
@@ -114,30 +144,52 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
 
 @pytest.mark.parametrize("protocol", ["kvpress", "kvzip"])
 def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
-    done = run(grid(str(world / "model"), "plain", ratios=("1", "0.2"), protocol=protocol), tmp_path)
+    done = run(
+        grid(str(world / "model"), "plain", ratios=("1", "0.2"), protocol=protocol), tmp_path
+    )
     full, same, small = (result.summary for result in done)
     assert full["kl"] == full["kl_high"] == 0 and full["same"] == 100 and full["answer_tokens"] > 0
     assert same["kl"] == pytest.approx(0, abs=1e-6) and same["same"] == 100, "r = 1 loses nothing"
-    assert 0 < small["kl_low"] <= small["kl"] <= small["kl_high"] and small["answer_tokens"] == full["answer_tokens"]
-    texts = [[answer["prediction"] for line in result.lines for answer in line["answers"]] for result in done]
-    assert small["same"] == pytest.approx(100 * np.mean([a == b for a, b in zip(texts[0], texts[2], strict=True)]))
+    assert (
+        0 < small["kl_low"] <= small["kl"] <= small["kl_high"]
+        and small["answer_tokens"] == full["answer_tokens"]
+    )
+    texts = [
+        [answer["prediction"] for line in result.lines for answer in line["answers"]]
+        for result in done
+    ]
+    assert small["same"] == pytest.approx(
+        100 * np.mean([a == b for a, b in zip(texts[0], texts[2], strict=True)])
+    )
 
 
 def test_streamed_cells_are_compared_with_the_full_cache_too(world, tmp_path):
     cells = grid(str(world / "model"), "plain", ratios=("0.5",))
     full, plain, streamed = run([*cells, replace(cells[1], streaming=200)], tmp_path)
     assert streamed.summary["answer_tokens"] == full.summary["answer_tokens"]
-    assert streamed.summary["kl"] == pytest.approx(plain.summary["kl"], rel=1e-3), "one part is no streaming"
+    assert streamed.summary["kl"] == pytest.approx(plain.summary["kl"], rel=1e-3), (
+        "one part is no streaming"
+    )
 
 
 def line(*answers):
-    return {"answers": [{"task": task, "kl": kl, "answer_tokens": n, "same": same} for task, kl, n, same in answers]}
+    return {
+        "answers": [
+            {"task": task, "kl": kl, "answer_tokens": n, "same": same}
+            for task, kl, n, same in answers
+        ]
+    }
 
 
 def test_every_token_weighs_alike():
     lines = [line(("a", 1.0, 9, True), ("b", 3.0, 1, False)), line(("a", 0.0, 10, True))]
-    assert summarized(lines)["kl"] == pytest.approx(12 / 20) and summarized(lines)["same"] == pytest.approx(200 / 3)
-    assert summarized(lines, {"a"})["kl"] == pytest.approx(9 / 19) and summarized(lines, {"b"})["answer_tokens"] == 1
+    assert summarized(lines)["kl"] == pytest.approx(12 / 20) and summarized(lines)[
+        "same"
+    ] == pytest.approx(200 / 3)
+    assert (
+        summarized(lines, {"a"})["kl"] == pytest.approx(9 / 19)
+        and summarized(lines, {"b"})["answer_tokens"] == 1
+    )
     assert summarized(lines, {"c"}) == {}
     one = summarized(lines[:1])
     assert one["kl_low"] == one["kl_high"] == one["kl"], "one context has no spread"
@@ -146,7 +198,9 @@ def test_every_token_weighs_alike():
 
 def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):
     done = run(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
-    assert any("KL" in table.columns for table in tables_of(GridResults(done))) and "kl" in json.dumps(payload(done))
+    assert any(
+        "KL" in table.columns for table in tables_of(GridResults(done))
+    ) and "kl" in json.dumps(payload(done))
     for result in done:
         answers, summary = result.folder / results.ANSWERS, result.folder / results.SUMMARY
         answers.write_text("".join(json.dumps(stripped(line)) + "\n" for line in result.lines))

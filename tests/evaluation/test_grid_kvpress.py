@@ -22,7 +22,10 @@ QWEN, HUB = "Qwen/Qwen3-8B", "ruler:source=hub"
 OFFICIAL = {"data": "simonjegou/ruler"}
 SAID = ' It says "one,\ntwo"; ünïcode\r 42.'
 ASKED = [
-    (Question("niah_single_1-0", "niah_single_1", "What is 1?", ("42",), 128, "The number is"), SAID),
+    (
+        Question("niah_single_1-0", "niah_single_1", "What is 1?", ("42",), 128, "The number is"),
+        SAID,
+    ),
     (Question("niah_single_1-1", "niah_single_1", "What is 2?", ("42",), 128, "The number is"), ""),
     (Question("vt-0", "vt", "Which, then?", ("ONE", "two", "three"), 30, "Answer:"), SAID),
     (Question("qa_1-0", "qa_1", "Who?", ("nobody", "one"), 32, "Answer:"), SAID),
@@ -44,13 +47,23 @@ def rows(place):
 
 def test_the_leaderboard_reads_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(kvpress_layout, "OFFICIAL_RULER", len(ASKED))
-    cells = [Cell.full(model=QWEN, benchmark=HUB), cell(), cell("kvzip+", "0.125"), cell(adapter="a")]
+    cells = [
+        Cell.full(model=QWEN, benchmark=HUB),
+        cell(),
+        cell("kvzip+", "0.125"),
+        cell(adapter="a"),
+    ]
     for each in cells:
         finished(tmp_path, each, ASKED, **OFFICIAL)
     export(tmp_path)
     shown = leaderboard.read(tmp_path / "kvpress")
     entries = {(line["method"], line["compression_ratio"]) for line in shown.values()}
-    assert entries == {("no_press", 0.0), ("kvzip", 0.95), ("kvzip_plus", 0.88), ("RestoreKV", 0.95)}
+    assert entries == {
+        ("no_press", 0.0),
+        ("kvzip", 0.95),
+        ("kvzip_plus", 0.88),
+        ("RestoreKV", 0.95),
+    }
     for line in shown.values():
         assert (line["dataset"], line["data_dir"], line["model"]) == ("ruler", "4096", QWEN)
         assert line["score"] == pytest.approx((50 + 66.67 + 100) / 3, abs=0.01)
@@ -62,15 +75,24 @@ def test_the_files_are_kvpresss(tmp_path):
     (place,) = export(tmp_path)
     assert place.name == "ruler__4096__Qwen--Qwen3-8B__kvzip__0.95__fraction0.001"
     assert {file.name for file in place.iterdir()} == {
-        "predictions.csv", "metrics.json", "config.yaml", "restorekv.json",
-    }  # fmt: skip
+        "predictions.csv",
+        "metrics.json",
+        "config.yaml",
+        "restorekv.json",
+    }
     wanted = {"niah_single_1": 50.0, "qa_1": 100.0, "vt": 66.67}
     metrics = json.loads((place / "metrics.json").read_text())
     assert metrics == {task: {"string_match": score} for task, score in wanted.items()}
     table = rows(place)
     assert table[0].keys() == {
-        "question", "answer_prefix", "answer", "task", "max_new_tokens", "predicted_answer", "compression_ratio",
-    }  # fmt: skip
+        "question",
+        "answer_prefix",
+        "answer",
+        "task",
+        "max_new_tokens",
+        "predicted_answer",
+        "compression_ratio",
+    }
     assert [row["predicted_answer"] for row in table] == [SAID, "", SAID, SAID]
     assert table[2]["answer"] == "['ONE', 'two', 'three']" and table[2]["max_new_tokens"] == "30"
     assert {row["compression_ratio"] for row in table} == {"0.95"}
@@ -86,7 +108,10 @@ def test_ratios_that_print_alike_do_not_overwrite_one_another(tmp_path, order):
         places = export(tmp_path)
     base = "ruler__4096__Qwen--Qwen3-8B__kvzip__0.88__fraction0.001"
     assert names(tmp_path) == [base, f"{base}/1"]
-    ratios = {yaml.safe_load((place / "config.yaml").read_text())["compression_ratio"]: place for place in places}
+    ratios = {
+        yaml.safe_load((place / "config.yaml").read_text())["compression_ratio"]: place
+        for place in places
+    }
     assert sorted(ratios) == [0.875, 0.88]
     first = ratios[1 - float(order[0])]
     assert first.name == base, "who was there first stays"
@@ -108,7 +133,8 @@ def test_a_folder_with_what_a_killed_process_left_is_free(tmp_path, place):
     own.mkdir(parents=True)
     if place:
         (first / "config.yaml").write_text("dataset: ruler\n")  # as kvpress itself wrote it
-    (own / f".restorekv.json.{HOST}-{2**22 + 1}-0.tmp").write_text("half")  # no process has that number
+    # No process has that number.
+    (own / f".restorekv.json.{HOST}-{2**22 + 1}-0.tmp").write_text("half")
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
     assert export(tmp_path) == [own]
     assert not any(entry.name.startswith(".") for entry in own.iterdir())
@@ -119,7 +145,9 @@ def test_writing_again_changes_nothing_and_mends_what_is_unfinished(tmp_path):
     (place,) = export(tmp_path)
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()}
     assert export(tmp_path) == [place]
-    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()} == before
+    assert {
+        file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()
+    } == before
     (place / "config.yaml").unlink()
     (place / "predictions.csv").write_text("half")
     assert export(tmp_path) == [place]
@@ -147,7 +175,10 @@ def test_only_finished_cells_of_kvpresss_protocol(tmp_path):
         ({"allocation": "per-head"}, "restorekv_kvzip_allocation=per-head"),
         ({"prefix_policy": "free", "adapter": "a"}, "restorekv_kvzip_restored_prefix_policy=free"),
         ({"offset": 8}, "restorekv_kvzip_offset=8"),
-        ({"restore_from": "evicted", "adapter": "a"}, "restorekv_kvzip_restored_restore_from=evicted"),
+        (
+            {"restore_from": "evicted", "adapter": "a"},
+            "restorekv_kvzip_restored_restore_from=evicted",
+        ),
     ],
 )
 def test_kvpresss_names_are_for_what_kvpress_does(tmp_path, changed, name):
@@ -163,7 +194,12 @@ def test_generated_rows_are_not_taken_for_official_ones(tmp_path):
 
 def test_longbench_has_a_folder_for_each_task_and_bare_numbers(tmp_path):
     asked = [
-        (Question("qasper-0", "qasper", "Question: who?\n\n", ("the red house", "no"), 148, "Answer:"), " Red house!"),
+        (
+            Question(
+                "qasper-0", "qasper", "Question: who?\n\n", ("the red house", "no"), 148, "Answer:"
+            ),
+            " Red house!",
+        ),
         (Question("lcc-0", "lcc", "", ("x = 1",), 84, "Next line of code:\n"), "x = 2"),
     ]
     finished(tmp_path, cell(benchmark="longbench"), asked)

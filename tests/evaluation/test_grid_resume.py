@@ -1,4 +1,6 @@
-"""A run that is killed at any write and resumed ends as one that was never killed, and nothing is done twice."""
+"""A run that is killed at any write and resumed ends as one that was never killed, and nothing is
+done twice.
+"""
 
 import os
 import signal
@@ -15,7 +17,9 @@ from restorekv.evaluation.worker import OPENED
 from tests.helpers.grid_world import contents, resume, tiny_grid
 
 CONTEXTS, CELLS, PROGRAM, ROOT = 4, 5, "tests.helpers.grid_world", Path(__file__).parents[2]
-KILLS = [  # the writes at which one start after the other is killed; a whole run has 50, from cell.json to summary.json
+# The writes at which one start after the other is killed; a whole run has 50, from cell.json to
+# summary.json.
+KILLS = [
     (0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
     (12, 9, 5, 0, 1, 3, 2, 6, 0, 4),
     (11, 6, 2),

@@ -1,4 +1,6 @@
-"""Grids in this process: what is shared, what is reused, what is refused, and that answers are those of compress."""
+"""Grids in this process: what is shared, what is reused, what is refused, and that answers are
+those of compress.
+"""
 
 import json
 from dataclasses import replace
@@ -30,7 +32,9 @@ RATIOS = ("0.8", "0.6", "0.5", "0.4", "0.3")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_tokenizer):
     """A tiny model and two adapters of it, on disk."""
-    return save_world(tmp_path_factory.mktemp("grid"), tiny_tokenizer, adapters=("adapter", "other"))
+    return save_world(
+        tmp_path_factory.mktemp("grid"), tiny_tokenizer, adapters=("adapter", "other")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +68,14 @@ def model_of(world):
     return str(world / "model")
 
 
-def test_twenty_questions_at_five_ratios_cost_one_prefill_and_one_scoring_pass(world, counted, tmp_path):
+def test_twenty_questions_at_five_ratios_cost_one_prefill_and_one_scoring_pass(
+    world, counted, tmp_path
+):
     cells = grid(
-        model_of(world), "plain:contexts=1,questions=20", ratios=RATIOS, adapters=(None, str(world / "adapter"))
+        model_of(world),
+        "plain:contexts=1,questions=20",
+        ratios=RATIOS,
+        adapters=(None, str(world / "adapter")),
     )
     done = run(cells, tmp_path)
     assert len(done) == 11 and all(len(result.answers) == 20 for result in done)
@@ -75,7 +84,10 @@ def test_twenty_questions_at_five_ratios_cost_one_prefill_and_one_scoring_pass(w
 
 def test_every_context_evictor_and_adapter_costs_once(world, counted, tmp_path):
     both = (None, str(world / "adapter"), str(world / "other"))
-    run(grid(model_of(world), "plain:contexts=3", ("kvzip", "kvzip:chunk=32"), RATIOS[:2], both), tmp_path)
+    run(
+        grid(model_of(world), "plain:contexts=3", ("kvzip", "kvzip:chunk=32"), RATIOS[:2], both),
+        tmp_path,
+    )
     assert counted == {"prefill": 6, "score": 6, "restore": 12}
 
 
@@ -85,7 +97,9 @@ def test_the_full_cache_alone_is_not_scored(world, counted, tmp_path):
 
 
 def test_answers_are_those_of_compress(world, tmp_path):
-    cells = grid(model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3"), (None, str(world / "adapter")))
+    cells = grid(
+        model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3"), (None, str(world / "adapter"))
+    )
     model, tokenizer = load_model(model_of(world))
     samples, stops = list(Plain().samples(tokenizer, "kvpress")), stop_ids(model, tokenizer)
     for result in run(cells, tmp_path):
@@ -96,26 +110,49 @@ def test_answers_are_those_of_compress(world, tmp_path):
             "on_small_budget": "fewer",
         }
         for sample, line in zip(samples, result.lines, strict=True):
-            compressed = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
-            prompts = [question_ids(tokenizer, compressed.context, asked.text) for asked in sample.questions]
-            ids_of_answers = answer_ids(model, tokenizer, compressed.cache, prompts, 4, first_may_stop=False)
+            compressed = compress(
+                model, tokenizer, sample.context, ratio=cell.ratio, between="", **how
+            )
+            prompts = [
+                question_ids(tokenizer, compressed.context, asked.text)
+                for asked in sample.questions
+            ]
+            ids_of_answers = answer_ids(
+                model, tokenizer, compressed.cache, prompts, 4, first_may_stop=False
+            )
             said = [answer_text(tokenizer, ids.tolist(), stops) for ids in ids_of_answers]
             assert [answer["prediction"] for answer in line["answers"]] == said
-            assert line["pairs_with_prefix"] == compressed.cache.pairs and line["bytes"] == compressed.cache.nbytes
+            assert (
+                line["pairs_with_prefix"] == compressed.cache.pairs
+                and line["bytes"] == compressed.cache.nbytes
+            )
             assert line["restore_tokens"] == compressed.cache.restore == (3 if cell.restored else 0)
 
 
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
 def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
-    """One preparation serves every storage; a streamed cell reads the context for itself, as `compress` does."""
+    """One preparation serves every storage; a streamed cell reads the context for itself, as
+    `compress` does.
+    """
     model, tokenizer = load_model(model_of(world))
-    cells = grid(model_of(world), "plain:contexts=1", ratios=("0.5",), adapters=(None, str(world / "adapter")))
+    cells = grid(
+        model_of(world),
+        "plain:contexts=1",
+        ratios=("0.5",),
+        adapters=(None, str(world / "adapter")),
+    )
     plain = cells[1:]
     run([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
-    streamed = [replace(cell, streaming=20, storage=storage) for storage in ("model", "fp8") for cell in plain]
+    streamed = [
+        replace(cell, streaming=20, storage=storage)
+        for storage in ("model", "fp8")
+        for cell in plain
+    ]
     passes, real = [], Stream.run
-    monkeypatch.setattr(Stream, "run", lambda self: passes.append(self.source.streaming) or real(self))
+    monkeypatch.setattr(
+        Stream, "run", lambda self: passes.append(self.source.streaming) or real(self)
+    )
     done = run(streamed, tmp_path)
     assert passes == [20, 20], "one alone and one restored, which serve both storages"
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
@@ -125,17 +162,27 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
             key: getattr(cell, key)
             for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_small_budget")
         }
-        compressed = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
+        compressed = compress(
+            model, tokenizer, sample.context, prefix_policy="counted", between="", **how
+        )
         assert compressed.manifest.streaming == 20 and compressed.cache.nbytes == line["bytes"]
         texts = compressed.ask([question.text for question in sample.questions], max_new_tokens=4)
-        assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in texts]
+        assert [answer["prediction"].strip() for answer in line["answers"]] == [
+            text.strip() for text in texts
+        ]
     labels = {row["label"] for row in rows(results.load(tmp_path)) if not row["restored"]}
-    assert labels == {"", "int8", *(f"streamed 20 tokens at a time{more}" for more in ("", ", fp8"))}
+    assert labels == {
+        "",
+        "int8",
+        *(f"streamed 20 tokens at a time{more}" for more in ("", ", fp8")),
+    }
 
 
 def test_scores_are_means_over_tasks(world, tmp_path):
     result = run(grid(model_of(world), "plain:contexts=3", ratios=("0.5",)), tmp_path)[1]
-    by_task = {task: [a.score for a in result.answers if a.family == task] for task in ("task_0", "task_1")}
+    by_task = {
+        task: [a.score for a in result.answers if a.family == task] for task in ("task_0", "task_1")
+    }
     means = [100 * sum(scores) / len(scores) for scores in by_task.values()]
     assert result.summary["score"] == pytest.approx(sum(means) / 2)
     assert [part["score"] for part in result.summary["tasks"].values()] == pytest.approx(means)
@@ -158,7 +205,9 @@ def test_a_further_ratio_and_evictor_reuse_what_is_there(world, counted, tmp_pat
     run(more, tmp_path)
     after = contents(tmp_path)
     assert before.items() <= after.items() and len(after) == 3 * len(more)
-    assert counted == {"prefill": 4, "score": 2, "restore": 0}, "two contexts for kvzip at 0.2, two for knorm"
+    assert counted == {"prefill": 4, "score": 2, "restore": 0}, (
+        "two contexts for kvzip at 0.2, two for knorm"
+    )
 
 
 def test_the_full_cache_does_not_wait_for_an_evictor(world, counted, tmp_path):
@@ -220,7 +269,10 @@ def test_a_folder_that_another_run_fills_is_refused(world, tmp_path):
     """Two runs would ask the same contexts and both add them."""
     cells, folder = grid(model_of(world), "plain"), tmp_path / "run"
     folder.mkdir()
-    with locked(folder / LOCK) as mine, pytest.raises(RestoreKVError, match="Another run") as raised:
+    with (
+        locked(folder / LOCK) as mine,
+        pytest.raises(RestoreKVError, match="Another run") as raised,
+    ):
         assert mine
         run(cells, folder)
     assert one_sentence(raised) and not (folder / results.CELLS).exists()
@@ -236,7 +288,9 @@ def test_a_damaged_file_is_told(world, tmp_path, file):
     assert one_sentence(raised)
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"cell": {"model": "x"}, "facts": {}}', '{"facts": {}}'])
+@pytest.mark.parametrize(
+    "damage", ["", "[]", '{"cell": {"model": "x"}, "facts": {}}', '{"facts": {}}']
+)
 def test_a_foreign_folder_is_refused(world, tmp_path, damage):
     cells = grid(model_of(world), "plain")
     (tmp_path / results.CELLS / cells[0].name).mkdir(parents=True)
@@ -259,7 +313,9 @@ def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokeniz
         if seed == 0:
             run(grid(str(place), "plain"), tmp_path / "run")
     before = contents(tmp_path / "run")
-    with pytest.raises(RestoreKVError, match=r"was made with fingerprint \w+ \(now \w+\)") as raised:
+    with pytest.raises(
+        RestoreKVError, match=r"was made with fingerprint \w+ \(now \w+\)"
+    ) as raised:
         run(grid(str(place), "plain"), tmp_path / "run")
     assert one_sentence(raised) and contents(tmp_path / "run") == before
 
@@ -340,20 +396,38 @@ def test_nothing_to_do_is_refused(tmp_path):
 def test_cells_are_told_apart_by_everything_in_them():
     cell = Cell("org/model", "plain", "kvzip:chunk=5", "0.5")
     others = {
-        "model": "org/other", "benchmark": "plain:contexts=3", "evictor": "kvzip", "ratio": "0.4", "adapter": "a",
-        "restore_tokens": 3, "protocol": "kvzip", "prefix_policy": "free", "on_small_budget": "clip",
-        "allocation": "per-head", "restore_from": "evicted", "offset": 8, "max_context": 50, "dtype": "bfloat16",
-        "storage": "int8", "streaming": 512,
-    }  # fmt: skip
+        "model": "org/other",
+        "benchmark": "plain:contexts=3",
+        "evictor": "kvzip",
+        "ratio": "0.4",
+        "adapter": "a",
+        "restore_tokens": 3,
+        "protocol": "kvzip",
+        "prefix_policy": "free",
+        "on_small_budget": "clip",
+        "allocation": "per-head",
+        "restore_from": "evicted",
+        "offset": 8,
+        "max_context": 50,
+        "dtype": "bfloat16",
+        "storage": "int8",
+        "streaming": 512,
+    }
     assert others.keys() == vars(cell).keys()
     names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}
-    assert len(names) == 17 and all(len(name) < 200 and "/" not in name and ":" not in name for name in names)
+    assert len(names) == 17 and all(
+        len(name) < 200 and "/" not in name and ":" not in name for name in names
+    )
 
 
 def test_jobs_share_what_can_be_shared():
     full = Cell.full(model="m", benchmark="plain")
     cells = [full, *(Cell("m", "plain", evictor, "0.5") for evictor in ("kvzip", "knorm"))]
-    cells += [replace(cells[1], ratio="0.3", offset=8), replace(cells[1], adapter="a"), replace(cells[1], dtype="x")]
+    cells += [
+        replace(cells[1], ratio="0.3", offset=8),
+        replace(cells[1], adapter="a"),
+        replace(cells[1], dtype="x"),
+    ]
     grouped = jobs([*cells, *cells])
     assert [len(job.cells) for job in grouped] == [4, 1, 1]
     assert [job.first.evictor for job in grouped] == ["kvzip", "knorm", "kvzip"]
@@ -361,8 +435,14 @@ def test_jobs_share_what_can_be_shared():
 
 
 def test_real_pairs_differ_between_protocols_as_their_budgets_do(world, tmp_path):
-    """B = floor(r T_b L H): KVzip's own evaluation keeps the template beside it, kvpress lets it compete."""
-    both = [cell for name in ("kvpress", "kvzip") for cell in grid(model_of(world), "plain", protocol=name)]
+    """B = floor(r T_b L H): KVzip's own evaluation keeps the template beside it, kvpress lets it
+    compete.
+    """
+    both = [
+        cell
+        for name in ("kvpress", "kvzip")
+        for cell in grid(model_of(world), "plain", protocol=name)
+    ]
     for result in run(both, tmp_path):
         cell, heads = result.cell, 3 * 2
         counted = cell.protocol == "kvpress" and cell.evictor != "full"
@@ -370,4 +450,6 @@ def test_real_pairs_differ_between_protocols_as_their_budgets_do(world, tmp_path
         for line in result.lines:
             competing = line["tokens"] + (line["prefix"] if counted else 0)
             assert line["pairs"] == floor(Fraction(cell.ratio) * competing * heads)
-            assert line["pairs_with_prefix"] == line["pairs"] + (0 if counted else heads * line["prefix"])
+            assert line["pairs_with_prefix"] == line["pairs"] + (
+                0 if counted else heads * line["prefix"]
+            )

@@ -78,7 +78,9 @@ def hired(pool):
 
 @pytest.mark.slow
 def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch):
-    """SIGKILL while it answers: that is done again by another, and the files are those of this process."""
+    """SIGKILL while it answers: that is done again by another, and the files are those of this
+    process.
+    """
     answers, killed = pool.answers, []
 
     def killing(job, missing):
@@ -102,7 +104,9 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
 def test_what_was_begun_here_is_ended_there(pool, here, tmp_path):
     done = run(CELLS[:3], tmp_path)
     answers = done[2].folder / results.ANSWERS
-    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:4]) + b'{"sample": "4", "tok')
+    answers.write_bytes(
+        b"".join(answers.read_bytes().splitlines(keepends=True)[:4]) + b'{"sample": "4", "tok'
+    )
     (done[2].folder / results.SUMMARY).unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,7 +129,9 @@ def test_a_mistake_is_one_sentence_and_costs_no_worker(pool, hired, tmp_path):
 
 @pytest.mark.slow
 def test_a_call_that_kills_every_worker_ends_the_run(pool, hired):
-    with pytest.raises(RestoreKVError, match=f"{TRIES} workers died over the same context; give .*[.]$") as raised:
+    with pytest.raises(
+        RestoreKVError, match=f"{TRIES} workers died over the same context; give .*[.]$"
+    ) as raised:
         list(pool.work([("ready", ()), ("__ray_terminate__", ()), ("ready", ())]))
     assert "\n" not in str(raised.value) and hired() == TRIES
     assert len(list(pool.work([("ready", ())] * 9))) == 9, "the pool goes on"
@@ -152,7 +158,9 @@ def test_numbers_that_make_no_sense(given, said):
 
 def test_ray_missing_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RestoreKVError, match=r"needs the package ray; install 'restorekv\[ray\]'\.$"):
+    with pytest.raises(
+        RestoreKVError, match=r"needs the package ray; install 'restorekv\[ray\]'\.$"
+    ):
         RayPool(1)
 
 
@@ -175,7 +183,10 @@ except ValueError as error:
 def program(*given: object, **environment: str) -> subprocess.Popen:
     place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, given)], env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", PROGRAM, *map(str, given)],
+        env=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -195,11 +206,20 @@ def test_ctrl_c_leaves_no_process(world, tmp_path):
 
 @contextmanager
 def cluster(own: dict[str, str]):
-    """The address of a running cluster of two CPUs, which ends with the block; `own` is in its environment."""
+    """The address of a running cluster of two CPUs, which ends with the block; `own` is in its
+    environment.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+        "--num-cpus=2",
+    ]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True, **quiet)
@@ -219,7 +239,8 @@ def cluster(own: dict[str, str]):
 @pytest.mark.slow
 def test_a_cluster_that_runs(world, tmp_path):
     """Connected to by its address; without GPUs, and where none is, there is one sentence."""
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # of this cluster alone
+    # Of this cluster alone.
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with cluster(own) as address:
         for device, said in (
             ("cpu", ""),
@@ -233,6 +254,8 @@ def test_a_cluster_that_runs(world, tmp_path):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "nowhere:port"])
 def test_no_cluster_is_one_sentence(address):
-    with pytest.raises(RestoreKVError, match=f"^There is no Ray cluster at {address} .*, or use local[.]$") as raised:
+    with pytest.raises(
+        RestoreKVError, match=f"^There is no Ray cluster at {address} .*, or use local[.]$"
+    ) as raised:
         RayPool(1, address)
     assert "\n" not in str(raised.value)

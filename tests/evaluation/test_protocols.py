@@ -1,6 +1,8 @@
-"""The protocols: what surrounds contexts and questions, what ends an answer, which settings reach model and evictor.
+"""The protocols: what surrounds contexts and questions, what ends an answer, which settings reach
+model and evictor.
 
-KVzip's strings are those of snu-mllab/KVzip (model/template.py, data/wrapper.py), written out here once more.
+KVzip's strings are those of snu-mllab/KVzip (model/template.py, data/wrapper.py), written out here
+once more.
 """
 
 import pytest
@@ -25,7 +27,9 @@ LLAMA = (
     "<|start_header_id|>user<|end_header_id|>\n\n" + TASK,
     "\n\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
 )
-QWEN_BEFORE = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n" + TASK
+QWEN_BEFORE = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n" + TASK
+)
 QWEN25 = QWEN_BEFORE, "<|im_end|>\n<|im_start|>assistant\n"
 QWEN3 = QWEN_BEFORE, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 KVPRESS, KVZIP = protocols.make("kvpress"), protocols.make("kvzip")
@@ -42,7 +46,10 @@ class Pairs:
 
     def encode(self, text, add_special_tokens=True, verbose=True):
         assert not add_special_tokens
-        return [ord(a) * 1000 + ord(b) for a, b in zip(text[::2], text[1::2] + " " * (len(text) % 2), strict=True)]
+        return [
+            ord(a) * 1000 + ord(b)
+            for a, b in zip(text[::2], text[1::2] + " " * (len(text) % 2), strict=True)
+        ]
 
 
 def ids(text):
@@ -89,7 +96,11 @@ def test_kvzips_own_strings(model, wanted):
 def test_a_model_of_no_family_is_asked_through_its_own_template(tiny_tokenizer):
     own = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
     for name in ("tiny", "org/mistral", "Qwen3-runs/of-another"):
-        assert KVZIP.surroundings(name, tiny_tokenizer) == own == KVPRESS.surroundings("Qwen/Qwen3-4B", tiny_tokenizer)
+        assert (
+            KVZIP.surroundings(name, tiny_tokenizer)
+            == own
+            == KVPRESS.surroundings("Qwen/Qwen3-4B", tiny_tokenizer)
+        )
 
 
 def test_kvzip_tokenises_piece_by_piece():
@@ -111,7 +122,9 @@ def test_kvpress_tokenises_question_suffix_and_answer_prefix_as_one():
     prefixed = Question("0-0", "task", "who?", ("a",), 4, answer_prefix="It")
     assert KVPRESS.prompt(Pairs(), context, prefixed)[0].tolist() == ids("who?\nIt")
     empty = Question("0-0", "task", "", ("a",), 4)
-    assert KVPRESS.prompt(Pairs(), context, empty)[0].tolist() == ids("\n"), "a context may end with what is asked"
+    assert KVPRESS.prompt(Pairs(), context, empty)[0].tolist() == ids("\n"), (
+        "a context may end with what is asked"
+    )
 
 
 @pytest.mark.parametrize(("protocol", "text"), [(KVPRESS, ""), (KVPRESS, " \n "), (KVZIP, "")])
@@ -127,7 +140,9 @@ def test_long_contexts_lose_their_end_and_keep_their_prefix(protocol, tiny_token
     shorter, cut = protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix + 7)
     assert none == 0 and cut == whole.positions - whole.prefix - 7
     assert shorter.prefix == whole.prefix and shorter.tokens == 7
-    assert shorter.ids.equal(whole.ids[:, : whole.prefix + 7]) and shorter.suffix.equal(whole.suffix)
+    assert shorter.ids.equal(whole.ids[:, : whole.prefix + 7]) and shorter.suffix.equal(
+        whole.suffix
+    )
     assert protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.positions)[1] == 0
     with pytest.raises(RestoreKVError, match="no room for a text"):
         protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix)
@@ -143,7 +158,9 @@ def test_the_tokenizers_own_limit_cuts_too(tiny_tokenizer):
 def test_what_is_cut_is_told(saved, tmp_path):
     model = saved()
     tokenizer = load_model(model)[1]
-    whole = make_context(tokenizer, next(iter(Plain(contexts=1).samples(tokenizer, "kvpress"))).context)
+    whole = make_context(
+        tokenizer, next(iter(Plain(contexts=1).samples(tokenizer, "kvpress"))).context
+    )
     result = run(grid(model, "plain:contexts=1", max_context=20), tmp_path / "run")[1]
     line = result.lines[0]
     assert (line["tokens"], line["prefix"]) == (20 - whole.prefix, whole.prefix)
@@ -191,17 +208,25 @@ def test_the_settings_reach_the_evictor(saved, tmp_path, monkeypatch):
 
 
 def test_yarn_for_qwen3_by_name_under_kvzip_alone(saved, tmp_path):
-    """Factor 4 over 32,768 positions (notes/field.md Z.1), whatever folder the model's own one lies in."""
+    """Factor 4 over 32,768 positions (notes/field.md Z.1), whatever folder the model's own one lies
+    in.
+    """
     places = {"Qwen3-tiny": True, "Qwen3-of/other": False}
     for name, stretched in places.items():
         model = saved(name)
-        cells = [grid(model, "plain:contexts=1", protocol=protocol)[1] for protocol in ("kvpress", "kvzip")]
+        cells = [
+            grid(model, "plain:contexts=1", protocol=protocol)[1]
+            for protocol in ("kvpress", "kvzip")
+        ]
         own, changed = (result.facts["rope"] for result in run(cells, tmp_path / "run"))
         assert own["rope_type"] == "default"
         wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-        assert (wanted.items() <= changed.items()) is stretched and (changed == own) is not stretched
+        assert (wanted.items() <= changed.items()) is stretched and (
+            changed == own
+        ) is not stretched
     assert (
-        KVZIP.rope("Qwen/Qwen3-8B")["factor"] == 4 and KVZIP.rope("Qwen/Qwen2.5-7B") is KVPRESS.rope("Qwen3-8B") is None
+        KVZIP.rope("Qwen/Qwen3-8B")["factor"] == 4
+        and KVZIP.rope("Qwen/Qwen2.5-7B") is KVPRESS.rope("Qwen3-8B") is None
     )
 
 

@@ -29,7 +29,14 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.open, self.links, self.ids, self.headings, self.words = [], [], [], [], [], []
+        self.tags, self.open, self.links, self.ids, self.headings, self.words = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.pictures = []
         self.feed(text)
         assert not self.open, f"left open: {self.open}"
@@ -93,9 +100,13 @@ def answers(cell: Cell, folder: Path) -> list[Answer]:
 
 def test_every_section_is_there(page):
     assert page.headings == [
-        "Accuracy against ratio", "Restored next to its base", "Answers kept", "Needle in a haystack",
-        "What the caches held", "Conventions and versions",
-    ]  # fmt: skip
+        "Accuracy against ratio",
+        "Restored next to its base",
+        "Answers kept",
+        "Needle in a haystack",
+        "What the caches held",
+        "Conventions and versions",
+    ]
 
 
 def test_the_page_stands_alone(folder, page):
@@ -127,23 +138,34 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
     for seed, spec in enumerate(("tiny:count=6", "tiny:count=6,seed=1")):
         for restored, side in sides.items():
             asked = replace(cell, benchmark=spec, adapter="auto" if restored else None)
-            side += [replace(answer, document=f"{seed} {answer.document}") for answer in answers(asked, folder)]
+            side += [
+                replace(answer, document=f"{seed} {answer.document}")
+                for answer in answers(asked, folder)
+            ]
     expected = compared(sides[True], sides[False])
     told = next(
-        row for row in rows(folder, "scores-tiny-tiny-kvpress")
-        if (row["benchmark"], row["method"], row["ratio"]) == ("tiny:count=6", "KVzip + RestoreKV", "0.05")
-    )  # fmt: skip
+        row
+        for row in rows(folder, "scores-tiny-tiny-kvpress")
+        if (row["benchmark"], row["method"], row["ratio"])
+        == ("tiny:count=6", "KVzip + RestoreKV", "0.05")
+    )
     for key, value in expected.items():
         assert float(told[key]) == pytest.approx(value), key
     assert f"{expected['score']:.1f}" in page.text and f"▲ +{expected['gain']:.1f}" in page.text
     frame = make_frame(load(folder))
-    same = frame[(frame.kind == "all") & (frame.condition == told["condition"]) & (frame.method == told["method"])]
+    same = frame[
+        (frame.kind == "all")
+        & (frame.condition == told["condition"])
+        & (frame.method == told["method"])
+    ]
     assert list(same.ratio) == [0.2, 0.05] and same.gain.iloc[1] == expected["gain"]
 
 
 def test_chart_data_are_the_summaries(folder):
     """QASPER has one seed, so that its rows are what the cells' summaries say."""
-    told = {(row["method"], row["ratio"]): row for row in rows(folder, "accuracy-tiny-qasper-kvzip")}
+    told = {
+        (row["method"], row["ratio"]): row for row in rows(folder, "accuracy-tiny-qasper-kvzip")
+    }
     assert len(told) == 9
     for result in load(folder):
         cell = result.cell
@@ -159,20 +181,30 @@ def test_counts_of_gains(folder, page):
     assert len(found) == 2 * 2 * 2 * 2 + 2
     more = sum(pair["gain"] > 0 for pair in found)
     sure = sum(pair["gain_low"] > 0 for pair in found)
-    assert f"{more} of {len(found)} paired cells improve, {sure} of them with a 95 % interval above zero" in page.text
+    assert (
+        f"{more} of {len(found)} paired cells improve, {sure} of them with a 95 % interval above zero"
+        in page.text
+    )
 
 
 def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
-    """By hand: at r, kvpress holds floor(r (S + T) L H), kvzip S L H + floor(r T L H), with their own S."""
+    """By hand: at r, kvpress holds floor(r (S + T) L H), kvzip S L H + floor(r T L H), with their
+    own S.
+    """
     heads = report_world.LAYERS * report_world.HEADS
     tokens = [
-        line["tokens"] for result in load(folder)
-        if result.cell == Cell.full(model="tiny", benchmark="qasper") for line in result.lines
-    ]  # fmt: skip
+        line["tokens"]
+        for result in load(folder)
+        if result.cell == Cell.full(model="tiny", benchmark="qasper")
+        for line in result.lines
+    ]
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
     free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
     for protocol, held, prefix in (("kvpress", counted, 3), ("kvzip", free, 28)):
-        table = {(row["method"], row["ratio"]): row for row in rows(folder, f"held-tiny-qasper-{protocol}")}
+        table = {
+            (row["method"], row["ratio"]): row
+            for row in rows(folder, f"held-tiny-qasper-{protocol}")
+        }
         assert float(table["KVzip", "0.05"]["pairs_with_prefix"]) == pytest.approx(held)
         assert float(table["KVzip", "0.05"]["prefix"]) == prefix
 
@@ -180,14 +212,22 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
 def test_needles_by_length_and_depth(folder):
     cell = Cell("tiny", "needle", "kvzip", "0.05", adapter="auto")
     found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
-    told = [row for row in rows(folder, "needle-tiny-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
-    assert {f"{row['length']}-{float(row['depth']):g}": float(row["score"]) for row in told} == found
+    told = [
+        row
+        for row in rows(folder, "needle-tiny-needle-kvpress-0.05")
+        if row["method"] == "KVzip + RestoreKV"
+    ]
+    assert {
+        f"{row['length']}-{float(row['depth']):g}": float(row["score"]) for row in told
+    } == found
     assert len(found) == 6
 
 
 def test_what_was_kept_stands_beside_the_ratio(folder):
     result = next(
-        found for found in load(folder) if found.cell == Cell("tiny", "qasper", "snapkv", "0.2", protocol="kvzip")
+        found
+        for found in load(folder)
+        if found.cell == Cell("tiny", "qasper", "snapkv", "0.2", protocol="kvzip")
     )
     table = rows(folder, "held-tiny-qasper-kvzip")
     told = next(row for row in table if (row["method"], row["ratio"]) == ("SnapKV", "0.2"))
@@ -198,8 +238,14 @@ def test_what_was_kept_stands_beside_the_ratio(folder):
 def test_fidelity_is_that_of_the_summaries(folder, page):
     found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-tiny-qasper-kvzip")}
     for result in load(folder):
-        if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
-            row = found["KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)]
+        if (
+            result.cell.benchmark == "qasper"
+            and result.cell.protocol == "kvzip"
+            and result.cell.evictor == "kvzip"
+        ):
+            row = found[
+                "KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)
+            ]
             for key in ("kl", "kl_low", "kl_high", "same"):
                 assert float(row[key]) == pytest.approx(result.summary[key])
             assert f"{result.summary['kl']:.3f}" in page.text
@@ -235,12 +281,17 @@ def test_sections_need_data(tmp_path):
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
-        "Accuracy against ratio", "Restored next to its base", "What the caches held", "Conventions and versions",
-    ]  # fmt: skip
+        "Accuracy against ratio",
+        "Restored next to its base",
+        "What the caches held",
+        "Conventions and versions",
+    ]
 
 
 def test_many_methods_have_a_panel_each(tmp_path):
-    for cell in report_world.cells_of("qasper", ("kvzip", "kvzip+", "snapkv", "h2o"), ("0.1", "0.05")):
+    for cell in report_world.cells_of(
+        "qasper", ("kvzip", "kvzip+", "snapkv", "h2o"), ("0.1", "0.05")
+    ):
         report_world.write_cell(tmp_path, cell)
     write_report(tmp_path)
     drawn = (tmp_path / "report" / "svg" / "accuracy-tiny-qasper-kvpress.svg").read_text()
@@ -248,13 +299,23 @@ def test_many_methods_have_a_panel_each(tmp_path):
 
 
 def test_a_control_is_no_other_method(tmp_path):
-    """Fewer restore tokens, an offset and a prefix policy of its own have labels or places of their own."""
+    """Fewer restore tokens, an offset and a prefix policy of its own have labels or places of their
+    own.
+    """
     base = Cell("tiny", "qasper", "kvzip", "0.1")
-    for cell in (base, replace(base, adapter="auto"), replace(base, adapter="auto", restore_tokens=1)):
+    for cell in (
+        base,
+        replace(base, adapter="auto"),
+        replace(base, adapter="auto", restore_tokens=1),
+    ):
         report_world.write_cell(tmp_path, cell)
     report_world.write_cell(tmp_path, replace(base, offset=8))
     report_world.write_cell(tmp_path, replace(base, prefix_policy="free"))
-    found = [(row["condition"], row["method"]) for row in load_grid(tmp_path).rows() if row["kind"] == "all"]
+    found = [
+        (row["condition"], row["method"])
+        for row in load_grid(tmp_path).rows()
+        if row["kind"] == "all"
+    ]
     labels = ["KVzip", "KVzip, offset 8", "KVzip + RestoreKV", "KVzip + RestoreKV, n = 1"]
     assert found == [*(("QASPER", label) for label in labels), ("QASPER, prefix free", "KVzip")]
 
@@ -264,7 +325,10 @@ def test_mixed_up_cells_are_refused(tmp_path, change):
     base = Cell("tiny", "qasper", "kvzip", "0.1")
     report_world.write_cell(tmp_path, base)
     facts = report_world.facts_of(base, 6)
-    other = {key: {**facts[key], **value} if isinstance(value, dict) else value for key, value in change.items()}
+    other = {
+        key: {**facts[key], **value} if isinstance(value, dict) else value
+        for key, value in change.items()
+    }
     report_world.write_cell(tmp_path, replace(base, ratio="0.2"), **other)
     with pytest.raises(RestoreKVError, match="share a name"):
         write_report(tmp_path)
@@ -294,7 +358,9 @@ def test_needles_in_two_haystacks_count_twice(tmp_path):
 
 def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
     cell = Cell("m", "tiny:count=6", "kvzip", "0.1")
-    made = report_world.facts_of(cell, 6)["benchmark"] | {"stand_ins": {"qa_1": "generated documents"}}
+    made = report_world.facts_of(cell, 6)["benchmark"] | {
+        "stand_ins": {"qa_1": "generated documents"}
+    }
     report_world.write_cell(tmp_path, cell, benchmark=made)
     write_report(tmp_path)
     [picture] = Page((tmp_path / "report" / "index.html").read_text()).pictures
@@ -302,9 +368,13 @@ def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
 
 
 def test_specs_without_their_seeds():
-    assert [drop_seed(spec) for spec in ("ruler", "ruler:seed=3", "ruler:length=8192,seed=3,count=5")] == [
-        "ruler", "ruler", "ruler:length=8192,count=5",
-    ]  # fmt: skip
+    assert [
+        drop_seed(spec) for spec in ("ruler", "ruler:seed=3", "ruler:length=8192,seed=3,count=5")
+    ] == [
+        "ruler",
+        "ruler",
+        "ruler:length=8192,count=5",
+    ]
 
 
 def test_command_line(folder, tmp_path, capsys):
@@ -317,7 +387,9 @@ def test_command_line(folder, tmp_path, capsys):
     (precious / "thesis.txt").write_text("mine")
     assert execute(["report", str(folder), "--out", str(precious)]) == 1
     assert "holds files that are not a report" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"] and (precious / "thesis.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"] and (
+        precious / "thesis.txt"
+    ).exists()
 
 
 def test_a_page_with_more_beside_it_stays(tmp_path):
@@ -344,7 +416,9 @@ def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
 
 
 def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
-    """The plain one keeps the evictor's look and title; a restored cell is paired with a base that is held as it is."""
+    """The plain one keeps the evictor's look and title; a restored cell is paired with a base that
+    is held as it is.
+    """
     base = Cell("tiny", "tiny:count=6", "kvzip", "0.05")
     for changed in ({"storage": "fp8"}, {"storage": "int8"}, {"streaming": 512}, {}):
         for adapter in (None, "auto"):
@@ -355,7 +429,10 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
     assert [run.label_method(method) for method in run.methods][:4] == alone
     for method in run.methods[4:]:
         assert base_of(method) in run.methods[:4]
-        assert (base_of(method).storage, base_of(method).streaming) == (method.storage, method.streaming)
+        assert (base_of(method).storage, base_of(method).streaming) == (
+            method.storage,
+            method.streaming,
+        )
     assert len(by_method) == 8
 
 
@@ -367,13 +444,20 @@ def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_p
         lines = [json.loads(json.dumps(line)) for line in result.lines]
         for line in lines:
             for told in line["answers"]:
-                told["score"] = float(told["task"] != "qa") if cell.evictor == "full" else told["score"]
+                told["score"] = (
+                    float(told["task"] != "qa") if cell.evictor == "full" else told["score"]
+                )
         (result.folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "because the full cache is below 10: qa." in page.text
     (by_method,) = load_grid(tmp_path).pools.values()
-    (base,) = (pool for method, by in by_method.items() if method and not method.restored for pool in by.values())
+    (base,) = (
+        pool
+        for method, by in by_method.items()
+        if method and not method.restored
+        for pool in by.values()
+    )
     kept = [answer for answer in base.answers if answer.family != "qa"]
     assert base.score() == compared(kept) and by_method[None][1.0].score()["score"] == 100
     assert base.score(["qa"])["questions"] == 6, "shown by itself"

@@ -75,7 +75,9 @@ def test_cells():
 
 
 def test_page_escapes_all_but_markup():
-    html = render_page("<a & b>", [Section("<s>", "<i>", ["<p>", Markup("<em>so</em>"), ["<li>"]])], ["<sum>"])
+    html = render_page(
+        "<a & b>", [Section("<s>", "<i>", ["<p>", Markup("<em>so</em>"), ["<li>"]])], ["<sum>"]
+    )
     for word in (
         "&lt;a &amp; b&gt;",
         "&lt;s&gt;",
@@ -144,18 +146,24 @@ def test_legend_draws_every_marker(marker):
 def block_package(monkeypatch, package):
     """Make a package of the extra `eval` look as if it were not installed."""
     for name in [*sys.modules]:
-        if name.startswith("restorekv.evaluation.") and name.endswith(("report", "charts", "plots")):
+        if name.startswith("restorekv.evaluation.") and name.endswith(
+            ("report", "charts", "plots")
+        ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2", "pandas"])
-def test_a_package_of_the_extra_is_named_where_it_is_missing(package, tmp_path, monkeypatch, capsys):
+def test_a_package_of_the_extra_is_named_where_it_is_missing(
+    package, tmp_path, monkeypatch, capsys
+):
     report_world.write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.1"))
     block_package(monkeypatch, package)
     assert execute(["report", str(tmp_path)]) == 1
     told = capsys.readouterr().err
-    assert f"needs the package {package}; run pip install 'restorekv[eval]'." in " ".join(told.split())
+    assert f"needs the package {package}; run pip install 'restorekv[eval]'." in " ".join(
+        told.split()
+    )
     assert not (tmp_path / "report").exists()
 
 
@@ -185,9 +193,15 @@ def test_a_report_is_replaced_whole(tmp_path):
     broken = Chart("new", "C", None)
     with pytest.raises(AttributeError):
         write_page(out, "second", [Section("s", blocks=[broken])])
-    assert "<h1>first</h1>" in (out / "index.html").read_text() and imread(out / "png" / "old.png").shape[1] >= 300 * 4
+    assert (
+        "<h1>first</h1>" in (out / "index.html").read_text()
+        and imread(out / "png" / "old.png").shape[1] >= 300 * 4
+    )
     write_page(out, "third", [Section("s", "text")])
-    assert "<h1>third</h1>" in (out / "index.html").read_text() and not (out / "png" / "old.png").exists()
+    assert (
+        "<h1>third</h1>" in (out / "index.html").read_text()
+        and not (out / "png" / "old.png").exists()
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -195,7 +209,11 @@ def test_other_folders_are_left_alone(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "index.html").write_text("<h1>mine</h1>")
     (tmp_path / "file").write_text("mine")
-    for place, words in {"site": "not a report", "file": "is a file", "none/out": "does not exist"}.items():
+    for place, words in {
+        "site": "not a report",
+        "file": "is a file",
+        "none/out": "does not exist",
+    }.items():
         with pytest.raises(RestoreKVError, match=words):
             write_page(tmp_path / place, "t", [])
     (tmp_path / "empty").mkdir()

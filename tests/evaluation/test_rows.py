@@ -1,4 +1,6 @@
-"""Rows of finished cells: pairs and bytes really held, gains over the right base, tables that show all of them."""
+"""Rows of finished cells: pairs and bytes really held, gains over the right base, tables that show
+all of them.
+"""
 
 import json
 import shutil
@@ -43,7 +45,9 @@ def made(monkeypatch):
 
 
 def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
-    results = run(Grid([str(world / "model")], methods, ratios=ratios, common=common).cells(), folder)
+    results = run(
+        Grid([str(world / "model")], methods, ratios=ratios, common=common).cells(), folder
+    )
     return results, {(row["evictor"], row["restored"], row["ratio"]): row for row in rows(results)}
 
 
@@ -53,9 +57,16 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
     results, found = measured(world, tmp_path, methods, prefix_policy=policy)
     full = found["full", False, 1.0]
     assert len(found) == 1 + 4 + 2 and next(iter(found.values())) == full
-    assert full["kept"] == full["kept_with_prefix"] == 1 and floor(full["pairs"]) // (LAYERS * HEADS) > 0
+    assert (
+        full["kept"] == full["kept_with_prefix"] == 1
+        and floor(full["pairs"]) // (LAYERS * HEADS) > 0
+    )
     for (evictor, restored, ratio), row in found.items():
-        assert row["questions"] == 4 and row["samples"] == 2 and row["low"] <= row["score"] <= row["high"]
+        assert (
+            row["questions"] == 4
+            and row["samples"] == 2
+            and row["low"] <= row["score"] <= row["high"]
+        )
         if evictor != "full":
             whole = full["pairs"] if policy == "free" else full["pairs_with_prefix"]
             assert row["pairs"] == pytest.approx(found[evictor, False, ratio]["pairs"])
@@ -64,7 +75,9 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
             assert (row["kept_with_prefix"] > row["kept"]) == (policy == "free")
         if restored:
             assert {"gain", "gain_low", "gain_high", "recovered"} <= row.keys()
-            assert row["gain"] == pytest.approx(row["score"] - found[evictor, False, ratio]["score"])
+            assert row["gain"] == pytest.approx(
+                row["score"] - found[evictor, False, ratio]["score"]
+            )
             assert set(row["groups"]) == {"questions", "retrieval and tracing"}
             assert all("gain" in group for group in row["groups"].values())
         else:
@@ -72,23 +85,29 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
     scores, held = tables_of(GridResults(results))
     assert len(scores.rows) == 7 and len(held.rows) == 7
     told = json.loads(json.dumps(payload(results)))
-    assert {cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name} == {policy}
+    assert {
+        cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name
+    } == {policy}
 
 
 def test_attention_matching_stands_beside_an_evictor(world, tmp_path):
-    _, found = measured(world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free")
+    _, found = measured(
+        world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free"
+    )
     matched, evicted, full = (
         found[key] for key in (("am-fast", False, 0.3), ("snapkv", False, 0.3), ("full", False, 1))
     )
     assert matched["pairs"] == evicted["pairs"]
-    assert matched["bytes"] - evicted["bytes"] == 4 * matched["pairs_with_prefix"]  # one number more for every pair
+    # One number more for every pair.
+    assert matched["bytes"] - evicted["bytes"] == 4 * matched["pairs_with_prefix"]
     pair = 2 * DIM * 4 + 4  # key, value, position
     assert full["bytes"] == full["pairs_with_prefix"] * pair + LAYERS * (HEADS + 1) * 4
 
 
 def test_the_full_cache_is_asked_without_the_offset(world, tmp_path):
     plain, moved = (
-        measured(world, tmp_path / str(offset), [("knorm", None)], ("0.5",), offset=offset)[0][0] for offset in (0, 200)
+        measured(world, tmp_path / str(offset), [("knorm", None)], ("0.5",), offset=offset)[0][0]
+        for offset in (0, 200)
     )
     assert plain.lines == moved.lines and plain.cell == moved.cell
 
@@ -98,7 +117,12 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     shutil.copytree(world / "adapter", world / "other" / "adapter", dirs_exist_ok=True)
     methods = [("kvzip", str(world / name)) for name in ("adapter", "other/adapter")]
     results, _ = measured(world, tmp_path, methods, ("0.4",))
-    assert len(results) == 4 and [row["restored"] for row in rows(results)] == [False, False, True, True]
+    assert len(results) == 4 and [row["restored"] for row in rows(results)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     table = tables_of(GridResults(results))[0]
     assert len(table.rows) == 4 and len({row[0] for row in table.rows}) == 4
     few, _ = measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)
@@ -117,17 +141,33 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
 def by_hand(folder, cell, means):
     """A finished cell whose tasks have these scores: three contexts with a question of each task."""
     result = opened(
-        folder, cell, facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3}) | {"fingerprint": "f"}
+        folder,
+        cell,
+        facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3})
+        | {"fingerprint": "f"},
     )
     for name in range(3):
         answers = [
             {
-                "id": f"{name}-{task}", "task": task, "prediction": "", "score": mean, "metrics": {"half": mean / 2},
-                "kl": 0.3, "answer_tokens": 2, "same": False,
+                "id": f"{name}-{task}",
+                "task": task,
+                "prediction": "",
+                "score": mean,
+                "metrics": {"half": mean / 2},
+                "kl": 0.3,
+                "answer_tokens": 2,
+                "same": False,
             }
             for task, mean in means.items()
-        ]  # fmt: skip
-        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000, "restore_tokens": 0}
+        ]
+        held = {
+            "tokens": 100,
+            "prefix": 3,
+            "pairs": 60,
+            "pairs_with_prefix": 78,
+            "bytes": 1000,
+            "restore_tokens": 0,
+        }
         result.append({"sample": str(name), **held, "answers": answers}, {})
     write_json(result.folder / SUMMARY, summary(result))
     return result
@@ -142,7 +182,12 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     }
     found = {}
     for method, means in by_method.items():
-        cell = Cell("m", "plain", "kvzip" if method != "full" else "full", "0.5" if method != "full" else "1")
+        cell = Cell(
+            "m",
+            "plain",
+            "kvzip" if method != "full" else "full",
+            "0.5" if method != "full" else "1",
+        )
         cell = replace(cell, adapter="auto" if method == "restored" else None)
         found[method] = by_hand(tmp_path / "some", cell, means)
     full, base, restored = rows(list(found.values()))
@@ -151,15 +196,23 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     assert restored["gain"] == pytest.approx(25) and restored["recovered"] == pytest.approx(25 / 40)
     assert restored["questions"] == 9 and base["metrics"] == {"half": pytest.approx(10)}
     assert base["kl"] == pytest.approx(0.3), "fidelity keeps every task"
-    assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
+    assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), (
+        "a cell alone does not know the full cache"
+    )
     alone = rows([found["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
     scores, _ = tables_of(GridResults(list(found.values())))
     halves = [row["metric half"] for row in scores.figures]
     assert "below 10: b." in scores.note and halves == pytest.approx([30, 10, 22.5])
-    assert scores.columns[-1] == "half" and [row[-1] for row in scores.rows] == ["30.0", "10.0", "22.5"]
+    assert scores.columns[-1] == "half" and [row[-1] for row in scores.rows] == [
+        "30.0",
+        "10.0",
+        "22.5",
+    ]
     assert scores.figures[2]["recovered"] == pytest.approx(25 / 40)
-    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
+    hopeless = [
+        by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()
+    ]
     below = rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
     assert "nothing to lose" in tables_of(GridResults(hopeless))[0].note

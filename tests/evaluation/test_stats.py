@@ -5,7 +5,15 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid_tables import count_gains
-from restorekv.evaluation.stats import FEW, Answer, bounds, compared, family_means, interval, mean_score
+from restorekv.evaluation.stats import (
+    FEW,
+    Answer,
+    bounds,
+    compared,
+    family_means,
+    interval,
+    mean_score,
+)
 
 
 def answers(scores: dict[tuple[int, str], float]) -> list[Answer]:
@@ -22,7 +30,9 @@ def test_the_score_is_the_mean_over_families():
 def test_the_interval_agrees_with_the_normal_one_for_one_family():
     rng = np.random.default_rng(1)
     values = rng.random(400)
-    mean, low, high = interval(answers({(index, "qa"): float(value) for index, value in enumerate(values)}))
+    mean, low, high = interval(
+        answers({(index, "qa"): float(value) for index, value in enumerate(values)})
+    )
     half = 1.96 * 100 * values.std(ddof=1) / np.sqrt(len(values))
     assert (low, high) == (pytest.approx(mean - half, abs=0.4), pytest.approx(mean + half, abs=0.4))
 
@@ -35,11 +45,19 @@ def test_a_paired_gain_of_one_everywhere_has_no_width():
 
 def test_a_context_may_count_once_however_much_it_is_asked():
     """KVzip's rule: context 0 has three questions, context 1 has one."""
-    told = [Answer(0, "qa", str(turn), "", 1.0) for turn in range(3)] + [Answer(1, "qa", "0", "", 0.0)]
+    told = [Answer(0, "qa", str(turn), "", 1.0) for turn in range(3)] + [
+        Answer(1, "qa", "0", "", 0.0)
+    ]
     assert mean_score(told) == 75 and mean_score(told, by_context=True) == 50
-    assert interval(told, by_context=True)[0] == 50 and compared(told, told, by_context=True)["gain"] == 0
+    assert (
+        interval(told, by_context=True)[0] == 50
+        and compared(told, told, by_context=True)["gain"] == 0
+    )
     other = [*told, Answer("two", "vt", "0", "", 1.0)]
-    assert family_means(other) == {"qa": 75, "vt": 100} and family_means(other, by_context=True)["qa"] == 50
+    assert (
+        family_means(other) == {"qa": 75, "vt": 100}
+        and family_means(other, by_context=True)["qa"] == 50
+    )
 
 
 def test_runs_that_were_asked_other_questions_are_not_compared():
@@ -50,9 +68,13 @@ def test_runs_that_were_asked_other_questions_are_not_compared():
 
 
 def test_few_contexts_have_no_interval_to_show():
-    """Over one context a bootstrap has no width, over two it excludes zero by chance as often as not."""
+    """Over one context a bootstrap has no width, over two it excludes zero by chance as often as
+    not.
+    """
     for contexts in (1, FEW - 1, FEW):
-        mine, base = ([Answer(f"{n}", "f", "q", "", score) for n in range(contexts)] for score in (0.6, 0.5))
+        mine, base = (
+            [Answer(f"{n}", "f", "q", "", score) for n in range(contexts)] for score in (0.6, 0.5)
+        )
         found = compared(mine, base)
         assert found["contexts"] == contexts
         assert (bounds(found) == bounds(found, "gain_") == (None, None)) == (contexts < FEW)

@@ -1,4 +1,6 @@
-"""ContrastKV: signals from attention written out in float64, fusions as loops over layers, heads and columns."""
+"""ContrastKV: signals from attention written out in float64, fusions as loops over layers, heads
+and columns.
+"""
 
 import bisect
 import copy
@@ -25,7 +27,9 @@ def context(tiny_tokenizer):
 
 
 def looked_at(model, context, chunk, passes):
-    """(L, H, T) float64: the most that any row of a chunk's pass, on top of the context, looks at each column."""
+    """(L, H, T) float64: the most that any row of a chunk's pass, on top of the context, looks at
+    each column.
+    """
     model = copy.deepcopy(model).double()
     heads = model.config.num_key_value_heads
     groups, positions = model.config.num_attention_heads // heads, context.positions
@@ -33,12 +37,24 @@ def looked_at(model, context, chunk, passes):
     for ids, start in zip(passes, range(context.prefix, positions, chunk), strict=True):
         end, sinks = min(start + chunk, positions), min(4, start)
         columns = [*range(sinks), *range(start, end), *range(positions, positions + ids.shape[1])]
-        for layer, (_, query, key, _) in enumerate(projected(model, torch.cat([context.ids, ids], 1))):
+        for layer, (_, query, key, _) in enumerate(
+            projected(model, torch.cat([context.ids, ids], 1))
+        ):
             for number in range(len(query)):
-                logits = query[number, positions:] @ key[number // groups, columns].T / query.shape[-1] ** 0.5
-                hidden = torch.tensor([[c > positions + row for c in columns] for row in range(ids.shape[1])])
-                weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)[:, sinks : sinks + end - start]
-                part = signal[layer, number // groups, start - context.prefix : end - context.prefix]
+                logits = (
+                    query[number, positions:]
+                    @ key[number // groups, columns].T
+                    / query.shape[-1] ** 0.5
+                )
+                hidden = torch.tensor(
+                    [[c > positions + row for c in columns] for row in range(ids.shape[1])]
+                )
+                weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)[
+                    :, sinks : sinks + end - start
+                ]
+                part = signal[
+                    layer, number // groups, start - context.prefix : end - context.prefix
+                ]
                 part.copy_(torch.maximum(part, weights.amax(0)))
     return signal
 
@@ -51,7 +67,10 @@ def quantile(values, level):
 
 def paper_bump(positive, negative, gamma):
     lowest, highest = min(negative), max(negative)
-    return [gamma * (value - lowest) / (highest - lowest) if highest > lowest else 0.0 for value in negative]
+    return [
+        gamma * (value - lowest) / (highest - lowest) if highest > lowest else 0.0
+        for value in negative
+    ]
 
 
 def simple_bump(positive, negative, gamma):
@@ -90,14 +109,20 @@ BUMPS = {"contrastkv": paper_bump, "contrastkv-simple": simple_bump}
 @pytest.mark.parametrize("chunk", [1000, 37])
 def test_signals_equal_the_definition(tiny_model, tiny_tokenizer, context, name, chunk):
     evictor = evictors.make(f"{name}:chunk={chunk},noise=20,seed=5")
-    positive, negative = evictor.signals(tiny_model, tiny_tokenizer, context, prefill(tiny_model, context.ids))
+    positive, negative = evictor.signals(
+        tiny_model, tiny_tokenizer, context, prefill(tiny_model, context.ids)
+    )
     assert positive.dtype == negative.dtype == torch.float32
     generator, first = torch.Generator().manual_seed(5), 5 if name == "contrastkv-simple" else 0
     starts = range(context.prefix, context.positions, chunk)
-    noise = [torch.randint(first, len(tiny_tokenizer), (1, 20), generator=generator) for _ in starts]
+    noise = [
+        torch.randint(first, len(tiny_tokenizer), (1, 20), generator=generator) for _ in starts
+    ]
     spans = [(start, min(start + chunk, context.positions)) for start in starts]
     if name == "contrastkv":
-        passes = [repeat_ids(tiny_tokenizer, context, *span, span[0] == context.prefix) for span in spans]
+        passes = [
+            repeat_ids(tiny_tokenizer, context, *span, span[0] == context.prefix) for span in spans
+        ]
     else:
         passes = [context.ids[:, start:end] for start, end in spans]
     assert_relative(positive, looked_at(tiny_model, context, chunk, passes), 2e-4)
@@ -107,11 +132,15 @@ def test_signals_equal_the_definition(tiny_model, tiny_tokenizer, context, name,
 def test_the_papers_positive_signal_is_kvzip(tiny_model, tiny_tokenizer, context):
     full = prefill(tiny_model, context.ids)
     positive, _ = ContrastKV(chunk=30).signals(tiny_model, tiny_tokenizer, context, full)
-    assert positive.equal(evictors.make("kvzip:chunk=30").score(tiny_model, tiny_tokenizer, context, full))
+    assert positive.equal(
+        evictors.make("kvzip:chunk=30").score(tiny_model, tiny_tokenizer, context, full)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("settings", [{}, {"beta": 0.25, "gamma": 0.7}, {"beta": 0.0}, {"beta": 0.5, "gamma": 0.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"beta": 0.25, "gamma": 0.7}, {"beta": 0.0}, {"beta": 0.5, "gamma": 0.0}]
+)
 def test_scores_are_the_fused_signals(tiny_model, tiny_tokenizer, context, name, settings):
     full, evictor = prefill(tiny_model, context.ids), evictors.EVICTORS[name](chunk=40, **settings)
     signals = evictor.signals(tiny_model, tiny_tokenizer, context, full)
@@ -120,7 +149,9 @@ def test_scores_are_the_fused_signals(tiny_model, tiny_tokenizer, context, name,
     exact = fused(*signals, BUMPS[name], **settings)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=1e-7)
     if not settings:
-        assert all((scores == forced).any() for forced in (0.0, 1.0)), "the head level decided nothing"
+        assert all((scores == forced).any() for forced in (0.0, 1.0)), (
+            "the head level decided nothing"
+        )
         undecided = (scores > 0) & (scores < 1)
         assert (scores - signals[0])[undecided].max() > 0.01, "the layer level lifted nothing"
 
@@ -133,7 +164,9 @@ def test_fusion_of_long_signals(name, ties):
     if ties:  # as bfloat16 models give
         positive, negative = positive.mul(16).round() / 16, negative.mul(8).round() / 8
     scores = evictors.make(name).fuse(positive, negative)
-    torch.testing.assert_close(scores.double(), fused(positive, negative, BUMPS[name]), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        scores.double(), fused(positive, negative, BUMPS[name]), rtol=1e-6, atol=1e-7
+    )
 
 
 def ramp():
@@ -144,7 +177,10 @@ def ramp():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_head_level_forces_what_both_signals_agree_on(name):
     evictor, positive = evictors.make(name), ramp()
-    agreeing, opposed = evictor.fuse(positive, positive / 2), evictor.fuse(positive, positive.flip(-1) / 2)
+    agreeing, opposed = (
+        evictor.fuse(positive, positive / 2),
+        evictor.fuse(positive, positive.flip(-1) / 2),
+    )
     assert agreeing[0, 0, :9].eq(0).all() and agreeing[0, 0, 9:72].ne(0).all()
     assert agreeing[0, 0, 72:].eq(1).all() and agreeing[0, 0, :72].ne(1).all()
     assert opposed.ne(0).all() and opposed.ne(1).all()
@@ -157,12 +193,17 @@ def test_a_bump_ends_at_the_highest_positive_signal(name):
     scores = evictors.EVICTORS[name](beta=0.0, gamma=0.5).fuse(positive, negative)
     assert scores[0, 0, 70] == positive.max() < 1
     assert scores[0, 0, 1:70].equal(positive[0, 0, 1:70])
-    small = evictors.EVICTORS[name](beta=0.0, gamma=0.01).fuse(positive, negative)[0, 0, 70] - positive[0, 0, 70]
+    small = (
+        evictors.EVICTORS[name](beta=0.0, gamma=0.01).fuse(positive, negative)[0, 0, 70]
+        - positive[0, 0, 70]
+    )
     assert float(small) == pytest.approx(0.01 if name == "contrastkv" else 0.01 * 0.8, rel=1e-4)
 
 
 def test_quantiles_are_of_a_head_and_bumps_of_a_layer():
-    """Scaling one head moves its own limits only; its S- sets the range for the other heads of the layer."""
+    """Scaling one head moves its own limits only; its S- sets the range for the other heads of the
+    layer.
+    """
     positive = torch.cat([ramp(), ramp()], 1).repeat(2, 1, 1)
     negative = positive.flip(-1).clone()
     plain = ContrastKV().fuse(positive, negative)
@@ -180,7 +221,13 @@ def test_degenerate_signals(name):
     for shape in [(1, 1, 1), (3, 2, 1), (2, 2, 2), (2, 2, 50)]:
         generator = torch.Generator().manual_seed(0)
         varied, flat = torch.rand(shape, generator=generator), torch.full(shape, 0.25)
-        for signals in [(varied, flat), (flat, varied), (flat, flat), (0 * flat, 0 * flat), (varied, varied * 1e-44)]:
+        for signals in [
+            (varied, flat),
+            (flat, varied),
+            (flat, flat),
+            (0 * flat, 0 * flat),
+            (varied, varied * 1e-44),
+        ]:
             scores = evictor.fuse(*signals)
             assert scores.isfinite().all() and scores.min() >= 0 and scores.max() <= 1
             if shape[-1] == 1 or signals[0] is flat is signals[1]:
@@ -196,7 +243,9 @@ def test_short_contexts_and_chunks_of_one_token(tiny_tokenizer, name, length, ch
     model = build_model("qwen3")
     ids = torch.randint(3, 300, (1, 2 + length), generator=torch.Generator().manual_seed(1))
     context = Context(ids, 2, ids[:, :1])
-    scores = evictors.make(f"{name}:chunk={chunk}").score(model, tiny_tokenizer, context, prefill(model, ids))
+    scores = evictors.make(f"{name}:chunk={chunk}").score(
+        model, tiny_tokenizer, context, prefill(model, ids)
+    )
     assert scores.shape == (3, 2, length) and scores.isfinite().all()
 
 
@@ -218,12 +267,19 @@ def test_a_seed_decides_the_bits(tiny_tokenizer, context, name):
 
 def test_noise_is_fresh_in_every_chunk_and_of_the_vocabulary(monkeypatch, tiny_tokenizer, context):
     model, seen = build_model("llama"), []
-    monkeypatch.setattr(ContrastKV, "maxima", lambda self, model, context, full, passes: seen.append(list(passes)))
-    for evictor, lowest in ((ContrastKV(chunk=1, noise=128), 0), (ContrastKVSimple(chunk=1, noise=128), 5)):
+    monkeypatch.setattr(
+        ContrastKV, "maxima", lambda self, model, context, full, passes: seen.append(list(passes))
+    )
+    for evictor, lowest in (
+        (ContrastKV(chunk=1, noise=128), 0),
+        (ContrastKVSimple(chunk=1, noise=128), 5),
+    ):
         seen.clear()
         evictor.signals(model, tiny_tokenizer, context, None)
         positive, noise = seen
-        assert [(part.start, part.end) for part in noise] == [(part.start, part.end) for part in positive]
+        assert [(part.start, part.end) for part in noise] == [
+            (part.start, part.end) for part in positive
+        ]
         ids = torch.cat([part.ids for part in noise])
         assert ids.shape == (context.tokens, 128) and len(ids.unique(dim=0)) == len(ids)
         assert ids.unique().tolist() == list(range(lowest, len(tiny_tokenizer)))
@@ -253,14 +309,26 @@ def test_end_to_end_with_exact_pairs(tiny_model, tiny_tokenizer, context, name, 
 
 def test_specs():
     assert evictors.make("contrastkv:beta=0.2,seed=3") == ContrastKV(beta=0.2, seed=3)
-    assert evictors.make("contrastkv-simple") == ContrastKVSimple(chunk=2000, noise=64, beta=0.1, gamma=0.12)
+    assert evictors.make("contrastkv-simple") == ContrastKVSimple(
+        chunk=2000, noise=64, beta=0.1, gamma=0.12
+    )
     assert evictors.make("contrastkv").chunk == 2048
     assert evictors.make("contrastkv:beta=0.2,seed=3").spec == "contrastkv:seed=3,beta=0.2"
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "setting", ["noise=0", "noise=129", "beta=0.6", "beta=-0.1", "beta=nan", "gamma=-1", "gamma=inf", "chunk=0"]
+    "setting",
+    [
+        "noise=0",
+        "noise=129",
+        "beta=0.6",
+        "beta=-0.1",
+        "beta=nan",
+        "gamma=-1",
+        "gamma=inf",
+        "chunk=0",
+    ],
 )
 def test_wrong_settings_are_refused_in_one_sentence(name, setting):
     with pytest.raises(RestoreKVError) as refused:

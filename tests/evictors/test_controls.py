@@ -1,4 +1,6 @@
-"""The paper's controls as configurations: offset only, restored from the evicted cache, fixed embeddings, no LoRA."""
+"""The paper's controls as configurations: offset only, restored from the evicted cache, fixed
+embeddings, no LoRA.
+"""
 
 import warnings
 from dataclasses import replace
@@ -23,10 +25,15 @@ from restorekv.train.examples import Example
 from restorekv.train.loop import train
 from tests.helpers.models import build_model
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 2
+)
 QUESTION = "Who lives in the blue house?"
 TOKENS = 4
-TINY = TrainConfig(restore_tokens=TOKENS, rank=2, lr=1e-2, warmup=0, steps=2, max_new_tokens=4, ratio_min=0.1)
+TINY = TrainConfig(
+    restore_tokens=TOKENS, rank=2, lr=1e-2, warmup=0, steps=2, max_new_tokens=4, ratio_min=0.1
+)
 EXAMPLE = Example(TEXT, (QUESTION,), (None,))
 
 
@@ -63,24 +70,34 @@ def test_an_offset_survives_the_file_and_generate(tiny_model, tiny_tokenizer, tm
     made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=None, offset=5)
     made.save(tmp_path / "doc.rkv")
     again = CompressedContext.load(tmp_path / "doc.rkv", tiny_model, tiny_tokenizer)
-    assert again.manifest.offset == 5 and again.cache.get_seq_length() == made.cache.get_seq_length()
+    assert (
+        again.manifest.offset == 5 and again.cache.get_seq_length() == made.cache.get_seq_length()
+    )
     answers = {c.ask(QUESTION, 8) for c in (made, again)} | {
         c.generate(QUESTION, max_new_tokens=8) for c in (made, again)
     }
     assert len(answers) == 1
     with pytest.raises(RestoreKVError, match="offset"):
-        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model), offset=5)
+        compress(
+            tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model), offset=5
+        )
 
 
 def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
     adapter = make_adapter(tiny_model)
     before = Eviction.make("kvzip", adapter).prepare(tiny_model, tiny_tokenizer, TEXT)
-    after = Eviction.make("kvzip", adapter, restore_from="evicted").prepare(tiny_model, tiny_tokenizer, TEXT)
+    after = Eviction.make("kvzip", adapter, restore_from="evicted").prepare(
+        tiny_model, tiny_tokenizer, TEXT
+    )
     context = before.context
     assert after.full.get_seq_length() == context.positions
     for ratio in (1, 0.5, 0.2):
         one, other = before.evict(ratio), after.evict(ratio)
-        assert one.pairs == other.pairs and one.lengths.equal(other.lengths) and other.restore == TOKENS
+        assert (
+            one.pairs == other.pairs
+            and one.lengths.equal(other.lengths)
+            and other.restore == TOKENS
+        )
         assert one.get_seq_length() == other.get_seq_length()
     # The definition: the n tokens read what eviction left, as any question would.
     kept = after.evict(0.2)
@@ -102,7 +119,9 @@ def masked_restore(model, adapter, full, keep):
         visible = torch.ones(key.shape[1], n, key.shape[2], dtype=torch.bool).tril(columns)
         visible[..., :columns] = keep[module.layer_idx][:, None]
         visible, key, value = (x.repeat_interleave(groups, -3) for x in (visible, key, value))
-        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, scale=scaling)
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, visible, scale=scaling
+        )
         return found.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("hidden", hidden)
@@ -116,7 +135,9 @@ def masked_restore(model, adapter, full, keep):
 
 
 def test_fewer_restore_tokens_from_the_evicted_cache(tiny_model, tiny_tokenizer):
-    eviction = Eviction.make("kvzip", make_adapter(tiny_model, 16), restore_from="evicted", on_small_budget="fewer")
+    eviction = Eviction.make(
+        "kvzip", make_adapter(tiny_model, 16), restore_from="evicted", on_small_budget="fewer"
+    )
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, TEXT)
     cache = prepared.evict(5 / prepared.context.tokens)
     assert 0 < cache.restore <= 5 and cache.pairs > 0
@@ -132,16 +153,23 @@ def test_training_reaches_every_part(tiny_tokenizer, tmp_path, restore_from):
     assert adapter.card.restore_from == restore_from
     assert not adapter.embeddings.equal(fresh.embeddings)
     assert any(value.abs().max() > 0 for name, value in adapter.tensors.items() if "lora_B" in name)
-    with pytest.warns(RestoreKVWarning, match=f"trained with the restore pass over the cache {restore_from}"):
+    with pytest.warns(
+        RestoreKVWarning, match=f"trained with the restore pass over the cache {restore_from}"
+    ):
         other = {"full": "evicted", "evicted": "full"}[restore_from]
-        compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=tmp_path / "adapter", restore_from=other)
+        compress(
+            model, tiny_tokenizer, TEXT, ratio=0.3, adapter=tmp_path / "adapter", restore_from=other
+        )
 
 
 def test_fixed_embeddings_are_line_breaks_and_stay(tiny_tokenizer, tmp_path):
     model = build_model("llama")
     adapter = train(model, tiny_tokenizer, [EXAMPLE], replace(TINY, embeddings="fixed"), tmp_path)
     newline = model.get_input_embeddings().weight[encode(tiny_tokenizer, "\n")[0, -1]]
-    assert adapter.embeddings.equal(newline.expand(TOKENS, -1)) and not adapter.embeddings.requires_grad
+    assert (
+        adapter.embeddings.equal(newline.expand(TOKENS, -1))
+        and not adapter.embeddings.requires_grad
+    )
     assert any(value.abs().max() > 0 for name, value in adapter.tensors.items() if "lora_B" in name)
     again = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
     assert not again.embeddings.requires_grad and again.identity() == adapter.identity()
@@ -158,7 +186,9 @@ def test_learned_embeddings_without_lora(tiny_tokenizer, tmp_path):
         RestoreAdapter.create(model, TOKENS, targets=(), fixed=1)
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")])
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")]
+)
 def test_lora_only_where_it_is_wanted(targets):
     adapter = RestoreAdapter.create(build_model("qwen3"), TOKENS, targets=targets)
     assert {name.split(".")[-3] for name in adapter.tensors} == set(targets)
@@ -166,13 +196,16 @@ def test_lora_only_where_it_is_wanted(targets):
 
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_any_number_of_restore_tokens(tiny_model, tiny_tokenizer, n):
-    prepared = Eviction.make("kvzip", make_adapter(tiny_model, n)).prepare(tiny_model, tiny_tokenizer, TEXT)
+    prepared = Eviction.make("kvzip", make_adapter(tiny_model, n)).prepare(
+        tiny_model, tiny_tokenizer, TEXT
+    )
     cache = prepared.evict(0.3)
     assert cache.restore == n and cache.pairs == prepared.evict(0.3, 0).pairs
 
 
 @pytest.mark.parametrize(
-    "bad", [{"restore_from": "half"}, {"offset": -1}, {"allocation": "best"}, {"on_small_budget": "x"}]
+    "bad",
+    [{"restore_from": "half"}, {"offset": -1}, {"allocation": "best"}, {"on_small_budget": "x"}],
 )
 def test_unknown_conventions_are_refused(bad):
     with pytest.raises(RestoreKVError):
@@ -193,7 +226,9 @@ def test_a_rectangular_cache_is_a_plain_one(tiny_model, tiny_tokenizer, restored
     first = cache.get_seq_length()
     with torch.no_grad():
         found = tiny_model(
-            asked, past_key_values=plain, position_ids=torch.arange(first, first + asked.shape[1])[None]
+            asked,
+            past_key_values=plain,
+            position_ids=torch.arange(first, first + asked.shape[1])[None],
         ).logits
     torch.testing.assert_close(found, logits(tiny_model, cache, asked), rtol=1e-3, atol=1e-4)
     cache.layers[0].restore_keys.zero_()
@@ -208,10 +243,17 @@ def test_transformers_answers_from_a_plain_cache_as_we_do(tiny_model, tiny_token
     plain, inputs = made.cache.to_dynamic_cache(), made.inputs(QUESTION, plain=True)
     held = plain.get_seq_length()
     told = tiny_model.generate(
-        **inputs, past_key_values=plain, max_new_tokens=8, do_sample=False, eos_token_id=2, pad_token_id=0
+        **inputs,
+        past_key_values=plain,
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=2,
+        pad_token_id=0,
     )
     asked = inputs["input_ids"].shape[1]
-    assert plain.get_seq_length() == told.shape[1] - 1 and held < asked, "the text was not read again"
+    assert plain.get_seq_length() == told.shape[1] - 1 and held < asked, (
+        "the text was not read again"
+    )
     assert tiny_tokenizer.decode(told[0, asked:], skip_special_tokens=True) == made.ask(QUESTION, 8)
 
 
@@ -225,7 +267,9 @@ def test_a_ragged_cache_is_not_a_plain_one(tiny_model, tiny_tokenizer):
 @pytest.mark.parametrize("restored", [False, True])
 def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocation, restored):
     adapter = make_adapter(tiny_model) if restored else None
-    prepared = Eviction.make("kvzip", adapter, allocation=allocation).prepare(tiny_model, tiny_tokenizer, TEXT)
+    prepared = Eviction.make("kvzip", adapter, allocation=allocation).prepare(
+        tiny_model, tiny_tokenizer, TEXT
+    )
     shape, context = prepared.scores.shape, prepared.context
     for ratio in ("1", "0.333", "0.1"):
         budget, cache = prepared.budget(ratio), prepared.evict(ratio)
@@ -245,7 +289,13 @@ def test_an_offset_leaves_the_shipped_adapter_out_and_says_so():
 
 def test_a_failed_start_leaves_no_folder(tiny_tokenizer, tmp_path):
     with pytest.raises(AdapterError):
-        train(build_model("qwen3"), tiny_tokenizer, [EXAMPLE], replace(TINY, targets=("x",)), tmp_path / "run")
+        train(
+            build_model("qwen3"),
+            tiny_tokenizer,
+            [EXAMPLE],
+            replace(TINY, targets=("x",)),
+            tmp_path / "run",
+        )
     assert not (tmp_path / "run").exists()
     with pytest.raises(RestoreKVError, match="nothing to train"):
         replace(TINY, evictor="am-fast")
@@ -270,7 +320,9 @@ def test_every_lora_target_must_exist(targets):
 
 def test_an_adapter_of_another_prefix_policy_is_warned_about(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
-    adapter = train(model, tiny_tokenizer, [EXAMPLE], replace(TINY, prefix_policy="counted"), tmp_path)
+    adapter = train(
+        model, tiny_tokenizer, [EXAMPLE], replace(TINY, prefix_policy="counted"), tmp_path
+    )
     with pytest.warns(RestoreKVWarning, match="prefix policy counted, not free"):
         compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=adapter)
     with warnings.catch_warnings():
@@ -279,12 +331,16 @@ def test_an_adapter_of_another_prefix_policy_is_warned_about(tiny_tokenizer, tmp
 
 
 def test_a_ready_budget_must_fit_the_allocation(tiny_model, tiny_tokenizer):
-    prepared = Eviction.make("knorm", allocation="per-head").prepare(tiny_model, tiny_tokenizer, TEXT)
+    prepared = Eviction.make("knorm", allocation="per-head").prepare(
+        tiny_model, tiny_tokenizer, TEXT
+    )
     layers, heads, tokens = prepared.scores.shape
     loose = next(
-        made for count in range(1, 99) if (made := Budget.of_ratio(f"{count / 99:.4f}", tokens, layers, heads)).total
+        made
+        for count in range(1, 99)
+        if (made := Budget.of_ratio(f"{count / 99:.4f}", tokens, layers, heads)).total
         % (layers * heads)
-    )  # fmt: skip
+    )
     with pytest.raises(BudgetError, match="whole tokens"):
         prepared.evict(loose)
     whole = Budget.of_ratio(loose.ratio, tokens, layers, heads, whole_tokens=True)

@@ -1,4 +1,6 @@
-"""Gates: what they compute, in float64 from the formulas; which columns stay; their files; their training."""
+"""Gates: what they compute, in float64 from the formulas; which columns stay; their files; their
+training.
+"""
 
 import json
 import math
@@ -56,9 +58,13 @@ def one_pair(layer, x, head, groups):
     key = norm(layer["k_proj.weight"][head * rank : (head + 1) * rank] @ x, layer["k_norm.weight"])
     for group in range(groups):
         place = slice((head * groups + group) * rank, (head * groups + group + 1) * rank)
-        query = norm(layer["q_proj.weight"][place] @ x + layer["q_proj.bias"][place], layer["q_norm.weight"])
+        query = norm(
+            layer["q_proj.weight"][place] @ x + layer["q_proj.bias"][place], layer["q_norm.weight"]
+        )
         own = math.exp(float(query @ key) / math.sqrt(rank) + float(layer["b"][head, 0, group]))
-        sinks = sum(math.exp(float(query @ sink) / math.sqrt(rank)) for sink in layer["k_base"][head, 0])
+        sinks = sum(
+            math.exp(float(query @ sink) / math.sqrt(rank)) for sink in layer["k_base"][head, 0]
+        )
         total += own / (own + sinks)
     return total / groups
 
@@ -68,18 +74,29 @@ def exact(kind, layers, hidden, shape):
     layers = [{name: value.double() for name, value in layer.items()} for layer in layers]
     if kind == "fastkvzip":
         rows = [
-            [[one_pair(layer, x, head, shape.groups) for x in inputs] for head in range(shape.heads)]
+            [
+                [one_pair(layer, x, head, shape.groups) for x in inputs]
+                for head in range(shape.heads)
+            ]
             for layer, inputs in zip(layers, hidden, strict=True)
         ]
         return torch.tensor(rows, dtype=torch.float64)
     if kind == "kvzap-linear":
-        return torch.stack([(x @ g["weight"].T + g["bias"]).T for g, x in zip(layers, hidden, strict=True)])
+        return torch.stack(
+            [(x @ g["weight"].T + g["bias"]).T for g, x in zip(layers, hidden, strict=True)]
+        )
     inner = [x @ g["0.weight"].T + g["0.bias"] for g, x in zip(layers, hidden, strict=True)]
     inner = [0.5 * x * (1 + torch.erf(x / math.sqrt(2))) for x in inner]
-    return torch.stack([(x @ g["2.weight"].T + g["2.bias"]).T for g, x in zip(layers, inner, strict=True)])
+    return torch.stack(
+        [(x @ g["2.weight"].T + g["2.bias"]).T for g, x in zip(layers, inner, strict=True)]
+    )
 
 
-NAMES = {"fastkvzip": "fastkvzip:window=0,sinks=0,gate=", "kvzap-linear": "kvzap:gate=", "kvzap-mlp": "kvzap:gate="}
+NAMES = {
+    "fastkvzip": "fastkvzip:window=0,sinks=0,gate=",
+    "kvzap-linear": "kvzap:gate=",
+    "kvzap-mlp": "kvzap:gate=",
+}
 
 
 @pytest.mark.parametrize("chunk", [4096, 20, 1])
@@ -88,10 +105,12 @@ def test_scores_are_the_formula(tiny_model, tmp_path, kind, chunk):
     context, layers = make_context(), random_layers(kind, tiny_model)
     path = save_gate(tmp_path / "gate", kind, tiny_model, layers)
     found = observed(NAMES[kind] + path, tiny_model, context, chunk)
-    wanted = exact(kind, layers, attention_inputs(tiny_model, context), CacheShape.of(tiny_model))[..., S:]
+    wanted = exact(kind, layers, attention_inputs(tiny_model, context), CacheShape.of(tiny_model))[
+        ..., S:
+    ]
     assert found.shape == (3, 2, T) and found.dtype == torch.float32
-    # A score near zero is a difference of larger numbers, so its error is measured by the largest score; how large the
-    # error is depends on the processor's instructions.
+    # A score near zero is a difference of larger numbers, so its error is measured by the largest
+    # score; how large the error is depends on the processor's instructions.
     scale = float(wanted.abs().max())
     torch.testing.assert_close(found.double() / scale, wanted / scale, rtol=0, atol=1e-5)
 
@@ -112,12 +131,17 @@ def test_a_half_precision_gate_in_a_half_precision_model(tmp_path, kind):
 
 def test_the_bias_counts_once(tiny_model, tmp_path):
     """With all else zero a token meets s sinks at logit 0: score = e^b / (e^b + s)."""
-    layers = [{k: torch.zeros_like(v) for k, v in g.items()} for g in random_layers("fastkvzip", tiny_model)]
+    layers = [
+        {k: torch.zeros_like(v) for k, v in g.items()}
+        for g in random_layers("fastkvzip", tiny_model)
+    ]
     for layer in layers:
         layer["b"] += 0.7
     path = save_gate(tmp_path / "gate", "fastkvzip", tiny_model, layers)
     found = observed(NAMES["fastkvzip"] + path, tiny_model, make_context())
-    torch.testing.assert_close(found, torch.full_like(found, math.exp(0.7) / (math.exp(0.7) + SINKS)))
+    torch.testing.assert_close(
+        found, torch.full_like(found, math.exp(0.7) / (math.exp(0.7) + SINKS))
+    )
 
 
 def kept(spec, length, prefix):
@@ -162,9 +186,13 @@ def test_a_file_brings_everything_back(tiny_model, tmp_path):
         layers = random_layers(kind, tiny_model)
         save_gate(tmp_path / kind, kind, tiny_model, layers)
         gate = gate_file.read(tmp_path / kind)
-        assert gate.card == GateCard.of(tiny_model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5})
+        assert gate.card == GateCard.of(
+            tiny_model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5}
+        )
         for mine, theirs in zip(layers, gate.layers, strict=True):
-            assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+            assert mine.keys() == theirs.keys() and all(
+                mine[name].equal(theirs[name]) for name in mine
+            )
 
 
 def test_every_byte_counts(tiny_model, tmp_path):
@@ -201,19 +229,28 @@ def test_gates_of_others_are_refused(tmp_path):
     model = build_model("qwen3")
     path = save_gate(tmp_path / "gate", "kvzap-linear", model)
     turned = build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    cases = [(build_model("qwen3", seed=1), "another model"), (build_model("llama"), "another model"), (turned, "RoPE")]
+    cases = [
+        (build_model("qwen3", seed=1), "another model"),
+        (build_model("llama"), "another model"),
+        (turned, "RoPE"),
+    ]
     for other, words in cases:
         with pytest.raises(GateError, match=words):
             gate_file.load(other, path, ("kvzap-linear",))
     with pytest.raises(GateError, match="kind kvzap-linear, not fastkvzip"):
         evictors.make(f"fastkvzip:gate={path}").load(model)
     gate = gate_file.read(tmp_path / "gate")
-    for layers, words in ((gate.layers[:2], "2 layers, the model 3"), ([{}, *gate.layers[1:]], "lacks a layer")):
+    for layers, words in (
+        (gate.layers[:2], "2 layers, the model 3"),
+        ([{}, *gate.layers[1:]], "lacks a layer"),
+    ):
         gate_file.write(tmp_path / "bad", replace(gate, layers=layers))
         with pytest.raises(GateError, match=words):
             gate_file.load(model, str(tmp_path / "bad"), ("kvzap-linear",))
     with pytest.raises(GateError, match="not finite"):
-        gate_file.write(tmp_path / "nan", replace(gate, layers=[{"weight": torch.tensor([math.nan])}]))
+        gate_file.write(
+            tmp_path / "nan", replace(gate, layers=[{"weight": torch.tensor([math.nan])}])
+        )
     assert not (tmp_path / "nan").exists()
 
 
@@ -231,12 +268,24 @@ def test_sealed_gates_that_cannot_be_are_refused(tiny_model, tmp_path):
     good = Path(save_gate(tmp_path / "gate", "kvzap-linear", tiny_model))
     bias = gate_file.read(good).layers[0]["bias"]
     assert gate_file.read(harmed(good)).card == gate_file.read(good).card
-    cards = [{"kind": "x"}, {"kind": []}, {"rope": 7}, {"model": None}, {"figures": {"loss": "low"}}, {"surplus": 1}]
-    paths = [(lambda change=change: harmed(good, lambda card: card.update(change))) for change in cards]
+    cards = [
+        {"kind": "x"},
+        {"kind": []},
+        {"rope": 7},
+        {"model": None},
+        {"figures": {"loss": "low"}},
+        {"surplus": 1},
+    ]
+    paths = [
+        (lambda change=change: harmed(good, lambda card: card.update(change))) for change in cards
+    ]
     numbers = [
-        {"layers.0.bias": bias * torch.nan}, {"layers.0.bias": bias.long()}, {"layers.999999999.bias": bias},
-        {"layers.0.bias": bias[:1]}, {"strange": bias},
-    ]  # fmt: skip
+        {"layers.0.bias": bias * torch.nan},
+        {"layers.0.bias": bias.long()},
+        {"layers.999999999.bias": bias},
+        {"layers.0.bias": bias[:1]},
+        {"strange": bias},
+    ]
     paths += [(lambda tensors=tensors: harmed(good, tensors=tensors)) for tensors in numbers]
     for path in paths:
         with pytest.raises(GateError):
@@ -256,7 +305,11 @@ def test_a_gate_is_read_once_per_model_and_again_when_it_changes(tmp_path, monke
     changed = random_layers("kvzap-linear", first, seed=5)
     save_gate(tmp_path / "gate", "kvzap-linear", first, changed)
     os.utime(path, ns=(1, 1))
-    assert gate_file.load(first, path, ("kvzap-linear",)).layers[0]["weight"].equal(changed[0]["weight"])
+    assert (
+        gate_file.load(first, path, ("kvzap-linear",))
+        .layers[0]["weight"]
+        .equal(changed[0]["weight"])
+    )
     with pytest.raises(GateError):
         gate_file.load(build_model("qwen3", seed=3), path, ("kvzap-linear",))
 
@@ -265,11 +318,17 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
     model = build_model("qwen3")
     monkeypatch.setattr(gate_file, "shipped_path", lambda model, *parts: tmp_path.joinpath(*parts))
     (tmp_path / "gates").mkdir()
-    with pytest.raises(GateError, match=r"No fastkvzip gate ships.*train-gate.*convert-gate.*gate=FILE"):
+    with pytest.raises(
+        GateError, match=r"No fastkvzip gate ships.*train-gate.*convert-gate.*gate=FILE"
+    ):
         evictors.make("fastkvzip").load(model)
     for kind in gate_file.KINDS:
         save_gate(tmp_path / "gates" / f"{kind}.safetensors", kind, model)
-    for spec, kind in (("fastkvzip", "fastkvzip"), ("kvzap", "kvzap-mlp"), ("kvzap:gate=linear", "kvzap-linear")):
+    for spec, kind in (
+        ("fastkvzip", "fastkvzip"),
+        ("kvzap", "kvzap-mlp"),
+        ("kvzap:gate=linear", "kvzap-linear"),
+    ):
         assert evictors.make(spec).load(model).card.kind == kind
     with pytest.raises(GateError, match="No kvzap-mlp gate"):
         evictors.make("kvzap").load(build_model("qwen3", seed=1))
@@ -282,7 +341,8 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
 def test_the_shipped_gates_rank_like_their_evictors(spec, target):
     """On a document that no gate was trained on. Of the best tenth H2O has 0.06, chance 0.1.
 
-    A gate that knew the heads and nothing of the tokens would have a rank correlation of 0 within heads.
+    A gate that knew the heads and nothing of the tokens would have a rank correlation of 0 within
+    heads.
     """
     model, tokenizer = load_model()
     [document] = documents(tokenizer, 1, "gate-dev", low=512, high=600)
@@ -301,7 +361,9 @@ def test_the_shipped_gates_are_small():
     assert {gate_file.read(path).card.model for path in files} == {"tiny"}
 
 
-@pytest.mark.parametrize("spec", ["fastkvzip:window=1.5", "fastkvzip:window=nan", "fastkvzip:sinks=-1", "kvzap:tau=1"])
+@pytest.mark.parametrize(
+    "spec", ["fastkvzip:window=1.5", "fastkvzip:window=nan", "fastkvzip:sinks=-1", "kvzap:tau=1"]
+)
 def test_wrong_settings_are_refused(spec):
     with pytest.raises(RestoreKVError):
         evictors.make(spec)

@@ -1,4 +1,6 @@
-"""KVzip and KVzip+ against the definition: attention matrices written out in float64, no cache, head by head."""
+"""KVzip and KVzip+ against the definition: attention matrices written out in float64, no cache,
+head by head.
+"""
 
 import copy
 import dataclasses
@@ -23,12 +25,18 @@ def naive_scores(model, tokenizer, context, chunk, plus):
     model = copy.deepcopy(model).double()
     config, positions = model.config, context.positions
     groups = config.num_attention_heads // config.num_key_value_heads
-    scores = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, context.tokens, dtype=torch.float64)
+    scores = torch.zeros(
+        config.num_hidden_layers, config.num_key_value_heads, context.tokens, dtype=torch.float64
+    )
     for start in range(context.prefix, positions, chunk):
         end = min(start + chunk, positions)
         ids = repeat_ids(tokenizer, context, start, end, start == context.prefix)
         layers = projected(model, torch.cat([context.ids, ids], 1))
-        columns = [*range(min(4, start)), *range(start, end), *range(positions, positions + ids.shape[1])]
+        columns = [
+            *range(min(4, start)),
+            *range(start, end),
+            *range(positions, positions + ids.shape[1]),
+        ]
         for index, (x, query, key, value) in enumerate(layers):
             weight = model.model.layers[index].self_attn.o_proj.weight
             for head in range(config.num_key_value_heads):
@@ -36,7 +44,9 @@ def naive_scores(model, tokenizer, context, chunk, plus):
                 for number in range(head * groups, (head + 1) * groups):
                     dim = query.shape[-1]
                     logits = query[number, positions:] @ key[head, columns].T / dim**0.5
-                    causal = torch.tensor([[c > positions + row for c in columns] for row in range(ids.shape[1])])
+                    causal = torch.tensor(
+                        [[c > positions + row for c in columns] for row in range(ids.shape[1])]
+                    )
                     matrix = logits.masked_fill(causal, float("-inf")).softmax(-1)
                     if plus:
                         matrix = matrix / x[positions:].norm(dim=-1, keepdim=True)
@@ -44,7 +54,9 @@ def naive_scores(model, tokenizer, context, chunk, plus):
                         matrix = matrix * (value[head, columns] @ weight[:, slots].T).norm(dim=-1)
                     sinks = min(4, start)
                     best.append(matrix[:, sinks : sinks + end - start].amax(0))
-                scores[index, head, start - context.prefix : end - context.prefix] = torch.stack(best).amax(0)
+                scores[index, head, start - context.prefix : end - context.prefix] = torch.stack(
+                    best
+                ).amax(0)
     return scores
 
 
@@ -67,7 +79,9 @@ def test_scores_equal_the_definition(tiny_model, tiny_tokenizer, context, name, 
 def test_any_length_of_prefix(tiny_tokenizer, context, prefix):
     model = build_model("qwen3")
     context = dataclasses.replace(context, prefix=prefix)
-    scores = evictors.make("kvzip:chunk=20").score(model, tiny_tokenizer, context, prefill(model, context.ids))
+    scores = evictors.make("kvzip:chunk=20").score(
+        model, tiny_tokenizer, context, prefill(model, context.ids)
+    )
     assert_relative(scores, naive_scores(model, tiny_tokenizer, context, 20, False), 2e-4)
 
 
@@ -126,6 +140,13 @@ def test_blocks_change_nothing(block, monkeypatch):
 def test_specs():
     assert evictors.make("kvzip") == kvzip.KVzip() and evictors.make("kvzip").chunk == 2048
     assert evictors.make("kvzip+:chunk=512,sinks=0").sinks == 0
-    for spec in ("nosuch", "kvzip:window=3", "kvzip:chunk=many", "kvzip:chunk=0", "kvzip:chunk", ""):
+    for spec in (
+        "nosuch",
+        "kvzip:window=3",
+        "kvzip:chunk=many",
+        "kvzip:chunk=0",
+        "kvzip:chunk",
+        "",
+    ):
         with pytest.raises(RestoreKVError):
             evictors.make(spec)

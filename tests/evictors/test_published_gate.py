@@ -42,9 +42,20 @@ def as_folder(folder, layers, **config):
     """As KVzapModel.save_pretrained writes it."""
     folder.mkdir(parents=True)
     width = layers[0]["0.bias"].shape[0] if "0.bias" in layers[0] else None
-    written = {"model_type": "kvzap", "input_dim": 32, "output_dim": 2, "n_modules": 3, "hidden_dim": width, **config}
+    written = {
+        "model_type": "kvzap",
+        "input_dim": 32,
+        "output_dim": 2,
+        "n_modules": 3,
+        "hidden_dim": width,
+        **config,
+    }
     (folder / "config.json").write_text(json.dumps(written))
-    tensors = {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
+    tensors = {
+        f"layers.{index}.{name}": tensor
+        for index, layer in enumerate(layers)
+        for name, tensor in layer.items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -60,7 +71,10 @@ def assert_same(gate, layers):
 def in_published_dtypes(layers):
     """Projections and bias in the model's bfloat16, norms and sinks in float32."""
     half = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "b")
-    return [{name: value.bfloat16() if name in half else value for name, value in layer.items()} for layer in layers]
+    return [
+        {name: value.bfloat16() if name in half else value for name, value in layer.items()}
+        for layer in layers
+    ]
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -138,7 +152,11 @@ def test_what_is_fetched_from_the_hub(tmp_path, monkeypatch):
 
 def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for source, words in ((FAST_KVZIP, ".*q2_dim16_sink16.pt of Jang"), ("nvidia/KVzap", "'nvidia/KVzap'"), ("?", "")):
+    for source, words in (
+        (FAST_KVZIP, ".*q2_dim16_sink16.pt of Jang"),
+        ("nvidia/KVzap", "'nvidia/KVzap'"),
+        ("?", ""),
+    ):
         with pytest.raises(GateError, match=rf"gate {words}.*cannot be fetched"):
             convert(source, MODEL)
 
@@ -160,7 +178,16 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, source, evictor):
     result = cli("convert-gate", folder / source, "-o", out, "--model", folder / "model")
     assert result.code == 0 and "predicts" in result.out, result
     spec = f"{evictor}:gate={out}"
-    result = cli("compress", folder / "text", "--model", folder / "model", "-o", tmp_path / "c", "--evictor", spec)
+    result = cli(
+        "compress",
+        folder / "text",
+        "--model",
+        folder / "model",
+        "-o",
+        tmp_path / "c",
+        "--evictor",
+        spec,
+    )
     assert result.code == 0, result
 
 
@@ -195,28 +222,46 @@ MISTAKES = {
         lambda folder, tmp: (tmp / "source").write_bytes((folder / "q2.pt").read_bytes()[:9000]),
         "without running code",
     ),
-    "a pickle of something else": (lambda folder, tmp: torch.save([1, 2], tmp / "source"), "without running code"),
-    "numbers for tensors": (lambda folder, tmp: as_pickle(tmp / "source", [{"b": 1.0}] * 3), "more than tensors"),
+    "a pickle of something else": (
+        lambda folder, tmp: torch.save([1, 2], tmp / "source"),
+        "without running code",
+    ),
+    "numbers for tensors": (
+        lambda folder, tmp: as_pickle(tmp / "source", [{"b": 1.0}] * 3),
+        "more than tensors",
+    ),
     "a layer too few": (missing_layer, "2 layers, the model 3"),
     "another shape": (of_another_shape, "Layer 0 .* the shape of a fastkvzip gate"),
     "no sinks": (of_no_sinks, "Layer 0"),
     "no config": (altered(lambda source: (source / "config.json").unlink()), "not a KVzap gate"),
     "a config of something else": (
-        altered(lambda source: (source / "config.json").write_text('{"model_type": "qwen3"}')), "not a KVzap gate"
+        altered(lambda source: (source / "config.json").write_text('{"model_type": "qwen3"}')),
+        "not a KVzap gate",
     ),
-    "a config that is a list": (altered(lambda source: (source / "config.json").write_text("[]")), "not a KVzap gate"),
+    "a config that is a list": (
+        altered(lambda source: (source / "config.json").write_text("[]")),
+        "not a KVzap gate",
+    ),
     "no weights": (altered(lambda source: (source / "model.safetensors").unlink()), "0 layers"),
-    "damaged weights": (altered(lambda source: (source / "model.safetensors").write_bytes(b"x" * 99)), "damaged"),
+    "damaged weights": (
+        altered(lambda source: (source / "model.safetensors").write_bytes(b"x" * 99)),
+        "damaged",
+    ),
     "the other kind": (
-        altered(lambda source: (source / "config.json").write_text('{"model_type": "kvzap"}')), "a kvzap-linear gate"
+        altered(lambda source: (source / "config.json").write_text('{"model_type": "kvzap"}')),
+        "a kvzap-linear gate",
     ),
     "not a number": (
         lambda folder, tmp: as_pickle(
-            tmp / "source", [{k: v * float("nan") for k, v in g.items()} for g in random_layers("fastkvzip", MODEL)]
+            tmp / "source",
+            [
+                {k: v * float("nan") for k, v in g.items()}
+                for g in random_layers("fastkvzip", MODEL)
+            ],
         ),
         "not finite",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -224,7 +269,11 @@ def test_a_mistake_is_one_sentence(folder, tmp_path, monkeypatch, name):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     make, words = MISTAKES[name]
     make(folder, tmp_path)
-    result = cli("convert-gate", tmp_path / "source", "-o", tmp_path / "gate", "--model", folder / "model")
-    assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1, result
+    result = cli(
+        "convert-gate", tmp_path / "source", "-o", tmp_path / "gate", "--model", folder / "model"
+    )
+    assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1, (
+        result
+    )
     assert re.search(words, result.err) and not re.search(r"[.!?] [A-Z]", result.err), result.err
     assert not (tmp_path / "gate").exists()

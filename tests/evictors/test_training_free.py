@@ -1,4 +1,6 @@
-"""The training-free evictors against float64 oracles, from one dense pass of transformers' own eager attention."""
+"""The training-free evictors against float64 oracles, from one dense pass of transformers' own
+eager attention.
+"""
 
 import copy
 import math
@@ -40,7 +42,9 @@ def score(spec, model, context, chunk=4096):
 
 
 class Dense:
-    """Per layer in float64: keys and values (H, K, D), attention (H * G, K, K), queries before RoPE (H * G, K, D)."""
+    """Per layer in float64: keys and values (H, K, D), attention (H * G, K, K), queries before RoPE
+    (H * G, K, D).
+    """
 
     def __init__(self, model, context):
         model = copy.deepcopy(model).double()
@@ -48,7 +52,9 @@ class Dense:
         self.queries, cache = [], DynamicCache()
 
         def keep(module, args, output):
-            self.queries.append(output.view(context.positions, -1, model.config.head_dim).transpose(0, 1))
+            self.queries.append(
+                output.view(context.positions, -1, model.config.head_dim).transpose(0, 1)
+            )
 
         for layer in model.model.layers:
             getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj).register_forward_hook(keep)
@@ -77,7 +83,10 @@ def expected(dense, context, sinks=4, future=512, covariance=True, values=True, 
     ahead, result = range(context.positions, context.positions + future), []
     for keys, value, queries in zip(dense.keys, dense.values, dense.queries, strict=True):
         heads, _, dim = keys.shape
-        rotation, scores = mean_rotation(dim, dense.theta, ahead), torch.zeros(keys.shape[:2], dtype=torch.float64)
+        rotation, scores = (
+            mean_rotation(dim, dense.theta, ahead),
+            torch.zeros(keys.shape[:2], dtype=torch.float64),
+        )
         for head in range(heads):
             shares = []
             for query in queries.view(heads, -1, *queries.shape[1:])[head]:
@@ -88,13 +97,17 @@ def expected(dense, context, sinks=4, future=512, covariance=True, values=True, 
                     logits += torch.stack([k @ spread @ k for k in keys[head, sinks:]]) / (2 * dim)
                 shares.append(logits.exp() / logits.exp().sum())
             looked = sum(shares) / len(shares)
-            scores[head, sinks:] = (looked + epsilon) * value[head, sinks:].norm(dim=-1) if values else looked
+            scores[head, sinks:] = (
+                (looked + epsilon) * value[head, sinks:].norm(dim=-1) if values else looked
+            )
         result.append(scores)
     return torch.stack(result)
 
 
 def pinned(scores, columns):
-    """Whether these columns of (L, H, T), and no others, are above all the rest of the tensor, in falling order."""
+    """Whether these columns of (L, H, T), and no others, are above all the rest of the tensor, in
+    falling order.
+    """
     columns = list(columns)
     others = [i for i in range(scores.shape[-1]) if i not in columns]
     above = not columns or not others or scores[..., columns].min() > scores[..., others].max()
@@ -126,26 +139,37 @@ def test_expected_attention(tiny_model, prefix, change):
 @pytest.mark.parametrize("chunk", [20, 5, 1])
 def test_expected_attention_of_a_chunked_prefill(tiny_model, chunk):
     context = make_context()
-    whole, parts = (score("expected-attention", tiny_model, context, size) for size in (4096, chunk))
+    whole, parts = (
+        score("expected-attention", tiny_model, context, size) for size in (4096, chunk)
+    )
     torch.testing.assert_close(parts, whole, rtol=2e-4, atol=0)
 
 
 def test_the_covariance_stands_a_large_mean():
-    """With a common offset of 1e3 raw sums of squares would lose the spread of 1 in float32; deviations keep it."""
+    """With a common offset of 1e3 raw sums of squares would lose the spread of 1 in float32;
+    deviations keep it.
+    """
     model, context = build_model("llama"), make_context(400, 0)
     moments = evictors.make("expected-attention").observer(model, context)
     shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
     hidden = torch.randn(400, shape.hidden, generator=generator)
     projection = model.model.layers[0].self_attn.q_proj
-    projection.bias = torch.nn.Parameter(torch.full((projection.out_features,), 1e3), requires_grad=False)
-    queries = (hidden.double() @ projection.weight.double().T + 1e3).unflatten(-1, (shape.heads, shape.groups, -1))
+    projection.bias = torch.nn.Parameter(
+        torch.full((projection.out_features,), 1e3), requires_grad=False
+    )
+    queries = (hidden.double() @ projection.weight.double().T + 1e3).unflatten(
+        -1, (shape.heads, shape.groups, -1)
+    )
 
     class View:
         layer, module = 0, model.model.layers[0].self_attn
 
     for start in range(0, 400, 50):
         view = View()
-        view.hidden, view.key = hidden[start : start + 50], torch.zeros(shape.heads, start + 50, shape.head_dim)
+        view.hidden, view.key = (
+            hidden[start : start + 50],
+            torch.zeros(shape.heads, start + 50, shape.head_dim),
+        )
         view.query = torch.zeros(shape.heads, shape.groups, 50, shape.head_dim)
         moments.on_layer(view)
     spread = torch.cov(queries[4:, 0, 0].T, correction=0)
@@ -163,10 +187,15 @@ def test_keydiff_knorm_and_tova(tiny_model, prefix, chunk):
         norms = (keys * keys).sum(-1).sqrt()
         anchor = (keys / norms[..., None]).mean(1)
         exact["knorm"].append(-norms)
-        exact["keydiff"].append(-torch.einsum("hkd,hd->hk", keys, anchor) / norms / anchor.norm(dim=-1)[:, None])
+        exact["keydiff"].append(
+            -torch.einsum("hkd,hd->hk", keys, anchor) / norms / anchor.norm(dim=-1)[:, None]
+        )
         exact["tova"].append(weights[:, -1].mean(0).expand(len(keys), -1))
     for name, layers in exact.items():
-        found, wanted = score(name, tiny_model, context, chunk).double(), torch.stack(layers)[..., prefix:]
+        found, wanted = (
+            score(name, tiny_model, context, chunk).double(),
+            torch.stack(layers)[..., prefix:],
+        )
         if name == "tova":
             assert pinned(found, [context.tokens - 1])[0]
             found, wanted = found[..., :-1], wanted[..., :-1]
@@ -176,7 +205,9 @@ def test_keydiff_knorm_and_tova(tiny_model, prefix, chunk):
 @pytest.mark.parametrize("sinks", [0, 4, 8])
 @pytest.mark.parametrize("prefix", [0, 3, 6])
 def test_streaming_keeps_sinks_then_the_latest(tiny_model, prefix, sinks):
-    prepared = Eviction.make(f"streaming:sinks={sinks}").prepare(tiny_model, None, make_context(prefix=prefix))
+    prepared = Eviction.make(f"streaming:sinks={sinks}").prepare(
+        tiny_model, None, make_context(prefix=prefix)
+    )
     layers, heads, _ = prepared.scores.shape
     first = max(sinks - prefix, 0)
     for count in (0, 1, first, first + 1, 20, T):
@@ -192,7 +223,12 @@ def test_random_is_drawn_from_the_seed_and_the_context():
     assert one.equal(again) and torch.get_rng_state().equal(before)
     others = [score("random:seed=1", model, context), score("random", model, make_context(seed=2))]
     assert len({tuple(scores.flatten().tolist()) for scores in (one, *others)}) == 3
-    assert abs(float(one.mean()) - 0.5) < 0.1 and one.min() >= 0 and one.max() < 1 and not one[0].equal(one[1])
+    assert (
+        abs(float(one.mean()) - 0.5) < 0.1
+        and one.min() >= 0
+        and one.max() < 1
+        and not one[0].equal(one[1])
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -207,12 +243,17 @@ def test_small_contexts(spec, length, prefix):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_from_the_model_to_a_cache(tiny_model, spec):
-    """Determinism, any ratio, and a cache that scoring leaves as it was; bfloat16 scores are finite float32."""
+    """Determinism, any ratio, and a cache that scoring leaves as it was; bfloat16 scores are finite
+    float32.
+    """
     context, eviction = make_context(), Eviction.make(spec)
     prepared, again = (eviction.prepare(tiny_model, None, context) for _ in range(2))
     plain = prefill(tiny_model, context.ids)
     assert prepared.scores.equal(again.scores)
-    assert all(mine.keys.equal(its.keys) for mine, its in zip(prepared.full.layers, plain.layers, strict=True))
+    assert all(
+        mine.keys.equal(its.keys)
+        for mine, its in zip(prepared.full.layers, plain.layers, strict=True)
+    )
     for ratio in ("0.2", "1"):
         assert prepared.evict(ratio).pairs == prepared.budget(ratio).pairs + 3 * 2 * context.prefix
     rough = eviction.prepare(tiny_model.bfloat16(), None, context).scores
@@ -224,13 +265,17 @@ def test_every_method_is_under_60_lines(name):
     assert len((Path(evictors.__file__).parent / f"{name}.py").read_text().splitlines()) < 60
 
 
-@pytest.mark.parametrize("setting", ["epsilon=nan", "epsilon=inf", "epsilon=-1", "future=0", "sinks=-1", "eps=1"])
+@pytest.mark.parametrize(
+    "setting", ["epsilon=nan", "epsilon=inf", "epsilon=-1", "future=0", "sinks=-1", "eps=1"]
+)
 def test_wrong_settings_are_refused(setting):
     with pytest.raises(RestoreKVError):
         evictors.make(f"expected-attention:{setting}")
 
 
-@pytest.mark.parametrize("spec", ["streaming:sinks=-1", "random:seed=4294967296", "knorm:sinks=4", "tova:window=1"])
+@pytest.mark.parametrize(
+    "spec", ["streaming:sinks=-1", "random:seed=4294967296", "knorm:sinks=4", "tova:window=1"]
+)
 def test_other_wrong_settings_are_refused(spec):
     with pytest.raises(RestoreKVError):
         evictors.make(spec)

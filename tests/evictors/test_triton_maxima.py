@@ -1,4 +1,6 @@
-"""The two kernels against the attention matrix in float64; in Triton's interpreter on a machine without a GPU."""
+"""The two kernels against the attention matrix in float64; in Triton's interpreter on a machine
+without a GPU.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,11 @@ def laid(x, layout):
     """The same numbers (H, n, D), columns before heads, or with something else between the rows."""
     if layout == "columns first":  # as an offloaded layer lies
         return x.transpose(0, 1).contiguous().transpose(0, 1)
-    return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]] if layout == "apart" else x
+    return (
+        torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
+        if layout == "apart"
+        else x
+    )
 
 
 def check(heads, groups, rows, held, dim, dtype, edges, seed, layouts=["plain"] * 4):
@@ -42,7 +48,9 @@ def check(heads, groups, rows, held, dim, dtype, edges, seed, layouts=["plain"] 
     own = tuple(map(laid, own, layouts[:2]))
     context = tuple(map(laid, context, layouts[2:]))
     found, lse = triton_maxima.attend(query, own, context, dim**-0.5, sinks, start, end)
-    assert found.dtype == dtype and (found.cpu().double() - output).abs().max() <= TOLERANCE[dtype] * 4
+    assert (
+        found.dtype == dtype and (found.cpu().double() - output).abs().max() <= TOLERANCE[dtype] * 4
+    )
     best = triton_maxima.highest(query, context[0][:, start:end], lse, dim**-0.5)
     exact = weights[..., sinks : len(columns)].amax(2)
     torch.testing.assert_close(best.cpu().double(), exact, rtol=1e-4, atol=1e-7)
@@ -56,10 +64,16 @@ def check(heads, groups, rows, held, dim, dtype, edges, seed, layouts=["plain"] 
 
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(
-    heads=st.integers(1, 2), groups=st.integers(1, 2), rows=st.integers(1, 40), held=st.integers(0, 50),
-    dim=st.sampled_from([32, 80, 128, 256]), dtype=st.sampled_from(DTYPES),
-    edges=st.lists(st.integers(0, 50), min_size=3, max_size=3), seed=st.integers(0, 99), layouts=LAYOUTS,
-)  # fmt: skip
+    heads=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    rows=st.integers(1, 40),
+    held=st.integers(0, 50),
+    dim=st.sampled_from([32, 80, 128, 256]),
+    dtype=st.sampled_from(DTYPES),
+    edges=st.lists(st.integers(0, 50), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+    layouts=LAYOUTS,
+)
 def test_both_kernels(heads, groups, rows, held, dim, dtype, edges, seed, layouts):
     check(heads, groups, rows, held, dim, dtype, edges, seed, layouts)
 
@@ -67,10 +81,16 @@ def test_both_kernels(heads, groups, rows, held, dim, dtype, edges, seed, layout
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])
 @given(
-    heads=st.integers(1, 2), groups=st.integers(1, 8), rows=st.integers(1, 200), held=st.integers(0, 300),
-    dim=st.sampled_from([32, 64, 80, 128, 256]), dtype=st.sampled_from(DTYPES),
-    edges=st.lists(st.integers(0, 300), min_size=3, max_size=3), seed=st.integers(0, 99), layouts=LAYOUTS,
-)  # fmt: skip
+    heads=st.integers(1, 2),
+    groups=st.integers(1, 8),
+    rows=st.integers(1, 200),
+    held=st.integers(0, 300),
+    dim=st.sampled_from([32, 64, 80, 128, 256]),
+    dtype=st.sampled_from(DTYPES),
+    edges=st.lists(st.integers(0, 300), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+    layouts=LAYOUTS,
+)
 def test_larger_ones(heads, groups, rows, held, dim, dtype, edges, seed, layouts):
     check(heads, groups, rows, held, dim, dtype, edges, seed, layouts)
 
@@ -84,7 +104,9 @@ def test_pairs_are_read_where_they_lie(layout, monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: launched.append([x.data_ptr() for x in args if torch.is_tensor(x)])
+            return lambda *args, **options: launched.append(
+                [x.data_ptr() for x in args if torch.is_tensor(x)]
+            )
 
     monkeypatch.setattr(triton_maxima, "attend_kernel", Kernel())
     monkeypatch.setattr(triton_maxima, "highest_kernel", Kernel())

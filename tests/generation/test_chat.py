@@ -32,11 +32,18 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer,
         answer = chat.ask(question, 8)
         said = [{"role": "system", "content": system}] * bool(system)
         first = f"{TEXT}\n\n{QUESTIONS[0]}"
-        turns = [(first if n == 0 else QUESTIONS[n], chat.turns[n].answer.text) for n in range(number + 1)]
+        turns = [
+            (first if n == 0 else QUESTIONS[n], chat.turns[n].answer.text)
+            for n in range(number + 1)
+        ]
         for asked, written in turns:
             said += [{"role": "user", "content": asked}, {"role": "assistant", "content": written}]
-        rendered = tiny_tokenizer.apply_chat_template(said[:-1], tokenize=False, add_generation_prompt=True)
-        read = [*small.context.ids[0].tolist(), *chat.ids()][: len(small.context.ids[0]) + chat_read(chat)]
+        rendered = tiny_tokenizer.apply_chat_template(
+            said[:-1], tokenize=False, add_generation_prompt=True
+        )
+        read = [*small.context.ids[0].tolist(), *chat.ids()][
+            : len(small.context.ids[0]) + chat_read(chat)
+        ]
         assert tiny_tokenizer.decode(read) == rendered
         with torch.no_grad():
             ids = torch.tensor([tail_ids(chat)])
@@ -69,7 +76,9 @@ def test_no_token_is_read_twice(small):
 
 
 def test_an_eos_is_read_once(small):
-    """After an answer that ended by itself, the template's end of a turn is that token and does not come twice."""
+    """After an answer that ended by itself, the template's end of a turn is that token and does not
+    come twice.
+    """
     chat = small.chat()
     chat.ask(QUESTIONS[0], 6)
     first = chat.turns[0].answer.ids[0]
@@ -78,7 +87,8 @@ def test_an_eos_is_read_once(small):
     chat.ask(QUESTIONS[0], 6)
     assert chat.turns[0].answer.ids == (first,) and chat.turns[0].answer.finish == "stop"
     ids = chat.question_ids("And?")
-    assert first in stop_ids(small.model, small.tokenizer) and ids[0] == 2  # <|im_end|>, of the template
+    # <|im_end|>, of the template.
+    assert first in stop_ids(small.model, small.tokenizer) and ids[0] == 2
 
 
 def test_undo_and_fork(small):
@@ -126,10 +136,15 @@ def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tm
         Chat.load(path, make_small(tiny_tokenizer, ratio=0.5))
     content = json.loads(path.read_text())
     for change in (
-        {"format": "x"}, {"turns": 3}, {"turns": [{}]}, {"system": None},
-        {"turns": [{**content["turns"][0], "read": [10**6]}]}, {"turns": [{**content["turns"][0], "read": [-1]}]},
-        {"turns": [{**content["turns"][0], "written": []}]}, {"turns": [{**content["turns"][0], "question": 1}]},
-    ):  # fmt: skip
+        {"format": "x"},
+        {"turns": 3},
+        {"turns": [{}]},
+        {"system": None},
+        {"turns": [{**content["turns"][0], "read": [10**6]}]},
+        {"turns": [{**content["turns"][0], "read": [-1]}]},
+        {"turns": [{**content["turns"][0], "written": []}]},
+        {"turns": [{**content["turns"][0], "question": 1}]},
+    ):
         path.write_text(json.dumps({**content, **change}))
         with pytest.raises(CacheFileError, match=r"no conversation|damaged"):
             Chat.load(path, small)
@@ -175,11 +190,18 @@ def test_options_and_limits(small):
 
 def test_tasks_of_an_event_loop(small):
     async def both():
-        answers = await asyncio.gather(*(small.ask_async(question, max_new_tokens=8) for question in QUESTIONS))
-        return answers, [piece async for piece in small.stream_async(QUESTIONS[0], max_new_tokens=8)]
+        answers = await asyncio.gather(
+            *(small.ask_async(question, max_new_tokens=8) for question in QUESTIONS)
+        )
+        return answers, [
+            piece async for piece in small.stream_async(QUESTIONS[0], max_new_tokens=8)
+        ]
 
     answers, pieces = asyncio.run(both())
-    assert answers == [small.ask(question, 8) for question in QUESTIONS] and "".join(pieces) == answers[0]
+    assert (
+        answers == [small.ask(question, 8) for question in QUESTIONS]
+        and "".join(pieces) == answers[0]
+    )
 
 
 def test_a_pass_that_is_broken_off_inside_the_model_has_not_happened(small):
@@ -197,7 +219,9 @@ def test_a_pass_that_is_broken_off_inside_the_model_has_not_happened(small):
         hook.remove()
         assert len({layer.columns for layer in turn.cache.layers}) == 1
     whole = small.chat()
-    assert whole.ask(QUESTIONS[0], 6) == first and whole.ask(QUESTIONS[1], 6) == chat.ask(QUESTIONS[1], 6)
+    assert whole.ask(QUESTIONS[0], 6) == first and whole.ask(QUESTIONS[1], 6) == chat.ask(
+        QUESTIONS[1], 6
+    )
 
 
 def test_one_turn_at_a_time(small):
@@ -210,7 +234,9 @@ def test_one_turn_at_a_time(small):
     list(one)
     assert "".join(chat.ask(QUESTIONS[1], 12, stream=True)) == chat.messages[-1]["content"]
     whole = small.chat()
-    assert [whole.ask(question, 12) for question in QUESTIONS[:2]] == [turn.answer.text for turn in chat.turns]
+    assert [whole.ask(question, 12) for question in QUESTIONS[:2]] == [
+        turn.answer.text for turn in chat.turns
+    ]
 
 
 def test_a_stop_string_is_no_part_of_the_turn(small):
@@ -219,7 +245,11 @@ def test_a_stop_string_is_no_part_of_the_turn(small):
     chat.undo()
     stop = small.tokenizer.decode(whole.ids)[5:7]
     cut = chat.ask(QUESTIONS[0], 12, stop=stop, details=True)
-    assert cut.finish == "stop" and cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) < len(whole.ids)
+    assert (
+        cut.finish == "stop"
+        and cut.ids == whole.ids[: len(cut.ids)]
+        and len(cut.ids) < len(whole.ids)
+    )
     assert stop not in small.tokenizer.decode(cut.ids) or len(cut.ids) == 1
     assert chat.columns == small.cache.restore + len(chat.ids())
     chat.ask("And?", 4)
@@ -234,4 +264,7 @@ def test_without_a_chat_template(small, tiny_tokenizer):
     chat = plain.chat()
     chat.ask(QUESTIONS[0], 6)
     chat.fold()
-    assert chat.ask("And?", 4) is not None and plain.append(TEXT).manifest.tokens > plain.manifest.tokens
+    assert (
+        chat.ask("And?", 4) is not None
+        and plain.append(TEXT).manifest.tokens > plain.manifest.tokens
+    )

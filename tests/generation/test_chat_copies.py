@@ -62,7 +62,10 @@ def test_a_system_message_is_a_text_or_none(small, tmp_path):
     assert Chat.load(tmp_path / "chat.json", small).system == chat.system == ""
     made = compress(small.model, small.tokenizer, TEXT, ratio=0.4, adapter=None, system=None)
     assert made.manifest.system == ""
-    for wrong in (lambda: small.chat(5), lambda: compress(small.model, small.tokenizer, TEXT, system=b"Be brief.")):
+    for wrong in (
+        lambda: small.chat(5),
+        lambda: compress(small.model, small.tokenizer, TEXT, system=b"Be brief."),
+    ):
         with pytest.raises(RestoreKVError, match="A system message is text, not"):
             wrong()
 
@@ -83,7 +86,9 @@ def test_a_saved_turn_keeps_how_it_ended(small, tmp_path):
 
 
 def test_a_turn_too_short_to_fold(small):
-    chat = compress(small.model, small.tokenizer, TEXT, ratio=0.4, evictor="snapkv:window=200", adapter=None).chat()
+    chat = compress(
+        small.model, small.tokenizer, TEXT, ratio=0.4, evictor="snapkv:window=200", adapter=None
+    ).chat()
     chat.ask("Who?", 1)
     with pytest.raises(RestoreKVError, match="fold when more was said"):
         chat.fold()

@@ -1,4 +1,6 @@
-"""Steps of fixed work: answers as of growing tails, nothing a CUDA graph cannot hold, few graphs of the compiler."""
+"""Steps of fixed work: answers as of growing tails, nothing a CUDA graph cannot hold, few graphs of
+the compiler.
+"""
 
 from contextlib import nullcontext
 
@@ -31,7 +33,9 @@ def test_answers_are_those_of_growing_tails(case, limits):
 
 
 def test_rows_that_have_ended_go_on_unheard(case):
-    """Every row has a token that ends it somewhere; what comes later is not told, and others are not disturbed."""
+    """Every row has a token that ends it somewhere; what comes later is not told, and others are
+    not disturbed.
+    """
     model, tokenizer, context, cache = case
     prompts = [question_ids(tokenizer, context, question)[0] for question in QUESTIONS[:3]]
     plain = greedy(model, [cache] * 3, prompts, [20] * 3, set())
@@ -52,12 +56,16 @@ def test_documents_of_different_tails(tiny_model, tiny_tokenizer):
 
 
 class Told(TorchDispatchMode):
-    """Fails for what a graph being captured refuses: a number read by the host, a tensor from another device."""
+    """Fails for what a graph being captured refuses: a number read by the host, a tensor from
+    another device.
+    """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name()
         assert "_local_scalar_dense" not in name and "nonzero" not in name, name
-        devices = {x.device.type for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)}
+        devices = {
+            x.device.type for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)
+        }
         assert devices <= {"meta"}, (name, devices)
         return function(*args, **(kwargs or {}))
 
@@ -66,17 +74,23 @@ def meta_steps(model):
     """Steps on a device of shapes without numbers."""
     layers, offsets = [], torch.tensor([0, 3, 8], dtype=torch.int32)
     for _ in range(2):
-        context, restored = torch.empty(2, 8, 16, device="meta"), torch.empty(2, 1, 2, 4, 16, device="meta")
+        context, restored = (
+            torch.empty(2, 8, 16, device="meta"),
+            torch.empty(2, 1, 2, 4, 16, device="meta"),
+        )
         layers.append(RaggedLayer(*context, offsets, offsets.to("meta"), 30, *restored).fork(2))
     ids = torch.zeros(2, 1, dtype=torch.long, device="meta")
     return Steps(model, RaggedCache(layers), ids, ids + 34, ids.new_ones(2, 4, dtype=torch.bool), 5)
 
 
 def test_a_step_reads_nothing_on_the_host(monkeypatch):
-    """But for attention itself, whose launches test_tiles.py looks at: the second step, which a GPU captures."""
+    """But for attention itself, whose launches test_tiles.py looks at: the second step, which a GPU
+    captures.
+    """
     model = build_model("qwen3", num_hidden_layers=2).to("meta")
     monkeypatch.setattr(attention, "choose", lambda query, layer: shaped)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # transformers 5.2 asks both of this device,
+    # Transformers 5.2 asks both of this device,.
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which they do not know
     steps = meta_steps(model)
     steps()
@@ -103,7 +117,8 @@ def test_the_compiler_traces_few_graphs_whole(tiny_tokenizer):
         return graph
 
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for graph, most in ((True, 2), (False, 5)):  # the questions and a step; growing tails are a few sizes more
+    # The questions and a step; growing tails are a few sizes more.
+    for graph, most in ((True, 2), (False, 5)):
         expected = greedy(model, [cache] * 2, prompts, [30, 30], set(), graph=graph)
         torch._dynamo.reset()
         traced.clear()

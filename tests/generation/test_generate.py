@@ -24,7 +24,11 @@ def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
     for question in QUESTIONS:
         inputs = generate_inputs(tiny_tokenizer, context, cache, question)
         result = tiny_model.generate(
-            **inputs, past_key_values=cache.fork(), max_new_tokens=20, do_sample=False, pad_token_id=0
+            **inputs,
+            past_key_values=cache.fork(),
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
         )
         theirs = result[0, inputs["input_ids"].shape[1] :].tolist()
         asked = question_ids(tiny_tokenizer, context, question)
@@ -55,7 +59,10 @@ def test_each_question_may_have_its_own_limit(case):
     prompts = [question_ids(tokenizer, context, question) for question in QUESTIONS]
     model.generation_config.eos_token_id = 319
     lengths = [len(answer) for answer in answer_ids(model, tokenizer, cache, prompts, [1, 5, 2, 7])]
-    assert all(found <= limit for found, limit in zip(lengths, [1, 5, 2, 7], strict=True)) and max(lengths) > 2
+    assert (
+        all(found <= limit for found, limit in zip(lengths, [1, 5, 2, 7], strict=True))
+        and max(lengths) > 2
+    )
 
 
 def test_stream_gives_the_answer_in_pieces(case):
@@ -81,16 +88,23 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
     cache = make_cache(model, context)
     made = [generate_inputs(tiny_tokenizer, context, cache, question) for question in QUESTIONS]
     past, width = cache.get_seq_length(), max(one["input_ids"].shape[1] for one in made)
-    ids, mask = torch.zeros(len(made), width, dtype=torch.long), torch.zeros(len(made), width, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(made), width, dtype=torch.long),
+        torch.zeros(len(made), width, dtype=torch.long),
+    )
     for row, one in enumerate(made):
         asked = one["input_ids"][0, past:]
         ids[row, :past], mask[row, :past] = one["input_ids"][0, :past], 1
         ids[row, width - len(asked) :], mask[row, width - len(asked) :] = asked, 1
     model.generation_config.eos_token_id = 319
     tiny = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    result = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache.fork(4), **tiny)[:, width:]
+    result = model.generate(
+        input_ids=ids, attention_mask=mask, past_key_values=cache.fork(4), **tiny
+    )[:, width:]
     prompts = [question_ids(tiny_tokenizer, context, question) for question in QUESTIONS]
     alone = answer_ids(model, tiny_tokenizer, cache, prompts, 6)
-    assert [row[: len(one)].tolist() for row, one in zip(result, alone, strict=True)] == [x.tolist() for x in alone]
+    assert [row[: len(one)].tolist() for row, one in zip(result, alone, strict=True)] == [
+        x.tolist() for x in alone
+    ]
     beams = model.generate(**made[0], past_key_values=cache.fork(3), num_beams=3, **tiny)
     assert beams.shape[1] > made[0]["input_ids"].shape[1]

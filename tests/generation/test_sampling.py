@@ -1,4 +1,6 @@
-"""Sampled answers against transformers' own: processors, distribution, seeds, stops, log-probabilities, grammars."""
+"""Sampled answers against transformers' own: processors, distribution, seeds, stops,
+log-probabilities, grammars.
+"""
 
 import json
 import re
@@ -34,11 +36,22 @@ def small(tiny_tokenizer):
 @pytest.mark.parametrize("options", SETTINGS)
 def test_scores_are_those_of_generate(small, options):
     inputs = small.inputs(QUESTIONS[0])
-    config = {"top_k": 0, "top_p": 1.0, **options, "do_sample": True, "max_new_tokens": 1, "pad_token_id": 0}
+    config = {
+        "top_k": 0,
+        "top_p": 1.0,
+        **options,
+        "do_sample": True,
+        "max_new_tokens": 1,
+        "pad_token_id": 0,
+    }
     result = small.model.generate(
-        **inputs, past_key_values=small.cache.fork(), return_dict_in_generate=True, output_scores=True,
-        output_logits=True, **config,
-    )  # fmt: skip
+        **inputs,
+        past_key_values=small.cache.fork(),
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        **config,
+    )
     ours = Decoding.make(**options).warpers()(inputs["input_ids"], result.logits[0].float().clone())
     assert torch.equal(ours.isinf(), result.scores[0].isinf())
     torch.testing.assert_close(ours, result.scores[0])
@@ -84,9 +97,9 @@ def test_stop_strings_end_answers_before_them(small):
     assert (stopped.text, stopped.finish) == (cut, "stop") and len(stopped.ids) < len(whole.ids)
     pieces = list(small.ask(QUESTIONS[0], 20, stop=stop, stream=True))
     assert "".join(pieces) == cut
-    assert whole.finish == "length" and whole.read == small.inputs(QUESTIONS[0])["input_ids"].shape[1] - (
-        small.cache.get_seq_length()
-    )
+    assert whole.finish == "length" and whole.read == small.inputs(QUESTIONS[0])["input_ids"].shape[
+        1
+    ] - (small.cache.get_seq_length())
 
 
 def test_logprobs_are_the_models(small):
@@ -103,10 +116,14 @@ def test_logprobs_are_the_models(small):
 
 
 def test_a_generation_config_is_understood(small):
-    config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=11, num_return_sequences=2)
+    config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_p=0.9, top_k=11, num_return_sequences=2
+    )
     made = Decoding.make(config=config, seed=4)
     assert made == Decoding(temperature=0.7, top_p=0.9, top_k=11, samples=2, seed=4)
-    assert Decoding.make(config=GenerationConfig(repetition_penalty=1.2)) == Decoding(repetition_penalty=1.2)
+    assert Decoding.make(config=GenerationConfig(repetition_penalty=1.2)) == Decoding(
+        repetition_penalty=1.2
+    )
     with pytest.raises(RestoreKVError, match="num_beams"):
         small.ask(QUESTIONS[0], config=GenerationConfig(num_beams=4))
 
@@ -121,13 +138,29 @@ def test_criteria_end_an_answer(small):
 
 
 @pytest.mark.parametrize(
-    "wrong", [
-        {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"repetition_penalty": 0}, {"seed": -1},
-        {"samples": 0}, {"stop": [""]}, {"logprobs": 1000}, {"regex": "a", "json_schema": {}}, {"temperature": "1"},
-        {"temperature": 1e-45}, {"top_k": 5.5}, {"samples": "2"}, {"stop": None}, {"logprobs": True}, {"regex": b"a"},
-        {"processors": 3}, {"config": {}},
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"seed": -1},
+        {"samples": 0},
+        {"stop": [""]},
+        {"logprobs": 1000},
+        {"regex": "a", "json_schema": {}},
+        {"temperature": "1"},
+        {"temperature": 1e-45},
+        {"top_k": 5.5},
+        {"samples": "2"},
+        {"stop": None},
+        {"logprobs": True},
+        {"regex": b"a"},
+        {"processors": 3},
+        {"config": {}},
     ],
-)  # fmt: skip
+)
 def test_refused_options(small, wrong):
     with pytest.raises(RestoreKVError, match=f"^{next(iter(wrong))} is"):
         small.ask(QUESTIONS[0], **wrong)
@@ -150,16 +183,27 @@ def test_grammars_hold(small):
     pytest.importorskip("llguidance")
     answer = small.ask(QUESTIONS[0], 30, regex="[a-c]{2,4} (yes|no)", temperature=2.0, seed=2)
     assert re.fullmatch("[a-c]{2,4} (yes|no)", answer)
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 99}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
     for seed in range(3):
-        found = json.loads(small.ask(QUESTIONS[0], 60, json_schema=schema, temperature=1.0, seed=seed))
+        found = json.loads(
+            small.ask(QUESTIONS[0], 60, json_schema=schema, temperature=1.0, seed=seed)
+        )
         assert set(found) == {"age"} and found["age"] <= 99
     assert re.fullmatch("[a-c]{3}", small.ask(QUESTIONS[0], 30, regex="^[a-c]{3}$"))
     for empty in ({"regex": "[^\\s\\S]"}, {"json_schema": {"$ref": "#"}}):
-        with pytest.raises(RestoreKVError, match=r"No text matches|cannot be used|left its grammar"):
+        with pytest.raises(
+            RestoreKVError, match=r"No text matches|cannot be used|left its grammar"
+        ):
             small.ask(QUESTIONS[0], **empty)
-    for wrong, what in (({"regex": "("}, "regular expression"), ({"json_schema": '{"type": 3}'}, "JSON schema")):
+    for wrong, what in (
+        ({"regex": "("}, "regular expression"),
+        ({"json_schema": '{"type": 3}'}, "JSON schema"),
+    ):
         with pytest.raises(RestoreKVError, match=f"The {what} cannot be used"):
             small.ask(QUESTIONS[0], **wrong)
 
@@ -179,6 +223,8 @@ def test_a_model_may_have_more_ids_than_its_tokenizer(tiny_tokenizer):
 
 def test_the_models_own_generation_config_is_understood(small):
     small.model.generation_config.output_attentions = False
-    assert small.ask(QUESTIONS[0], 6, config=small.model.generation_config) == small.ask(QUESTIONS[0], 6)
+    assert small.ask(QUESTIONS[0], 6, config=small.model.generation_config) == small.ask(
+        QUESTIONS[0], 6
+    )
     with pytest.raises(RestoreKVError, match="give it to ask itself"):
         small.ask(QUESTIONS[0], config=GenerationConfig(max_new_tokens=1))

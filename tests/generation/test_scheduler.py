@@ -1,4 +1,6 @@
-"""Answers do not depend on what else runs: questions come, are read in pieces, pause, fail and leave at random."""
+"""Answers do not depend on what else runs: questions come, are read in pieces, pause, fail and
+leave at random.
+"""
 
 import random
 
@@ -12,12 +14,21 @@ from restorekv.generation.scheduler import AnswerTask, Scheduler
 from restorekv.model.prompt import question_ids
 from tests.helpers.models import build_model
 
-WORDS = "the code of the red house is seven and who lives in the blue house with a green door".split()
+WORDS = (
+    "the code of the red house is seven and who lives in the blue house with a green door".split()
+)
 OPTIONS = (
-    {}, {}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 8, "top_p": 0.9, "logprobs": 2},
-    {"logprobs": 3}, {"samples": 3, "temperature": 1.0, "seed": 5}, {"samples": 6, "seed": 1, "temperature": 2.0},
-    {"stop": ("e", "th")}, {"repetition_penalty": 1.3}, {"min_p": 0.1, "temperature": 1.5, "samples": 2},
-)  # fmt: skip
+    {},
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "seed": 8, "top_p": 0.9, "logprobs": 2},
+    {"logprobs": 3},
+    {"samples": 3, "temperature": 1.0, "seed": 5},
+    {"samples": 6, "seed": 1, "temperature": 2.0},
+    {"stop": ("e", "th")},
+    {"repetition_penalty": 1.3},
+    {"min_p": 0.1, "temperature": 1.5, "samples": 2},
+)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -28,7 +39,9 @@ def world(request, tiny_tokenizer):
     ratios = (0.3, 0.6, 1, 0.2)
     documents = [
         compress(model, tiny_tokenizer, text, ratio=ratio, adapter=None, **more)
-        for text, ratio, more in zip(texts, ratios, ({}, {"evictor": "snapkv"}, {}, {"storage": "int8"}), strict=True)
+        for text, ratio, more in zip(
+            texts, ratios, ({}, {"evictor": "snapkv"}, {}, {"storage": "int8"}), strict=True
+        )
     ]
     return model, tiny_tokenizer, documents
 
@@ -54,9 +67,16 @@ class Asked:
         samples = self.decoding.samples
         seeds = [self.decoding.seed + number for number in range(samples)]
         stops = generate.stop_ids(self.model, self.tokenizer)
-        self.rows = rows_of(self.decoding, self.tokenizer, [read] * samples, seeds, stops, always=True)
+        self.rows = rows_of(
+            self.decoding, self.tokenizer, [read] * samples, seeds, stops, always=True
+        )
         self.made = AnswerTask(
-            self.document.cache, prompt, self.limit, self.rows, cancelled=lambda: self.cancelled, label=self
+            self.document.cache,
+            prompt,
+            self.limit,
+            self.rows,
+            cancelled=lambda: self.cancelled,
+            label=self,
         )
         return self.made
 
@@ -65,7 +85,9 @@ class Asked:
         return found if isinstance(found, list) else [found]
 
     def check(self):
-        """The answers are the library's own, in every token and, but for the last bits, every log-probability."""
+        """The answers are the library's own, in every token and, but for the last bits, every
+        log-probability.
+        """
         for sample, answer in enumerate(self.expected()):
             assert self.tokens[sample] == list(answer.ids) == self.rows[sample].answer
             if answer.logprobs is not None:
@@ -169,7 +191,9 @@ def test_a_long_question_costs_the_others_one_piece_a_step(world):
     )
     with hook:
         events = run(engine, {0: [stream], 5: [long]})
-    steps = [step for step, event in events if event.task.label is stream and event.token is not None]
+    steps = [
+        step for step, event in events if event.task.label is stream and event.token is not None
+    ]
     assert steps == list(range(len(steps))) and len(steps) > 30  # a token in every step
     assert max(sizes) <= 32 + 2 and long.first - 5 >= len(long.made.prompt) // 32
     long.check()
@@ -208,7 +232,9 @@ def test_more_questions_than_rows_wait_in_line_and_begin_in_order(world):
 
 def test_an_error_in_a_row_ends_its_own_question(world):
     engine = scheduler_of(world)
-    every = [endless(world, 0, limit=9) for _ in range(3)] + [endless(world, 0, limit=9, samples=3, temperature=1.0)]
+    every = [endless(world, 0, limit=9) for _ in range(3)] + [
+        endless(world, 0, limit=9, samples=3, temperature=1.0)
+    ]
     broken = [every[1], every[3]]
 
     def break_rows(step):
@@ -280,7 +306,9 @@ def test_rows_of_one_context_share_tails_unless_that_costs_too_much(world):
     long = endless(world, 0, words=400)
     groups = []
     run(
-        engine, {0: [*every[:3], long], 7: every[3:]}, lambda step: groups.append([len(g.rows) for g in engine.running])
+        engine,
+        {0: [*every[:3], long], 7: every[3:]},
+        lambda step: groups.append([len(g.rows) for g in engine.running]),
     )
     assert sorted(groups[20]) == [1, 5]
     for each in (*every, long):

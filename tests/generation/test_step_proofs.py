@@ -1,4 +1,6 @@
-"""CUDA graphs and offloading streams that are wrong on purpose, on a CPU that plays a GPU: answers stay right."""
+"""CUDA graphs and offloading streams that are wrong on purpose, on a CPU that plays a GPU: answers
+stay right.
+"""
 
 import warnings
 
@@ -29,7 +31,11 @@ TARGET = Target(torch.device("cpu"), 2, 2, 16, torch.float32)
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     fake_device.install(monkeypatch, tmp_path)
-    monkeypatch.setattr(attention, "LADDER", {name: attention.LADDER[name] for name in ("cascade", "frozen", "naive")})
+    monkeypatch.setattr(
+        attention,
+        "LADDER",
+        {name: attention.LADDER[name] for name in ("cascade", "frozen", "naive")},
+    )
     monkeypatch.setattr(attend, "triton_maxima", None)
     yield monkeypatch
     proofs.forget()
@@ -67,7 +73,9 @@ def of_the_capture(self, whole=FakeGraph.replay):
         for _, args, _, _ in self.calls
     ]
     calls = self.calls
-    self.calls = [(f, old, more, made) for (f, _, more, made), old in zip(calls, self.inputs, strict=True)]
+    self.calls = [
+        (f, old, more, made) for (f, _, more, made), old in zip(calls, self.inputs, strict=True)
+    ]
     whole(self)
     self.calls = calls
 
@@ -104,7 +112,9 @@ def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
     fake.setattr(generate, "can_graph", lambda model, device: True)
     plain = ask(*case, QUESTIONS[:3], 20)
     fake.setattr(FakeGraph, "replay", replay)
-    with pytest.warns(RestoreKVWarning, match="Qwen3ForCausalLM is not run as a CUDA graph") as told:
+    with pytest.warns(
+        RestoreKVWarning, match="Qwen3ForCausalLM is not run as a CUDA graph"
+    ) as told:
         assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
     assert len(told) == 1 and case[0] in generate.NEVER_GRAPHED
     captured = FakeGraph.captured
@@ -161,7 +171,9 @@ def no_wait(self):
 
 
 def late_wait(fake):
-    """The first version of `append`: it joined a layer that was still on its way with its new pairs."""
+    """The first version of `append`: it joined a layer that was still on its way with its new
+    pairs.
+    """
     append = HostStore.append
 
     def broken(self, layer, new):
@@ -169,7 +181,9 @@ def late_wait(fake):
             if layer.length != new[0].shape[-2] and layer.index in self.on_device:
                 unwaited.setattr(self, "wait", lambda: None)
                 pair = self.on_device.pop(layer.index)
-                self.on_device[layer.index] = tuple(torch.cat(each, 2) for each in zip(pair, new, strict=True))
+                self.on_device[layer.index] = tuple(
+                    torch.cat(each, 2) for each in zip(pair, new, strict=True)
+                )
                 unwaited.undo()
                 return self.load(layer)
         return append(self, layer, new)
@@ -180,7 +194,10 @@ def late_wait(fake):
 def another_layer(self, layer, copy=HostStore.copy_to_device):
     """What arrives is the layer before."""
     return copy(
-        self, self.layers[layer.index - 1] if layer.index == 2 and self.layers[1].length == layer.length else layer
+        self,
+        self.layers[layer.index - 1]
+        if layer.index == 2 and self.layers[1].length == layer.length
+        else layer,
     )
 
 
@@ -197,7 +214,12 @@ def break_store(fake, fault):
     if fault is late_wait:
         fake.setattr(HostStore, "append", late_wait(fake))
         return
-    place = {no_wait: "wait", another_layer: "copy_to_device", kept_too_long: "append", lost_columns: "write"}[fault]
+    place = {
+        no_wait: "wait",
+        another_layer: "copy_to_device",
+        kept_too_long: "append",
+        lost_columns: "write",
+    }[fault]
     right = getattr(HostStore, place)
 
     def broken(self, *args):  # the store without streams stays right
@@ -214,7 +236,9 @@ def test_an_offloading_stream_that_is_wrong_is_not_used(fake, case, fault):
     model, tokenizer = case[:2]
     plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
     break_store(fake, fault)
-    with pytest.warns(RestoreKVWarning, match="Offloading cannot be used on Fake 9000.*waited for") as told:
+    with pytest.warns(
+        RestoreKVWarning, match="Offloading cannot be used on Fake 9000.*waited for"
+    ) as told:
         found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
     assert len(told) == 1
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
@@ -258,7 +282,14 @@ def test_a_store_that_is_right_is_used(fake, case):
 
 def too_high(attended):
     def broken(query, own, cached, scale, inside, on_weights):
-        return attended(query, own, cached, scale, inside, lambda *where: on_weights(*where[:3], where[3] * 1.01))
+        return attended(
+            query,
+            own,
+            cached,
+            scale,
+            inside,
+            lambda *where: on_weights(*where[:3], where[3] * 1.01),
+        )
 
     return broken
 
@@ -312,30 +343,44 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
         @staticmethod
         def attend(query, own, cached, scale, sinks, start, end):
             held, rows = cached[0].shape[1], query.shape[2]
-            keys, values = (torch.cat(both, 1)[:, None].double() for both in zip(cached, own, strict=True))
+            keys, values = (
+                torch.cat(both, 1)[:, None].double() for both in zip(cached, own, strict=True)
+            )
             later = torch.ones(rows, held + rows, dtype=torch.bool).triu(held + 1)
             logits = (query.double() @ keys.mT * scale).masked_fill(later, -torch.inf)
             chosen = [*range(sinks), *range(start, end), *range(held, held + rows)]
             output = (logits.softmax(-1) @ values).permute(2, 0, 1, 3).flatten(1, 2)
-            return output.to(query.dtype), (logits[..., chosen].logsumexp(-1) / torch.log(torch.tensor(2.0))).float()
+            return output.to(query.dtype), (
+                logits[..., chosen].logsumexp(-1) / torch.log(torch.tensor(2.0))
+            ).float()
 
         @staticmethod
         def highest(query, keys, lse, scale, own=False, diagonal=True):
-            logits = query.double() @ keys[:, None].double().mT * scale / torch.log(torch.tensor(2.0)) - lse[..., None]
+            logits = (
+                query.double() @ keys[:, None].double().mT * scale / torch.log(torch.tensor(2.0))
+                - lse[..., None]
+            )
             if own:
-                logits = logits.masked_fill(torch.ones_like(logits[0, 0]).triu(1 if diagonal else 0).bool(), -torch.inf)
+                logits = logits.masked_fill(
+                    torch.ones_like(logits[0, 0]).triu(1 if diagonal else 0).bool(), -torch.inf
+                )
             return logits.exp2().amax(2).float() * Kernels.factor
 
     for dtype in DTYPES:
         for factor, right in ((1.0, True), (1.002, False), (float("nan"), False)):
             Kernels.factor = factor
-            measured = list(pass_trials.measure_maxima(Kernels, Target(TARGET.device, 2, 2, 16, dtype)))
+            measured = list(
+                pass_trials.measure_maxima(Kernels, Target(TARGET.device, 2, 2, 16, dtype))
+            )
             assert all(error <= allowed for _, error, allowed in measured) is right
     fake.setattr(attend, "triton_maxima", Kernels)
     component = proofs.Component(
-        "maxima", "The Triton kernels of scoring", "PyTorch's own operations score", trials.everywhere,
+        "maxima",
+        "The Triton kernels of scoring",
+        "PyTorch's own operations score",
+        trials.everywhere,
         lambda target: pass_trials.measure_maxima(Kernels, target),
-    )  # fmt: skip
+    )
     fake.setitem(proofs.COMPONENTS, "maxima", component)
     query = torch.zeros(2, 2, 4, 16)
     with pytest.warns(RestoreKVWarning, match="kernels of scoring cannot be used"):
@@ -356,8 +401,14 @@ def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
 
         inside = [slice(0, each.sinks), slice(each.start, each.end)]
         output = naive.attend_pass(
-            inputs.query, inputs.own, lambda head, held=inputs.cached: tuple(x[head] for x in held), inputs.scale,
-            inside, on_weights,
-        )  # fmt: skip
-        for _, error, allowed in pass_trials.compare(each.name, inputs, output, best, inputs.weights.amax(2)):
+            inputs.query,
+            inputs.own,
+            lambda head, held=inputs.cached: tuple(x[head] for x in held),
+            inputs.scale,
+            inside,
+            on_weights,
+        )
+        for _, error, allowed in pass_trials.compare(
+            each.name, inputs, output, best, inputs.weights.amax(2)
+        ):
             assert error <= allowed

@@ -19,12 +19,31 @@ STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"))
 
 def byte_fallback(**options: object) -> PreTrainedTokenizerFast:
     """As Llama 2's: a space before the text is dropped, and bytes that are tokens make characters."""
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "is", "日", "!", "▁."]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁the",
+        "▁",
+        "is",
+        "日",
+        "!",
+        "▁.",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True)
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", **options)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", **options
+    )
 
 
 class Slow:
@@ -36,16 +55,23 @@ class Slow:
         return 256
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return bytes(each for each in ids if each or not skip_special_tokens).decode(errors="replace")
+        return bytes(each for each in ids if each or not skip_special_tokens).decode(
+            errors="replace"
+        )
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
     """As BERT's, of whose decoded text spaces before punctuation are dropped."""
     words = ["[UNK]", "[SEP]", "the", "code", "##s", "is", ".", "!", "n't", "'s"]
-    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="[SEP]", unk_token="[UNK]", clean_up_tokenization_spaces=True
+        tokenizer_object=tokenizer,
+        eos_token="[SEP]",
+        unk_token="[UNK]",
+        clean_up_tokenization_spaces=True,
     )
 
 
@@ -56,9 +82,13 @@ def smollm2() -> object:
 
 
 MAKERS = {
-    "byte-level": build_tokenizer, "shipped": lambda: load_tokenizer("tiny"), "smollm2": smollm2,
-    "byte fallback": byte_fallback, "word pieces": word_pieces, "slow": Slow,
-}  # fmt: skip
+    "byte-level": build_tokenizer,
+    "shipped": lambda: load_tokenizer("tiny"),
+    "smollm2": smollm2,
+    "byte fallback": byte_fallback,
+    "word pieces": word_pieces,
+    "slow": Slow,
+}
 EXACT = {"byte-level", "shipped", "smollm2"}  # whose text never changes as it grows
 
 
@@ -124,7 +154,9 @@ def test_a_text_is_what_decoding_all_ids_gives(tokenizer):
 
 
 def test_pieces_together_are_the_answer(tokenizer):
-    """They come no later than from a text that is decoded from its start, but where it ends in a stop string."""
+    """They come no later than from a text that is decoded from its start, but where it ends in a
+    stop string.
+    """
 
     @settings(max_examples=300, deadline=None)
     @given(ids=tokenizer.ids, stop=st.sampled_from(STOPS))
@@ -161,7 +193,9 @@ def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
     tokenizer = build_tokenizer()
     decoded = []
     decode_all = TextStream.decode_all
-    monkeypatch.setattr(TextStream, "decode_all", lambda self: decoded.append(self.ids[-1]) or decode_all(self))
+    monkeypatch.setattr(
+        TextStream, "decode_all", lambda self: decoded.append(self.ids[-1]) or decode_all(self)
+    )
     ids = tokenizer("the red house, und das gr\u00fcne; ", add_special_tokens=False).input_ids * 10
     text = Growing(tokenizer, {tokenizer.eos_token_id})
     row = Row(Decoding(stop=["never"]), tokenizer, None, 0)

@@ -17,9 +17,15 @@ def make_layer(keep, keys, values, tail_keys, tail_values, bias):
     offsets = torch.cat([counts.new_zeros(1), counts]).int()
     empty = keys.new_zeros(1, HEADS, 0, WIDTH)
     layer = RaggedLayer(
-        keys[heads, columns], values[heads, columns], offsets, columns.int(), SEEN, empty, empty,
+        keys[heads, columns],
+        values[heads, columns],
+        offsets,
+        columns.int(),
+        SEEN,
+        empty,
+        empty,
         None if bias is None else bias[heads, columns],
-    )  # fmt: skip
+    )
     layer.keys, layer.values = tail_keys, tail_values
     return layer
 
@@ -38,7 +44,12 @@ def build(case):
     }
     fixed = {"keys": draw(HEADS, SEEN, WIDTH), "values": draw(HEADS, SEEN, WIDTH)}
     bias = draw(HEADS, SEEN) if case["bias"] else None
-    mask = torch.ones(queries, tail, dtype=torch.bool).tril(tail - queries).expand(batch, 1, -1, -1).clone()
+    mask = (
+        torch.ones(queries, tail, dtype=torch.bool)
+        .tril(tail - queries)
+        .expand(batch, 1, -1, -1)
+        .clone()
+    )
     if case["padding"] and tail > queries:  # hides a tail column that no query needs
         mask[0, :, :, 0] = False
     return keep, leaves, fixed, bias, mask

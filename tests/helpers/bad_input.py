@@ -20,8 +20,12 @@ def files_below(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
-def compress(file: str | None = None, model: str | None = None, out: str = "doc.rkv", *more: object) -> Build:
-    """A good command but for what the case changes; names are those of files in the case's own folder."""
+def compress(
+    file: str | None = None, model: str | None = None, out: str = "doc.rkv", *more: object
+) -> Build:
+    """A good command but for what the case changes; names are those of files in the case's own
+    folder.
+    """
 
     def build(world: World, tmp: Path) -> list[object]:
         where = model if model is None or model == "no/such-model" else tmp / model
@@ -71,7 +75,9 @@ def cache(change: Callable[[bytes], bytes], command: str = "ask") -> Build:
     def build(world: World, tmp: Path) -> list[object]:
         (tmp / "cache").write_bytes(change((world.root / "cache").read_bytes()))
         return (
-            ["ask", tmp / "cache", QUESTION, "--model", world.model] if command == "ask" else [command, tmp / "cache"]
+            ["ask", tmp / "cache", QUESTION, "--model", world.model]
+            if command == "ask"
+            else [command, tmp / "cache"]
         )
 
     return build
@@ -83,7 +89,11 @@ def ask(*more: object, model: str = "model", questions: tuple[str, ...] = (QUEST
 
 def inspect(*more: str) -> Build:
     """{} stands for the case's folder."""
-    return lambda world, tmp: ["inspect", world.cache, *(word.replace("{}", str(tmp)) for word in more)]
+    return lambda world, tmp: [
+        "inspect",
+        world.cache,
+        *(word.replace("{}", str(tmp)) for word in more),
+    ]
 
 
 def train(*more: object, data: bytes | None = None) -> Build:
@@ -91,7 +101,18 @@ def train(*more: object, data: bytes | None = None) -> Build:
         if data is not None:
             (tmp / "data").write_bytes(data)
         source = world.data if data is None else tmp / "data"
-        return ["train", "--data", source, "--model", world.model, "--out", tmp / "run", "--steps", 1, *more]
+        return [
+            "train",
+            "--data",
+            source,
+            "--model",
+            world.model,
+            "--out",
+            tmp / "run",
+            "--steps",
+            1,
+            *more,
+        ]
 
     return build
 
@@ -108,7 +129,16 @@ def old_run(*more: object) -> Build:
 
 
 def evaluate(*more: object) -> Build:
-    return lambda world, tmp: ["eval", "--model", world.model, "--count", 1, "--out", tmp / "run", *more]
+    return lambda world, tmp: [
+        "eval",
+        "--model",
+        world.model,
+        "--count",
+        1,
+        "--out",
+        tmp / "run",
+        *more,
+    ]
 
 
 def flipped(data: bytes, place: float) -> bytes:
@@ -180,9 +210,18 @@ CASES: dict[str, tuple[Build, str]] = {
     # the model
     "missing model": (compress(None, "no/such-model"), "Cannot load the model"),
     "missing model folder": (compress(None, "nowhere"), "Cannot load the model"),
-    "empty model folder": (in_folder(lambda tmp: (tmp / "m").mkdir(), compress(None, "m")), "Cannot load the model"),
-    "model without weights": (model(lambda m: (m / "model.safetensors").unlink()), "Cannot load the model"),
-    "model without tokenizer": (model(lambda m: (m / "tokenizer.json").unlink()), "Cannot load the model"),
+    "empty model folder": (
+        in_folder(lambda tmp: (tmp / "m").mkdir(), compress(None, "m")),
+        "Cannot load the model",
+    ),
+    "model without weights": (
+        model(lambda m: (m / "model.safetensors").unlink()),
+        "Cannot load the model",
+    ),
+    "model without tokenizer": (
+        model(lambda m: (m / "tokenizer.json").unlink()),
+        "Cannot load the model",
+    ),
     "damaged weights": (model(lambda m: halved(m / "model.safetensors")), "Cannot load the model"),
     "damaged model config": (model(lambda m: halved(m / "config.json")), "Cannot load the model"),
     "unknown device": (flags("--device", "abacus"), "no device 'abacus'"),
@@ -192,12 +231,18 @@ CASES: dict[str, tuple[Build, str]] = {
     "missing adapter folder": (flags("--adapter", "/no/such/adapter"), "no adapter folder"),
     "adapter without config": (adapter(lambda a: (a / CONFIG).unlink()), f"has no {CONFIG}"),
     "adapter without weights": (adapter(lambda a: (a / WEIGHTS).unlink()), f"has no {WEIGHTS}"),
-    "adapter without embeddings": (adapter(lambda a: (a / EMBEDDINGS).unlink()), f"has no {EMBEDDINGS}"),
+    "adapter without embeddings": (
+        adapter(lambda a: (a / EMBEDDINGS).unlink()),
+        f"has no {EMBEDDINGS}",
+    ),
     "adapter config no JSON": (
         adapter(lambda a: ((a / CARD).unlink(), (a / CONFIG).write_text("rank: 8"))),
         "config.json is damaged",
     ),
-    "adapter card no JSON": (adapter(lambda a: (a / CARD).write_text("{")), "restorekv.json is damaged"),
+    "adapter card no JSON": (
+        adapter(lambda a: (a / CARD).write_text("{")),
+        "restorekv.json is damaged",
+    ),
     "adapter of another kind": (
         adapter(lambda a: ((a / CARD).unlink(), (a / CONFIG).write_text('{"peft_type": "IA3"}'))),
         "LORA|damaged",
@@ -206,14 +251,26 @@ CASES: dict[str, tuple[Build, str]] = {
         adapter(lambda a: (a / WEIGHTS).write_bytes(flipped((a / WEIGHTS).read_bytes(), 0.9))),
         "not the file that was",
     ),
-    "truncated adapter": (adapter(lambda a: ((a / CARD).unlink(), halved(a / WEIGHTS))), "cut short"),
-    "pickle as adapter weights": (adapter(lambda a: ((a / CARD).unlink(), pickled(a / WEIGHTS))), "not a safetensors"),
-    "pickle as embeddings": (adapter(lambda a: ((a / CARD).unlink(), pickled(a / EMBEDDINGS))), "not a safetensors"),
+    "truncated adapter": (
+        adapter(lambda a: ((a / CARD).unlink(), halved(a / WEIGHTS))),
+        "cut short",
+    ),
+    "pickle as adapter weights": (
+        adapter(lambda a: ((a / CARD).unlink(), pickled(a / WEIGHTS))),
+        "not a safetensors",
+    ),
+    "pickle as embeddings": (
+        adapter(lambda a: ((a / CARD).unlink(), pickled(a / EMBEDDINGS))),
+        "not a safetensors",
+    ),
     "embeddings of another name": (
         adapter(lambda a: ((a / CARD).unlink(), shutil.copy(a / WEIGHTS, a / EMBEDDINGS))),
         "no tensor",
     ),
-    "adapter of another width": (adapter(lambda a: None, "adapter_of_wide"), "width 64, this one has 32"),
+    "adapter of another width": (
+        adapter(lambda a: None, "adapter_of_wide"),
+        "width 64, this one has 32",
+    ),
     "adapter of another model": (adapter(lambda a: None, "adapter_of_other"), "another model"),
     # the output
     "output folder missing": (compress(None, None, "nowhere/doc.rkv"), "does not exist"),
@@ -227,20 +284,41 @@ CASES: dict[str, tuple[Build, str]] = {
     "cache of 5 bytes": (cache(lambda data: data[:5]), "cut short"),
     "cache cut in the header": (cache(lambda data: data[: header(data) // 2]), "cut short"),
     "cache cut after the header": (cache(lambda data: data[: header(data)]), "cut short"),
-    "cache cut in the tensors": (cache(lambda data: data[: (header(data) + len(data)) // 2]), "cut short"),
+    "cache cut in the tensors": (
+        cache(lambda data: data[: (header(data) + len(data)) // 2]),
+        "cut short",
+    ),
     "cache without its last byte": (cache(lambda data: data[:-1]), "cut short"),
     "cache with a byte too many": (cache(lambda data: data + b"\0"), "too long"),
-    "flipped byte in the length": (cache(lambda data: flipped(data, 0)), "cut short|damaged|truncated|not a"),
-    "flipped byte in the header": (cache(lambda data: flipped(data, 300 / len(data))), "damaged|cut short"),
+    "flipped byte in the length": (
+        cache(lambda data: flipped(data, 0)),
+        "cut short|damaged|truncated|not a",
+    ),
+    "flipped byte in the header": (
+        cache(lambda data: flipped(data, 300 / len(data))),
+        "damaged|cut short",
+    ),
     "flipped byte in the tensors": (cache(lambda data: flipped(data, 0.7)), "damaged"),
-    "text as a cache": (cache(lambda data: b"the code of the red house is seven" * 9), "not a safetensors file"),
-    "pickle as a cache": (cache(lambda data: pickle.dumps({"keys": [1.0] * 50})), "not a safetensors file"),
+    "text as a cache": (
+        cache(lambda data: b"the code of the red house is seven" * 9),
+        "not a safetensors file",
+    ),
+    "pickle as a cache": (
+        cache(lambda data: pickle.dumps({"keys": [1.0] * 50})),
+        "not a safetensors file",
+    ),
     "safetensors of somebody else": (
         lambda world, tmp: ["ask", Path(world.adapter) / WEIGHTS, QUESTION, "--model", world.model],
         "not a restorekv cache",
     ),
-    "missing cache": (lambda world, tmp: ["ask", tmp / "nowhere", QUESTION, "--model", world.model], "does not exist"),
-    "folder as a cache": (lambda world, tmp: ["ask", tmp, QUESTION, "--model", world.model], "not a regular file"),
+    "missing cache": (
+        lambda world, tmp: ["ask", tmp / "nowhere", QUESTION, "--model", world.model],
+        "does not exist",
+    ),
+    "folder as a cache": (
+        lambda world, tmp: ["ask", tmp, QUESTION, "--model", world.model],
+        "not a regular file",
+    ),
     # asking and looking
     "cache of another model": (ask(model="other"), "another model"),
     "cache of another RoPE": (ask(model="turned"), "RoPE"),
@@ -260,14 +338,20 @@ CASES: dict[str, tuple[Build, str]] = {
     "data no JSON": (train(data=b'{"context": \n'), "line 1"),
     "data not UTF-8": (train(data=b"\xff\xfe\xff"), "not UTF-8"),
     "data without questions": (train(data=b'{"context": "a b"}\n'), "questions"),
-    "data with a question for a list": (train(data=b'{"context": "a b", "questions": "who?"}\n'), "questions"),
+    "data with a question for a list": (
+        train(data=b'{"context": "a b", "questions": "who?"}\n'),
+        "questions",
+    ),
     "data with an answer too few": (
         train(data=b'{"context": "a b", "questions": ["a?", "b?"], "answers": ["a"]}\n'),
         "answers",
     ),
     "data with an empty context": (train(data=b'{"context": "", "questions": ["a?"]}\n'), "line 1"),
     "empty data": (train(data=b"\n\n"), "no examples"),
-    "ratio_min above ratio_max": (train("--ratio-min", 0.5, "--ratio-max", 0.2), "ratio_min <= ratio_max"),
+    "ratio_min above ratio_max": (
+        train("--ratio-min", 0.5, "--ratio-max", 0.2),
+        "ratio_min <= ratio_max",
+    ),
     "training ratio 0": (train("--ratio-min", 0), "0.000001 <= ratio_min"),
     "training ratio 1.5": (train("--ratio-max", 1.5), "ratio_max <= 1"),
     "training ratio NaN": (train("--ratio-min", "nan"), "0.000001 <= ratio_min"),
@@ -284,17 +368,35 @@ CASES: dict[str, tuple[Build, str]] = {
     # evaluating
     "evaluation at ratio 7": (evaluate("--ratio", 7), RATIO),
     "evaluation of an unknown evictor": (evaluate("--evictor", "h3o"), "no evictor 'h3o'"),
-    "evaluation with a missing adapter": (evaluate("--evictor", "kvzip@/no/such/adapter"), "no adapter folder"),
-    "evaluation on training documents": (evaluate("--benchmark", "tiny:split=restore 0"), "for training"),
-    "evaluation into a missing folder": (evaluate("--json", "/no/such/folder/f.json"), "does not exist"),
-    "demo into a missing folder": (lambda world, tmp: ["demo", "--json", tmp / "no" / "f.json"], "does not exist"),
+    "evaluation with a missing adapter": (
+        evaluate("--evictor", "kvzip@/no/such/adapter"),
+        "no adapter folder",
+    ),
+    "evaluation on training documents": (
+        evaluate("--benchmark", "tiny:split=restore 0"),
+        "for training",
+    ),
+    "evaluation into a missing folder": (
+        evaluate("--json", "/no/such/folder/f.json"),
+        "does not exist",
+    ),
+    "demo into a missing folder": (
+        lambda world, tmp: ["demo", "--json", tmp / "no" / "f.json"],
+        "does not exist",
+    ),
 }
 
 
 USAGE: dict[str, tuple[Build, str]] = {
     "unknown command": (lambda world, tmp: ["squeeze"], "No such command 'squeeze'"),
-    "a near miss of a command": (lambda world, tmp: ["compres"], r"\(did you mean 'compress'.*\?\)"),
-    "a near miss of a command of a group": (lambda world, tmp: ["data", "biuld"], r"\(did you mean 'build'\?\)"),
+    "a near miss of a command": (
+        lambda world, tmp: ["compres"],
+        r"\(did you mean 'compress'.*\?\)",
+    ),
+    "a near miss of a command of a group": (
+        lambda world, tmp: ["data", "biuld"],
+        r"\(did you mean 'build'\?\)",
+    ),
     "unknown flag": (flags("--rato", 0.1), r"--rato \(did you mean .*--ratio"),
     "no output named": (lambda world, tmp: ["compress", world.text], "output"),
     "no question": (ask(questions=()), "question"),

@@ -12,7 +12,9 @@ def adapter_of(name="Qwen/Qwen3-tiny", targets=("q_proj", "v_proj"), **record):
     model.config._name_or_path = name
     adapter = RestoreAdapter.create(model, 4, rank=2, targets=targets)
     if record:
-        adapter.describe(**{"evictor": "kvzip", "prefix_policy": "free", "ratio_range": (0.025, 0.25), **record})
+        adapter.describe(
+            **{"evictor": "kvzip", "prefix_policy": "free", "ratio_range": (0.025, 0.25), **record}
+        )
     return adapter
 
 
@@ -23,5 +25,7 @@ def card_of(adapter):
 def rows(text, title):
     """The table under a heading, as {first cell: other cells}."""
     section = text.split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")]
+    lines = [
+        re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")
+    ]
     return {line[0].strip(): [each.strip() for each in line[1:]] for line in lines[2:]}

@@ -1,4 +1,6 @@
-"""A folder with everything a command line needs: tiny models, adapters, a text, a cache file, training data."""
+"""A folder with everything a command line needs: tiny models, adapters, a text, a cache file,
+training data.
+"""
 
 import contextlib
 import io
@@ -44,30 +46,42 @@ class Result:
 
 
 def build_world(root: Path, tokenizer: PreTrainedTokenizerFast) -> World:
-    """`other` has the shape of `model` and other weights, `wide` another shape, `turned` another RoPE."""
+    """`other` has the shape of `model` and other weights, `wide` another shape, `turned` another
+    RoPE.
+    """
     world = World(root)
     models = {
         "model": build_model("qwen3"),
         "other": build_model("qwen3", seed=1),
         "wide": build_model("qwen3", hidden_size=64),
-        "turned": build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+        "turned": build_model(
+            "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+        ),
     }
     for name, model in models.items():
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-    for name, of in {"adapter": "model", "adapter_of_other": "other", "adapter_of_wide": "wide"}.items():
+    for name, of in {
+        "adapter": "model",
+        "adapter_of_other": "other",
+        "adapter_of_wide": "wide",
+    }.items():
         adapter = RestoreAdapter.create(models[of], 8, rank=2)
         adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.4))
         adapter.save_pretrained(root / name)
     (root / "text").write_text(TEXT)
     rows = [{"context": TEXT, "questions": [QUESTION], "answers": [" seven"]}] * 2
     (root / "data").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    compress(models["model"], tokenizer, TEXT, ratio=0.3, adapter=root / "adapter").save(root / "cache")
+    compress(models["model"], tokenizer, TEXT, ratio=0.3, adapter=root / "adapter").save(
+        root / "cache"
+    )
     return world
 
 
 def cli(*args: object, stdin: bytes = b"") -> Result:
-    """One command of restorekv, or of a checkout's `python -m paper` or `python -m benchmarks`, in this process."""
+    """One command of restorekv, or of a checkout's `python -m paper` or `python -m benchmarks`, in
+    this process.
+    """
     words = [str(argument) for argument in args]
     of = PROGRAMS.get(words[0]) if words else None
     out, err, before = io.StringIO(), io.StringIO(), sys.stdin

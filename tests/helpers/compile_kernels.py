@@ -1,7 +1,8 @@
-"""Compiles the attention kernels for sm_80 and sm_90 without a GPU and prints what each needs, as JSON.
+"""Compiles the attention kernels for sm_80 and sm_90 without a GPU and prints what each needs, as
+JSON.
 
-registers, stack (bytes a thread spills), shared (bytes a program needs), copies (asynchronous 16-byte copies), matrix
-(tensor-core instructions).
+registers, stack (bytes a thread spills), shared (bytes a program needs), copies (asynchronous
+16-byte copies), matrix (tensor-core instructions).
 """
 
 import json
@@ -16,13 +17,33 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from restorekv.model.attention import triton_attend
-from restorekv.model.attention.triton_kernels import BIAS, CAUSAL, MASK, NOTHING, VARYING, attend_tile, merge
+from restorekv.model.attention.triton_kernels import (
+    BIAS,
+    CAUSAL,
+    MASK,
+    NOTHING,
+    VARYING,
+    attend_tile,
+    merge,
+)
 
 TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-TORCH = {"bf16": triton_attend.torch.bfloat16, "fp16": triton_attend.torch.float16, "fp32": triton_attend.torch.float32}
+TORCH = {
+    "bf16": triton_attend.torch.bfloat16,
+    "fp16": triton_attend.torch.float16,
+    "fp32": triton_attend.torch.float32,
+}
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-CASES = [(128, 4, "bf16", False), (128, 64, "bf16", False), (128, 64, "bf16", True), (256, 64, "bf16", True),
-         (80, 4, "fp16", True), (64, 4, "bf16", True), (128, 4, "fp32", False), (256, 64, "fp32", False)]  # fmt: skip
+CASES = [
+    (128, 4, "bf16", False),
+    (128, 64, "bf16", False),
+    (128, 64, "bf16", True),
+    (256, 64, "bf16", True),
+    (80, 4, "fp16", True),
+    (64, 4, "bf16", True),
+    (128, 4, "fp32", False),
+    (256, 64, "fp32", False),
+]
 
 
 def build(kernel, pointers: dict, constants: dict, arch: int, options: dict) -> dict:
@@ -32,7 +53,9 @@ def build(kernel, pointers: dict, constants: dict, arch: int, options: dict) -> 
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = f"*{pointers[name]}" if name in pointers else "fp32" if name == "scale" else "i32"
+        signature[name] = (
+            f"*{pointers[name]}" if name in pointers else "fp32" if name == "scale" else "i32"
+        )
         if name != "scale" and name not in VARYING:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
@@ -46,10 +69,14 @@ def build(kernel, pointers: dict, constants: dict, arch: int, options: dict) -> 
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
     text = made.asm["ptx"]
     return {
-        "kernel": kernel.fn.__name__, "arch": arch, "registers": int(registers), "stack": int(stack),
-        "shared": made.metadata.shared, "copies": text.count("cp.async.cg"),
+        "kernel": kernel.fn.__name__,
+        "arch": arch,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": made.metadata.shared,
+        "copies": text.count("cp.async.cg"),
         "matrix": len(re.findall(r"mma\.sync|mma_async\.sync", text)),
-    }  # fmt: skip
+    }
 
 
 def build_tile(width: int, rows: int, kind: str, masked: bool, arch: int) -> dict:
@@ -58,9 +85,16 @@ def build_tile(width: int, rows: int, kind: str, masked: bool, arch: int) -> dic
     pointers = dict.fromkeys(["query", "context_keys", "context_values", "keys", "values"], kind)
     pointers |= {"entries": "i32", "parts": "fp32", "sums": "fp32"}
     constants = {
-        "CONTEXT": BIAS if masked else NOTHING, "TAIL": MASK if masked else CAUSAL, "H": 8, "G": 4, "D": width, "M": m,
-        "BLOCK_N": triton_attend.pairs_at_once(block_d, TORCH[kind]), "BLOCK_D": block_d, "FACTOR": TYPES[kind],
-    }  # fmt: skip
+        "CONTEXT": BIAS if masked else NOTHING,
+        "TAIL": MASK if masked else CAUSAL,
+        "H": 8,
+        "G": 4,
+        "D": width,
+        "M": m,
+        "BLOCK_N": triton_attend.pairs_at_once(block_d, TORCH[kind]),
+        "BLOCK_D": block_d,
+        "FACTOR": TYPES[kind],
+    }
     if masked:
         pointers |= {"bias": kind, "mask": "i1"}
     else:

@@ -9,14 +9,21 @@ from restorekv import CompressedContext, compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 2
+)
 QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
 TOKENS = 4  # restore tokens
 
 
-def make_small(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3", **options: Any) -> CompressedContext:
+def make_small(
+    tokenizer: PreTrainedTokenizerFast, family: str = "qwen3", **options: Any
+) -> CompressedContext:
     model = build_model(family)
-    return compress(model, tokenizer, TEXT, **{"ratio": 0.4, "adapter": make_adapter(model), **options})
+    return compress(
+        model, tokenizer, TEXT, **{"ratio": 0.4, "adapter": make_adapter(model), **options}
+    )
 
 
 def make_adapter(model):

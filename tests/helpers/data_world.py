@@ -15,7 +15,9 @@ WORDS = (
     "number light field engine captain island mirror copper forest bridge silver planet harbour winding"
 ).split()
 BY = "Creative Commons - Attribution - https://creativecommons.org/licenses/by/4.0/"
-BY_SA = "Creative Commons - Attribution Share-Alike - https://creativecommons.org/licenses/by-sa/4.0/"
+BY_SA = (
+    "Creative Commons - Attribution Share-Alike - https://creativecommons.org/licenses/by-sa/4.0/"
+)
 FLAN_SOURCE = "ai2-adapt-dev/flan_v2_converted"
 
 
@@ -58,31 +60,51 @@ def write_jsonl(path: Path, rows: list) -> Path:
 
 
 def write_sources(root: Path) -> dict[str, str]:
-    """A file of each source, by the name of its setting: JSON, parquet, JSON lines and packed JSON lines."""
+    """A file of each source, by the name of its setting: JSON, parquet, JSON lines and packed JSON
+    lines.
+    """
     long = [
         {"instruction": "Name three colours.", "input": "", "output": "Red, green, blue."},
         {"instruction": paper(text("a", 40)), "input": "", "output": "x"},
         {"instruction": paper(text("tiny", 2)), "input": "", "output": "x"},
-        {"instruction": paper(text("a", 40)), "input": "", "output": "another question about the same paper"},
+        {
+            "instruction": paper(text("a", 40)),
+            "input": "",
+            "output": "another question about the same paper",
+        },
         {"instruction": book(text("b", 45)), "input": "", "output": "x"},
         {"instruction": paper(text("huge", 900)), "input": "", "output": "x"},
         {"instruction": two_papers(text("c", 20), text("d", 20)), "input": "", "output": "x"},
     ]
     (root / "LongAlpaca-12k.json").write_text(json.dumps(long))
     books = [
-        {"short_book_title": f"Book {n}", "publication_date": 1900, "url": f"http://www.gutenberg.org/ebooks/{n}",
-         "text": text(n, size)} for n, size in enumerate((130, 5, 120, 110))
-    ]  # fmt: skip
+        {
+            "short_book_title": f"Book {n}",
+            "publication_date": 1900,
+            "url": f"http://www.gutenberg.org/ebooks/{n}",
+            "text": text(n, size),
+        }
+        for n, size in enumerate((130, 5, 120, 110))
+    ]
     pq.write_table(pa.Table.from_pylist(books), root / "pg19.parquet")
     flan = [
         {"id": "f0", "messages": messages(text("f0", 30)), "source": FLAN_SOURCE},
-        {"id": "other", "messages": messages(text("other", 30)), "source": "ai2-adapt-dev/no_robots_converted"},
+        {
+            "id": "other",
+            "messages": messages(text("other", 30)),
+            "source": "ai2-adapt-dev/no_robots_converted",
+        },
         {"id": "short", "messages": messages("Is it?"), "source": FLAN_SOURCE},
         {"id": "f1", "messages": messages(text("f1", 33)), "source": FLAN_SOURCE},
         {"id": "f2", "messages": messages(text("f2", 36)), "source": FLAN_SOURCE},
     ]
     papers = [
-        {"id": f"2106.{n}", "text": text(f"p{n}", 40), "source": "arxiv", "metadata": {"license": label, "url": "u"}}
+        {
+            "id": f"2106.{n}",
+            "text": text(f"p{n}", 40),
+            "source": "arxiv",
+            "metadata": {"license": label, "url": "u"},
+        }
         for n, label in enumerate((BY, BY_SA, "Some rights", "Public Domain", None))
     ]
     with gzip.open(root / "arxiv-papers-0000.json.gz", "wt") as file:
@@ -96,15 +118,31 @@ def write_sources(root: Path) -> dict[str, str]:
 
 
 def settings(files: dict[str, str], **changes: object) -> BuildConfig:
-    """Settings under which these files give a few contexts of every source, and hardly an answer is dropped."""
+    """Settings under which these files give a few contexts of every source, and hardly an answer is
+    dropped.
+    """
     tiny = {
-        "documents": 3, "shortest": 170, "longest": 1000, "books": 2, "chunk": 96, "chunks": 2, "examples": 2,
-        "flan_shortest": 40, "question_tokens": 8, "answer_tokens": 6, "flan_answer_tokens": 5,
-        "question_characters": 1, "least_answer": 1,
-    }  # fmt: skip
+        "documents": 3,
+        "shortest": 170,
+        "longest": 1000,
+        "books": 2,
+        "chunk": 96,
+        "chunks": 2,
+        "examples": 2,
+        "flan_shortest": 40,
+        "question_tokens": 8,
+        "answer_tokens": 6,
+        "flan_answer_tokens": 5,
+        "question_characters": 1,
+        "least_answer": 1,
+    }
     return BuildConfig(**{**tiny, **files, **changes})
 
 
 def flags(config: BuildConfig) -> list[object]:
     """The same on the command line."""
-    return [part for name, value in vars(config).items() for part in (f"--{name.replace('_', '-')}", value)]
+    return [
+        part
+        for name, value in vars(config).items()
+        for part in (f"--{name.replace('_', '-')}", value)
+    ]

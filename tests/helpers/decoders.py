@@ -1,4 +1,6 @@
-"""A tiny random model of every decoder class of the installed transformers, made from its own config class."""
+"""A tiny random model of every decoder class of the installed transformers, made from its own
+config class.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -16,56 +18,156 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 # What the configs call their sizes. A config gets those that it has.
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": HEADS * HEAD_DIM, "n_embd": HEADS * HEAD_DIM, "d_model": HEADS * HEAD_DIM,
-    "dim": HEADS * HEAD_DIM, "embedding_size": HEADS * HEAD_DIM, "embed_dim": HEADS * HEAD_DIM,
-    "hidden_dim": HEADS * HEAD_DIM, "word_embed_proj_dim": HEADS * HEAD_DIM,
-    "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
-    "ffn_hidden_size": 48, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-    "dense_intermediate_size": 48, "intermediate_size_mlp": 48, "expert_ffn_hidden_size": 24,
-    "num_hidden_layers": LAYERS, "n_layer": LAYERS, "n_layers": LAYERS, "num_layers": LAYERS,
-    "decoder_layers": LAYERS, "encoder_layers": LAYERS, "num_decoder_layers": LAYERS,
-    "num_attention_heads": HEADS, "n_head": HEADS, "n_heads": HEADS, "num_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "d_kv": HEAD_DIM,
-    "kv_channels": HEAD_DIM, "rotary_dim": 4,
-    "max_position_embeddings": POSITIONS, "n_positions": POSITIONS, "max_seq_len": POSITIONS, "n_ctx": POSITIONS,
-    "max_sequence_length": POSITIONS, "max_target_positions": POSITIONS,
-    "sliding_window": WINDOW, "attention_chunk_size": WINDOW, "window_size": WINDOW, "local_attention": WINDOW,
-    "attention_window_size": WINDOW, "sliding_window_size": WINDOW,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "moe_k": 2, "moe_topk": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "zero_expert_num": 1, "num_experts_per_token": 2, "top_k_experts": 2,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16,
-    "index_block_size": 8, "index_topk_blocks": 2,
-    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 1,
-    "state_size": 8, "ssm_state_size": 8, "conv_kernel": 4, "mamba_num_heads": 4, "mamba_head_dim": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "altup_num_inputs": 2,
-    "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1,
-    "attention_dropout": 0.0, "attn_dropout": 0.0, "dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0,
-    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    "layerdrop": 0.0, "decoder_layerdrop": 0.0, "is_decoder": True, "initializer_range": 0.3, "init_std": 0.3,
-    "tie_word_embeddings": False, "use_cache": True,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": HEADS * HEAD_DIM,
+    "n_embd": HEADS * HEAD_DIM,
+    "d_model": HEADS * HEAD_DIM,
+    "dim": HEADS * HEAD_DIM,
+    "embedding_size": HEADS * HEAD_DIM,
+    "embed_dim": HEADS * HEAD_DIM,
+    "hidden_dim": HEADS * HEAD_DIM,
+    "word_embed_proj_dim": HEADS * HEAD_DIM,
+    "intermediate_size": 48,
+    "n_inner": 48,
+    "ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "expert_ffn_hidden_size": 24,
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "num_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "n_heads": HEADS,
+    "num_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "d_kv": HEAD_DIM,
+    "kv_channels": HEAD_DIM,
+    "rotary_dim": 4,
+    "max_position_embeddings": POSITIONS,
+    "n_positions": POSITIONS,
+    "max_seq_len": POSITIONS,
+    "n_ctx": POSITIONS,
+    "max_sequence_length": POSITIONS,
+    "max_target_positions": POSITIONS,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "window_size": WINDOW,
+    "local_attention": WINDOW,
+    "attention_window_size": WINDOW,
+    "sliding_window_size": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "zero_expert_num": 1,
+    "num_experts_per_token": 2,
+    "top_k_experts": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "index_block_size": 8,
+    "index_topk_blocks": 2,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "attention_dropout": 0.0,
+    "attn_dropout": 0.0,
+    "dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "is_decoder": True,
+    "initializer_range": 0.3,
+    "init_std": 0.3,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
 # What single classes need besides.
 MLA = {"head_dim": 8, "num_key_value_heads": HEADS, "qk_head_dim": 16}
 SPECIAL: dict[str, dict[str, object]] = {
-    **{kind: MLA for kind in ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
-                              "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu")},
+    **{
+        kind: MLA
+        for kind in (
+            "axk1",
+            "axk2",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+        )
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "mamba2": {"head_dim": 16, "expand": 2},
-    "dots3_note": {"num_key_value_heads": HEADS}, "dots3_note_text": {"num_key_value_heads": HEADS},
+    "dots3_note": {"num_key_value_heads": HEADS},
+    "dots3_note_text": {"num_key_value_heads": HEADS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "gemma3n_text": {"num_kv_shared_layers": 0}, "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
-    "cohere_compass_text": {"rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
-    }},
-}  # fmt: skip
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+}
 
 
 def causal_types() -> list[str]:
@@ -96,16 +198,23 @@ def has_rope(kind: str) -> bool:
 
 
 def windowed_variants(kind: str) -> list[dict[str, object]]:
-    """Returns the settings that give windows to some layers of a type whose config has none by itself."""
+    """Returns the settings that give windows to some layers of a type whose config has none by
+    itself.
+    """
     text = tiny_config(kind).get_text_config()
     kinds = getattr(text, "layer_types", None)
     if not hasattr(text, "sliding_window") or not kinds or set(kinds) != {"full_attention"}:
         return []
-    mixed = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "sliding_window": WINDOW}
+    mixed = {
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "sliding_window": WINDOW,
+    }
     return [mixed | ({"use_sliding_window": True} if hasattr(text, "use_sliding_window") else {})]
 
 
-def tiny_text_config(config_class: type[PretrainedConfig], kind: str, overrides: dict) -> PretrainedConfig:
+def tiny_text_config(
+    config_class: type[PretrainedConfig], kind: str, overrides: dict
+) -> PretrainedConfig:
     """Returns a config whose text model is small."""
     text_class = type(config_class().get_text_config())
     text = text_class(**{**sizes_of(text_class), **SPECIAL.get(kind, {}), **overrides})
@@ -113,7 +222,9 @@ def tiny_text_config(config_class: type[PretrainedConfig], kind: str, overrides:
 
 
 def sizes_of(config_class: type[PretrainedConfig]) -> dict[str, object]:
-    """Returns those of SIZES that a config class has, with its own default where that is no size or no number."""
+    """Returns those of SIZES that a config class has, with its own default where that is no size or
+    no number.
+    """
     default = config_class()
     names = set(inspect.signature(config_class.__init__).parameters) | set(vars(default))
     mapped = getattr(config_class, "attribute_map", {})
@@ -136,14 +247,17 @@ def build_from(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in one_dimensional(model):
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)  # norms, biases, sinks
+        # Norms, biases, sinks.
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
 def one_dimensional(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters that are initialized to ones or zeros: those of norms, biases and sinks."""
+    """Yields the parameters that are initialized to ones or zeros: those of norms, biases and
+    sinks.
+    """
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1 and parameter.is_floating_point():
             yield name, parameter
@@ -151,5 +265,7 @@ def one_dimensional(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Para
 
 @torch.no_grad()
 def run_plainly(model: PreTrainedModel) -> None:
-    """Reads a few tokens by transformers alone; raises what the class raises where its config makes no sense."""
+    """Reads a few tokens by transformers alone; raises what the class raises where its config makes
+    no sense.
+    """
     model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]))

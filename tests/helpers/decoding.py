@@ -7,7 +7,12 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.model.shape import CacheShape
 
 TEXT = "The code of the red house is seven. The blue house has a green door. " * 3
-QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "?", "Tell me about the red house."]
+QUESTIONS = [
+    "Which code?",
+    "Who lives in the blue house, and why?",
+    "?",
+    "Tell me about the red house.",
+]
 
 
 def make_cache(model, context, restore=4, share=0.4):

@@ -22,14 +22,19 @@ from restorekv.vllm import prompt, transfer_config
 TOKENS = 24  # of an answer
 PORT = 8765
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass(frozen=True)
 class World:
-    """Documents in a store, and the answers `expected[document][question]` of restorekv from the same caches."""
+    """Documents in a store, and the answers `expected[document][question]` of restorekv from the
+    same caches.
+    """
 
     folder: str  # of the model
     model: PreTrainedModel
@@ -44,17 +49,26 @@ class World:
 
 
 def make_world(
-    place: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str],
-    questions: Sequence[str], tokens: int = TOKENS, **options: Any,
-) -> World:  # fmt: skip
-    """Compresses texts, by the names of their files, and asks each all questions, for answers of so many tokens."""
+    place: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: dict[str, str],
+    questions: Sequence[str],
+    tokens: int = TOKENS,
+    **options: Any,
+) -> World:
+    """Compresses texts, by the names of their files, and asks each all questions, for answers of so
+    many tokens.
+    """
     folder, store = place / "model", place / "store"
     store.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     documents = []
     for name, text in texts.items():
-        portable = compress(model, tokenizer, text, adapter=None, allocation="per-head", **options).portable()
+        portable = compress(
+            model, tokenizer, text, adapter=None, allocation="per-head", **options
+        ).portable()
         portable.save(store / f"{name}.safetensors")
         documents.append(portable)
     expected = [document.ask(model, tokenizer, questions, tokens) for document in documents]
@@ -68,7 +82,9 @@ def engine(world: World, **options: Any) -> Iterator[Any]:
     import vllm
 
     own = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
-    llm = vllm.LLM(world.folder, kv_transfer_config=transfer_config(world.store), **{**own, **options})
+    llm = vllm.LLM(
+        world.folder, kv_transfer_config=transfer_config(world.store), **{**own, **options}
+    )
     try:
         yield llm
     finally:
@@ -89,7 +105,9 @@ def answers(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]
 
 
 def without_halves(texts: Sequence[str]) -> list[str]:
-    """Returns texts without what `ask` and vLLM leave out: a leading space, and half a character at the end."""
+    """Returns texts without what `ask` and vLLM leave out: a leading space, and half a character at
+    the end.
+    """
     return [text.lstrip().rstrip("\ufffd") for text in texts]
 
 
@@ -97,11 +115,24 @@ def without_halves(texts: Sequence[str]) -> list[str]:
 def server(world: World) -> Iterator[None]:
     """Starts vLLM's own server and waits until it answers."""
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", world.folder, "--port", str(PORT),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-transfer-config",
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        world.folder,
+        "--port",
+        str(PORT),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--kv-transfer-config",
         json.dumps(transfer_config(world.store)),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL)
+    ]
+    process = subprocess.Popen(
+        command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL
+    )
     try:
         for _ in range(600):
             try:
@@ -119,6 +150,8 @@ def server(world: World) -> Iterator[None]:
 def post(route: str, body: dict) -> dict:
     """Returns the first choice of the server's answer; raises HTTPError for its errors."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/{route}", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/{route}", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=300) as response:
         return json.load(response)["choices"][0]

@@ -1,7 +1,8 @@
 """Compares answers over a compressed cache with what transformers computes for the same ids.
 
-With ratio 1 nothing is lost, so logits and greedy tokens have to be those of the plain model. Below 1 the oracle is the
-plain model with its class's own eager attention, where a mask for every layer and head hides the dropped pairs.
+With ratio 1 nothing is lost, so logits and greedy tokens have to be those of the plain model. Below
+1 the oracle is the plain model with its class's own eager attention, where a mask for every layer
+and head hides the dropped pairs.
 """
 
 import copy
@@ -36,9 +37,15 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def compare(
-    model: PreTrainedModel, text: int, question: int, answer: int, ratios: tuple[float, ...] = (1,), seed: int = 0
+    model: PreTrainedModel,
+    text: int,
+    question: int,
+    answer: int,
+    ratios: tuple[float, ...] = (1,),
+    seed: int = 0,
 ) -> list[str]:
-    """Returns what differs between RestoreKV and transformers, as sentences; raises what RestoreKV raises.
+    """Returns what differs between RestoreKV and transformers, as sentences; raises what RestoreKV
+    raises.
 
     Args:
         text: Tokens of the text, the prefix included.
@@ -55,7 +62,9 @@ def compare(
         cache = prepared.evict(ratio)
         asked = ids[:, text:]
         positions = torch.arange(text, text + question)[None]
-        own = model(input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True).logits
+        own = model(
+            input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True
+        ).logits
         keep = cache.kept(text)
         expected = plain(input_ids=ids).logits if ratio == 1 else oracle(plain, ids, keep)
         problems += differences(f"logits at ratio {ratio}", own, expected[:, text:])
@@ -77,7 +86,9 @@ def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | N
     """Returns the likeliest `count` ids after `ids`, each from a pass over everything before it."""
     if keep is None:
         stop = TOKENIZER.eos_token_id
-        result = plain.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=stop, pad_token_id=0)
+        result = plain.generate(
+            ids, max_new_tokens=count, do_sample=False, eos_token_id=stop, pad_token_id=0
+        )
         return result[0, ids.shape[1] :].tolist()
     written = []
     for _ in range(count):
@@ -89,7 +100,9 @@ def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | N
 
 
 def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
-    """Returns the logits of a dense pass in which tokens after the text see the pairs in `keep` (L, H, T) alone."""
+    """Returns the logits of a dense pass in which tokens after the text see the pairs in `keep` (L,
+    H, T) alone.
+    """
     text = keep.shape[-1]
     total = ids.shape[-1]
     causal = torch.ones(total, total, dtype=torch.bool).tril()
@@ -115,7 +128,10 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
         return args, kwargs | {"attention_mask": mask_of(module.layer_idx, heads)}
 
     layers = decoder(plain).layers
-    handles = [layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True) for layer in layers]
+    handles = [
+        layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
+        for layer in layers
+    ]
     try:
         yield
     finally:
@@ -124,7 +140,9 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
 
 
 def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: int) -> list[str]:
-    """Returns what is answered although it needs one position more than `limit`: texts, questions and answers."""
+    """Returns what is answered although it needs one position more than `limit`: texts, questions
+    and answers.
+    """
     ids = random_ids(limit + 1)
     text = limit - question - answer
     empty = ids[:, :0]
@@ -136,8 +154,12 @@ def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: i
         cache = prepared.evict(1)
         asked = ids[:, text : text + question]
         longer = ids[:, text : text + question + 1]
-        calls["a longer question"] = lambda: generate.answer_ids(model, TOKENIZER, cache, [longer], answer)
-        calls["a longer answer"] = lambda: generate.answer_ids(model, TOKENIZER, cache, [asked], answer + 1)
+        calls["a longer question"] = lambda: generate.answer_ids(
+            model, TOKENIZER, cache, [longer], answer
+        )
+        calls["a longer answer"] = lambda: generate.answer_ids(
+            model, TOKENIZER, cache, [asked], answer + 1
+        )
     return [what for what, call in calls.items() if not refuses(call)]
 
 

@@ -1,8 +1,9 @@
-"""A CPU that has to prove its code as a GPU has to, with graphs and streams that behave as CUDA's do.
+"""A CPU that has to prove its code as a GPU has to, with graphs and streams that behave as CUDA's
+do.
 
-A captured graph holds the operations of the capture and the tensors that they read and write; a replay runs them again,
-on the same memory. Work on a second stream is done when somebody waits for that stream, and not before: until then its
-results are NaN.
+A captured graph holds the operations of the capture and the tensors that they read and write; a
+replay runs them again, on the same memory. Work on a second stream is done when somebody waits for
+that stream, and not before: until then its results are NaN.
 """
 
 import contextlib
@@ -21,7 +22,9 @@ NAME = "Fake 9000"
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations, remembers them, and takes back in the end what they wrote to memory from before."""
+    """Runs operations, remembers them, and takes back in the end what they wrote to memory from
+    before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,16 +115,27 @@ def on_stream(stream: FakeStream) -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
-    """Makes the CPU a device with graphs and streams that has to prove itself, with proofs in `folder`."""
+    """Makes the CPU a device with graphs and streams that has to prove itself, with proofs in
+    `folder`.
+    """
     monkeypatch.setenv("RESTOREKV_CACHE", str(folder))
     monkeypatch.setattr(proofs, "needed", lambda device: device.type == "cpu")
-    known = {"kind": "fake", "name": NAME, "driver": "1.2", "torch": "2.0", "triton": "3.0", "code": "0"}
+    known = {
+        "kind": "fake",
+        "name": NAME,
+        "driver": "1.2",
+        "torch": "2.0",
+        "triton": "3.0",
+        "code": "0",
+    }
     monkeypatch.setattr(proofs, "identify", Identity(known))
     monkeypatch.setattr(generate, "records", lambda device: device.type == "cpu")
     monkeypatch.setattr(offload, "uses_streams", lambda device: True)
     current = FakeStream()
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)
+    )
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)

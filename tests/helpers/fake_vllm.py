@@ -1,4 +1,6 @@
-"""What vLLM's completions server with our connector answers, written by transformers' own `generate`."""
+"""What vLLM's completions server with our connector answers, written by transformers' own
+`generate`.
+"""
 
 import asyncio
 import json
@@ -25,28 +27,44 @@ class FakeVllm:
         shape = CacheShape.of(model)
         facts = shape.layers, shape.heads, shape.head_dim, rope_fingerprint(model.config)
         folder.mkdir(exist_ok=True)
-        self.store = Store(folder, Expected(*facts, "float32", model.config.vocab_size)) if connector else None
+        self.store = (
+            Store(folder, Expected(*facts, "float32", model.config.vocab_size))
+            if connector
+            else None
+        )
         self.model, self.tokenizer = model, tokenizer
         self.asked: list[dict] = []
-        self.left, self.open = 0, True  # requests whose client has gone; answers wait while it is not open
+        # Requests whose client has gone; answers wait while it is not open.
+        self.left, self.open = 0, True
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.complete)
 
     def models(self) -> dict:
-        return {"object": "list", "data": [{"id": "served", "object": "model", "max_model_len": LONGEST}]}
+        return {
+            "object": "list",
+            "data": [{"id": "served", "object": "model", "max_model_len": LONGEST}],
+        }
 
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.asked.append(body)
         if body["max_tokens"] + len(body["prompt"]) > LONGEST:
             message = f"This model's maximum context length is {LONGEST} tokens. Shorten it."
-            return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": 400}}, 400)
+            return JSONResponse(
+                {"error": {"message": message, "type": "BadRequestError", "code": 400}}, 400
+            )
         try:
             found = self.store and self.store.find(body["prompt"])
             error = None
         except RestoreKVError:  # vLLM's log has it, its answer has not
-            error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
+            error = {
+                "error": {
+                    "message": "Internal server error",
+                    "type": "InternalServerError",
+                    "code": 500,
+                }
+            }
         if body.get("stream"):
             return StreamingResponse(self.streamed(body, error, None if error else found))
         return JSONResponse(error, 500) if error else JSONResponse({"choices": []})
@@ -60,7 +78,10 @@ class FakeVllm:
             else:
                 answers = [self.answer(body, document, number) for number in range(body["n"])]
                 for choice in (
-                    piece for answer in zip(*map(padded, answers), strict=False) for piece in answer if piece
+                    piece
+                    for answer in zip(*map(padded, answers), strict=False)
+                    for piece in answer
+                    if piece
                 ):
                     yield f"data: {json.dumps({'choices': [choice]})}\n\n"
                 details = {"prompt_tokens_details": {"cached_tokens": 7}}
@@ -76,20 +97,42 @@ class FakeVllm:
         options = {"past_key_values": load_portable(document.path).cache()} if document else {}
         if temperature:
             torch.manual_seed(body["seed"] + number)
-            options |= {"do_sample": True, "temperature": temperature, "top_p": body["top_p"], "top_k": body["top_k"]}
+            options |= {
+                "do_sample": True,
+                "temperature": temperature,
+                "top_p": body["top_p"],
+                "top_k": body["top_k"],
+            }
         result = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=body["max_tokens"], pad_token_id=0,
-            eos_token_id=body["stop_token_ids"], output_logits=True, return_dict_in_generate=True,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=body["max_tokens"],
+            pad_token_id=0,
+            eos_token_id=body["stop_token_ids"],
+            output_logits=True,
+            return_dict_in_generate=True,
             **{"do_sample": False, **options},
-        )  # fmt: skip
+        )
         written, pieces = result.sequences[0, ids.shape[1] :].tolist(), []
         for place, token in enumerate(written):
             text = self.tokenizer.decode(written[: place + 1])
-            stops = token in body["stop_token_ids"] or any(stop in text for stop in body.get("stop", ()))
+            stops = token in body["stop_token_ids"] or any(
+                stop in text for stop in body.get("stop", ())
+            )
             last = "stop" if stops else "length" if place + 1 == len(written) else None
-            likely = self.likely(result.logits[place][0], token, body["logprobs"]) if "logprobs" in body else None
+            likely = (
+                self.likely(result.logits[place][0], token, body["logprobs"])
+                if "logprobs" in body
+                else None
+            )
             pieces.append(
-                {"index": number, "text": "?", "token_ids": [token], "finish_reason": last, "logprobs": likely}
+                {
+                    "index": number,
+                    "text": "?",
+                    "token_ids": [token],
+                    "finish_reason": last,
+                    "logprobs": likely,
+                }
             )
             if last:
                 break
@@ -97,9 +140,15 @@ class FakeVllm:
 
     def likely(self, logits: torch.Tensor, token: int, count: int) -> dict:
         values = logits.log_softmax(-1)
-        best = {token: float(values[token])} | {int(i): float(values[i]) for i in values.topk(count).indices}
+        best = {token: float(values[token])} | {
+            int(i): float(values[i]) for i in values.topk(count).indices
+        }
         named = {f"token_id:{place}": value for place, value in best.items()}
-        return {"tokens": [f"token_id:{token}"], "token_logprobs": [float(values[token])], "top_logprobs": [named]}
+        return {
+            "tokens": [f"token_id:{token}"],
+            "token_logprobs": [float(values[token])],
+            "top_logprobs": [named],
+        }
 
 
 def padded(pieces: list[dict]) -> list[dict | None]:

@@ -13,8 +13,10 @@ def random_layers(kind, model, seed=0):
     """Parameters far from their starting values, so that each of them shows."""
     generator, shape = torch.Generator().manual_seed(seed), CacheShape.of(model)
     free = {
-        "q_norm.weight": torch.empty(RANK), "k_base": torch.empty(1, 1, SINKS, 1), "0.weight": torch.empty(WIDTH, 1)
-    }  # fmt: skip
+        "q_norm.weight": torch.empty(RANK),
+        "k_base": torch.empty(1, 1, SINKS, 1),
+        "0.weight": torch.empty(WIDTH, 1),
+    }
     wanted = gate_file.shapes(kind, shape, free)
     return [
         {name: torch.randn(size, generator=generator) * 0.5 for name, size in wanted.items()}

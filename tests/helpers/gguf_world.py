@@ -39,7 +39,8 @@ def name_of(parameter: str) -> str:
 def places(parameter: str, rows: int, model: PreTrainedModel) -> np.ndarray:
     """Where in transformers' matrix the rows of llama.cpp's lie.
 
-    It has the two halves of a head's RoPE pairs in turn, of queries and keys of the architecture llama.
+    It has the two halves of a head's RoPE pairs in turn, of queries and keys of the architecture
+    llama.
     """
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -60,7 +61,9 @@ def write(
     architecture: str | None = None,
     extra: dict[str, object] | None = None,
 ) -> Path:
-    """The whole model; matrices in `kind`, the parameter `without` left out, `extra` fields added or replaced."""
+    """The whole model; matrices in `kind`, the parameter `without` left out, `extra` fields added
+    or replaced.
+    """
     config = model.config
     architecture = architecture or config.model_type
     writer = gguf.GGUFWriter(path, architecture)
@@ -128,7 +131,9 @@ def tokenizer_fields(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
 
 
 def dequantized(path: Path, model: PreTrainedModel) -> dict[str, np.ndarray]:
-    """Every weight by transformers' names and in its order, computed by the package gguf from the file alone."""
+    """Every weight by transformers' names and in its order, computed by the package gguf from the
+    file alone.
+    """
     tensors = {each.name: each for each in gguf.GGUFReader(path).tensors}
     found = {}
     for parameter in model.state_dict():

@@ -12,19 +12,37 @@ from restorekv.files import write_json
 from restorekv.tasks import Question
 
 
-def finished(folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **benchmark: object) -> Result:
-    """Writes and returns a cell whose contexts have one question each; its scores are the benchmark's."""
+def finished(
+    folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **benchmark: object
+) -> Result:
+    """Writes and returns a cell whose contexts have one question each; its scores are the
+    benchmark's.
+    """
     scored = tasks.make(cell.benchmark)
     result = opened(folder, cell, facts(cell, benchmark))
     lines = []
     for turn, (question, said) in enumerate(asked):
         answer = {
-            "id": question.id, "task": question.task, "question": question.text,
-            "answer_prefix": question.answer_prefix, "max_new_tokens": question.max_new_tokens,
-            "references": list(question.answers), "prediction": said, "score": scored.score(question, said),
-        }  # fmt: skip
-        figures = {"tokens": 100, "prefix": 3, "cut": 0, "restore_tokens": 0, "pairs": 60, "pairs_with_prefix": 78}
-        lines.append(json.dumps({"sample": str(turn), **figures, "bytes": 1000, "answers": [answer]}) + "\n")
+            "id": question.id,
+            "task": question.task,
+            "question": question.text,
+            "answer_prefix": question.answer_prefix,
+            "max_new_tokens": question.max_new_tokens,
+            "references": list(question.answers),
+            "prediction": said,
+            "score": scored.score(question, said),
+        }
+        figures = {
+            "tokens": 100,
+            "prefix": 3,
+            "cut": 0,
+            "restore_tokens": 0,
+            "pairs": 60,
+            "pairs_with_prefix": 78,
+        }
+        lines.append(
+            json.dumps({"sample": str(turn), **figures, "bytes": 1000, "answers": [answer]}) + "\n"
+        )
     (result.folder / ANSWERS).write_text("".join(lines))
     write_json(result.folder / SUMMARY, summary(result))
     return result
@@ -33,9 +51,18 @@ def finished(folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **
 def facts(cell: Cell, benchmark: Mapping[str, object]) -> dict:
     """Returns those of a cell's facts that exports of results read."""
     return {
-        "model": cell.model, "fingerprint": "0", "device": "cpu", "dtype": "float32", "method": cell.evictor,
+        "model": cell.model,
+        "fingerprint": "0",
+        "device": "cpu",
+        "dtype": "float32",
+        "method": cell.evictor,
         "prefix_policy": cell.prefix_policy or ("free" if cell.evictor == "full" else "counted"),
-        "on_small_budget": cell.on_small_budget, "allocation": cell.allocation, "restore_from": cell.restore_from,
-        "offset": cell.offset, "adapter": {"hash": "ab12", "restore_tokens": 8} if cell.adapter else None,
-        "benchmark": dict(benchmark), "shape": {"layers": 3, "heads": 2}, "versions": {"restorekv": "0.1.0"},
-    }  # fmt: skip
+        "on_small_budget": cell.on_small_budget,
+        "allocation": cell.allocation,
+        "restore_from": cell.restore_from,
+        "offset": cell.offset,
+        "adapter": {"hash": "ab12", "restore_tokens": 8} if cell.adapter else None,
+        "benchmark": dict(benchmark),
+        "shape": {"layers": 3, "heads": 2},
+        "versions": {"restorekv": "0.1.0"},
+    }

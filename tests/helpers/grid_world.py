@@ -1,4 +1,5 @@
-"""A tiny model with an adapter, a benchmark made of plain words, and a grid over them; also run as a program.
+"""A tiny model with an adapter, a benchmark made of plain words, and a grid over them; also run as
+a program.
 
 python -m tests.helpers.grid_world FOLDER LOG CONTEXTS KILL_AT    runs `resume`
 """
@@ -23,7 +24,9 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
 from tests.helpers.models import build_model
 
-WORDS = "red house code seven blue door yellow key bread green who lives there since may open".split()
+WORDS = (
+    "red house code seven blue door yellow key bread green who lives there since may open".split()
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,17 @@ class Plain(Benchmark):
 
     def samples(self, tokenizer, protocol: str) -> Iterable[Sample]:
         for index in range(self.contexts):
-            said = self.text + " ".join(WORDS[(7 * index + turn * turn) % len(WORDS)] for turn in range(self.words))
+            said = self.text + " ".join(
+                WORDS[(7 * index + turn * turn) % len(WORDS)] for turn in range(self.words)
+            )
             asked = (
-                Question(f"{index}-{turn}", f"task_{turn % 2}", f"which {WORDS[turn % 16]}?", ("seven", "a"), 4)
+                Question(
+                    f"{index}-{turn}",
+                    f"task_{turn % 2}",
+                    f"which {WORDS[turn % 16]}?",
+                    ("seven", "a"),
+                    4,
+                )
                 for turn in range(self.questions)
             )
             yield Sample(str(index), said, tuple(asked))
@@ -55,7 +66,9 @@ class Plain(Benchmark):
 
 
 def save_world(root: Path, tokenizer, policy: str = "counted", adapters=("adapter",)) -> Path:
-    """Saves a tiny model and, with seeds 0, 1, ..., untrained adapters of it into the folder `root`."""
+    """Saves a tiny model and, with seeds 0, 1, ..., untrained adapters of it into the folder
+    `root`.
+    """
     model = build_model("qwen3")
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
@@ -66,7 +79,14 @@ def save_world(root: Path, tokenizer, policy: str = "counted", adapters=("adapte
     return root
 
 
-def grid(model: str, benchmark: str, evictors=("kvzip",), ratios=("0.5", "0.3"), adapters=(None,), **common):
+def grid(
+    model: str,
+    benchmark: str,
+    evictors=("kvzip",),
+    ratios=("0.5", "0.3"),
+    adapters=(None,),
+    **common,
+):
     """The full cache, and every evictor at every ratio with every adapter."""
     shared = {"model": model, "benchmark": benchmark, **common}
     return [Cell.full(**shared)] + [
@@ -84,7 +104,11 @@ def tiny_grid(contexts: int) -> list[Cell]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of every cell, but for the seconds it took."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (results.SECONDS, LOCK))
+    files = (
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (results.SECONDS, LOCK)
+    )
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -102,7 +126,8 @@ def log_asked(log: Path) -> None:
 
 
 def kill_at_write(number: int) -> None:
-    """This process kills itself when it is about to write to a cell for the n-th time, counted from 0.
+    """This process kills itself when it is about to write to a cell for the n-th time, counted from
+    0.
 
     Of a line of JSON, half is on the disk by then; of a whole file, its temporary copy.
     """

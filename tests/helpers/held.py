@@ -1,4 +1,6 @@
-"""Bytes of all tensors that are alive at once, counted storage by storage: exact, and the same on every machine."""
+"""Bytes of all tensors that are alive at once, counted storage by storage: exact, and the same on
+every machine.
+"""
 
 import weakref
 
@@ -7,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Held(TorchDispatchMode):
-    """`most`: the most bytes that storages made inside the block, and the tensors `of` it began with, held at once."""
+    """`most`: the most bytes that storages made inside the block, and the tensors `of` it began
+    with, held at once.
+    """
 
     def __init__(self, *of: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Serves enough of the Hugging Face hub's HTTP interface on this machine for its real client to publish and fetch."""
+"""Serves enough of the Hugging Face hub's HTTP interface on this machine for its real client to
+publish and fetch.
+"""
 
 import base64
 import hashlib
@@ -50,11 +52,17 @@ def front_matter_errors(content: str) -> list[str]:
     front = re.match(r"---\n(.*?)\n---\n", content, re.S)
     data = yaml.safe_load(front[1]) if front else {}
     errors = (
-        [] if data.get("license") in LICENSES else [f'"license" must be one of the list, not {data.get("license")}']
+        []
+        if data.get("license") in LICENSES
+        else [f'"license" must be one of the list, not {data.get("license")}']
     )
     if "base_model" in data and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data["base_model"]):
-        errors.append('"base_model" with value is not valid. Use a model id from https://hf.co/models.')
-    if not isinstance(data.get("tags", []), list) or not all(isinstance(tag, str) for tag in data.get("tags", [])):
+        errors.append(
+            '"base_model" with value is not valid. Use a model id from https://hf.co/models.'
+        )
+    if not isinstance(data.get("tags", []), list) or not all(
+        isinstance(tag, str) for tag in data.get("tags", [])
+    ):
         errors.append('"tags" must be an array of strings')
     return errors
 
@@ -82,13 +90,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/api/validate-yaml":
-            errors = [{"message": message} for message in front_matter_errors(json.loads(body)["content"])]
+            errors = [
+                {"message": message} for message in front_matter_errors(json.loads(body)["content"])
+            ]
             return self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.refuse(401, "Invalid username or password.")
         if self.path == "/api/repos/create":
             return self.create(json.loads(body))
-        repo, action = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", self.path).groups()
+        repo, action = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", self.path
+        ).groups()
         if action == "preupload":
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -97,21 +109,38 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"files": files})
         lines = [json.loads(line) for line in body.splitlines()]
         added = {
-            line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
+            line["value"]["path"]: base64.b64decode(line["value"]["content"])
+            for line in lines
+            if line["key"] == "file"
         }
-        self.hub.messages.append(next(line["value"]["summary"] for line in lines if line["key"] == "header"))
+        self.hub.messages.append(
+            next(line["value"]["summary"] for line in lines if line["key"] == "header")
+        )
         commits = self.hub.commits[repo]
         commits.append({**commits[-1], **added})
         oid = f"{len(commits) - 1:040x}"
-        return self.reply({"success": True, "commitOid": oid, "commitUrl": f"{constants.ENDPOINT}/{repo}/commit/{oid}"})
+        return self.reply(
+            {
+                "success": True,
+                "commitOid": oid,
+                "commitUrl": f"{constants.ENDPOINT}/{repo}/commit/{oid}",
+            }
+        )
 
     def create(self, asked: dict) -> None:
         repo = f"{asked['organization']}/{asked['name']}"
         if asked["organization"] == "others":
-            return self.refuse(403, "You don't have the rights to create a model under this namespace. Ask for them.")
+            return self.refuse(
+                403,
+                "You don't have the rights to create a model under this namespace. Ask for them.",
+            )
         if repo in self.hub.commits:
             return self.reply(
-                {"error": "You already created this model repo", "url": f"{constants.ENDPOINT}/{repo}"}, 409
+                {
+                    "error": "You already created this model repo",
+                    "url": f"{constants.ENDPOINT}/{repo}",
+                },
+                409,
             )
         self.hub.private[repo] = asked.get("private", asked.get("visibility") == "private")
         self.hub.commits[repo] = [{}]
@@ -119,9 +148,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        wanted = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?", path) or re.fullmatch(
-            r"/([^/]+/[^/]+)/(resolve)/([^/]+)/(.+)", path
-        )
+        wanted = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?", path
+        ) or re.fullmatch(r"/([^/]+/[^/]+)/(resolve)/([^/]+)/(.+)", path)
         if wanted is None:
             return self.refuse(404, f"No such page: {path}")
         repo, what, revision = wanted.groups()[:3]
@@ -135,22 +164,39 @@ class Handler(BaseHTTPRequestHandler):
             if wanted[4] not in files:
                 return self.refuse(404, "Entry not found", "EntryNotFound")
             content = files[wanted[4]]
-            return self.reply(content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=oid)
+            return self.reply(
+                content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=oid
+            )
         if what == "tree":
             listed = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(content),
+                    "oid": hashlib.sha1(content).hexdigest(),
+                }
                 for name, content in files.items()
             ]
             return self.reply(listed)
         siblings = [{"rfilename": name} for name in files]
-        return self.reply({"id": repo, "sha": oid, "private": self.hub.private[repo], "siblings": siblings, "tags": []})
+        return self.reply(
+            {
+                "id": repo,
+                "sha": oid,
+                "private": self.hub.private[repo],
+                "siblings": siblings,
+                "tags": [],
+            }
+        )
 
     do_HEAD = do_GET  # noqa: N815
 
 
 @contextmanager
 def local_hub(monkeypatch, cache) -> Iterator[Hub]:
-    """Sends everything that the client does to a server in this process, with its cache in the folder `cache`."""
+    """Sends everything that the client does to a server in this process, with its cache in the
+    folder `cache`.
+    """
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -164,7 +210,11 @@ def local_hub(monkeypatch, cache) -> Iterator[Hub]:
 
 def point_client_at(monkeypatch, endpoint: str, cache) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 def without_triton(code: str) -> None:
     """Runs code where Triton cannot be imported; fails if it does."""
-    subprocess.run([sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{code}"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{code}"], check=True
+    )
 
 
 def compiled(script: str) -> list[dict]:
@@ -17,5 +19,7 @@ def compiled(script: str) -> list[dict]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", f"tests.helpers.{Path(script).stem}"]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)

@@ -1,7 +1,9 @@
-"""kvpress's leaderboard as a reader of results: what src/data.py of the space nvidia/kvpress-leaderboard takes.
+"""kvpress's leaderboard as a reader of results: what src/data.py of the space
+nvidia/kvpress-leaderboard takes.
 
-A folder counts if it lies directly below, holds metrics.json and config.yaml, config.yaml names what is required and
-nothing that is unknown, and the whole data set was asked; a folder it would choke on raises.
+A folder counts if it lies directly below, holds metrics.json and config.yaml, config.yaml names
+what is required and nothing that is unknown, and the whole data set was asked; a folder it would
+choke on raises.
 """
 
 import csv
@@ -12,10 +14,25 @@ import yaml
 
 REQUIRED = {"dataset", "data_dir", "model", "device", "press_name", "compression_ratio"}
 OPTIONAL = {
-    "key_channel_compression_ratio", "fraction", "max_new_tokens", "max_context_length", "query_aware",
-    "compress_questions", "output_dir", "log_level", "press_init_command", "model_kwargs", "seed", "threshold",
-    "needle_depth", "compression_interval", "target_size", "hidden_states_buffer_size", "fp8", "restore_checkpoint",
-}  # fmt: skip
+    "key_channel_compression_ratio",
+    "fraction",
+    "max_new_tokens",
+    "max_context_length",
+    "query_aware",
+    "compress_questions",
+    "output_dir",
+    "log_level",
+    "press_init_command",
+    "model_kwargs",
+    "seed",
+    "threshold",
+    "needle_depth",
+    "compression_interval",
+    "target_size",
+    "hidden_states_buffer_size",
+    "fp8",
+    "restore_checkpoint",
+}
 
 
 def read(folder: Path) -> dict[str, dict]:
@@ -25,7 +42,10 @@ def read(folder: Path) -> dict[str, dict]:
         if not (path / "metrics.json").exists() or not (path / "config.yaml").exists():
             continue
         config = yaml.safe_load((path / "config.yaml").read_text())
-        if not REQUIRED <= config.keys() <= REQUIRED | OPTIONAL or config.get("fraction", 1.0) != 1.0:
+        if (
+            not REQUIRED <= config.keys() <= REQUIRED | OPTIONAL
+            or config.get("fraction", 1.0) != 1.0
+        ):
             continue
         with (path / "predictions.csv").open(newline="", encoding="utf-8") as file:
             ratios = [float(row["compression_ratio"]) for row in csv.DictReader(file)]
@@ -33,9 +53,14 @@ def read(folder: Path) -> dict[str, dict]:
         if not all("string_match" in each for each in metrics.values()):
             continue
         shown[path.name] = {
-            "dataset": config["dataset"], "data_dir": config["data_dir"], "model": config["model"],
+            "dataset": config["dataset"],
+            "data_dir": config["data_dir"],
+            "model": config["model"],
             "method": config["press_name"],
-            "compression_ratio": round(sum(ratios) / len(ratios), 2) or float(config["compression_ratio"]),
-            "score": round(sum(each["string_match"] for each in metrics.values()) / len(metrics), 2),
-        }  # fmt: skip
+            "compression_ratio": round(sum(ratios) / len(ratios), 2)
+            or float(config["compression_ratio"]),
+            "score": round(
+                sum(each["string_match"] for each in metrics.values()) / len(metrics), 2
+            ),
+        }
     return shown

@@ -7,9 +7,18 @@ OFFICIAL = {
         ("Who paid?", "Costs\nNobody paid.", ["Unanswerable"], None),
         ("Were they lit?", "Lamps\nWe lit {nine} lamps.", ["Yes"], None),
     ],
-    "trec": [("Question: Where is the mill?\nType:", "Question: Where is it?\nType: Place", ["Place"], TYPES)],
+    "trec": [
+        (
+            "Question: Where is the mill?\nType:",
+            "Question: Where is it?\nType: Place",
+            ["Place"],
+            TYPES,
+        )
+    ],
     "lcc": [("", "def f():\n    x = 1\n", ["    return x"], None)],
-    "passage_retrieval_en": [("Of mills.", "Paragraph 1: A mill.\n\nParagraph 2: A lamp.", ["Paragraph 1"], None)],
+    "passage_retrieval_en": [
+        ("Of mills.", "Paragraph 1: A mill.\n\nParagraph 2: A lamp.", ["Paragraph 1"], None)
+    ],
 }
 
 

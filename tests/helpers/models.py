@@ -67,7 +67,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["the code of the red house is seven; who lives in the blue house?"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["the code of the red house is seven; who lives in the blue house?"] * 4, trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

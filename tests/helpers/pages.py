@@ -7,9 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md",
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
-]  # fmt: skip
+]
 RECORDED = [ROOT / "paper" / "log.md", *sorted((ROOT / "paper" / "results").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -29,7 +32,9 @@ class Command:
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     """Language and text of the code blocks of a page."""
-    return [block for block in FENCE.findall(page.read_text(encoding="utf-8")) if block[0] in languages]
+    return [
+        block for block in FENCE.findall(page.read_text(encoding="utf-8")) if block[0] in languages
+    ]
 
 
 def commands(page: Path) -> list[Command]:
@@ -41,7 +46,12 @@ def commands(page: Path) -> list[Command]:
                 line, _, output = part.partition("\n")
                 found.append(Command(line, True, output))
         else:
-            found += [Command(part) for line in text.splitlines() for part in line.split(" && ") if part.strip()]
+            found += [
+                Command(part)
+                for line in text.splitlines()
+                for part in line.split(" && ")
+                if part.strip()
+            ]
     return [command for command in found if command.words]
 
 

@@ -11,25 +11,52 @@ from restorekv.files import write_json
 from restorekv.tasks.base import digest
 
 FACTS = {
-    "fingerprint": "1f2e", "dtype": "float32", "device": "cpu", "allocation": "global", "budget": "B", "score": "mean",
-    "interval": "95 %", "prefix_policy": "free", "shape": {"layers": 3, "heads": 2}, "adapter": None,
-}  # fmt: skip
+    "fingerprint": "1f2e",
+    "dtype": "float32",
+    "device": "cpu",
+    "allocation": "global",
+    "budget": "B",
+    "score": "mean",
+    "interval": "95 %",
+    "prefix_policy": "free",
+    "shape": {"layers": 3, "heads": 2},
+    "adapter": None,
+}
 
 
 def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, ...]]]) -> Result:
-    """`said` tells of every task what is said to each document: (score, KL, tokens, same), or the score alone.
+    """`said` tells of every task what is said to each document: (score, KL, tokens, same), or the
+    score alone.
 
     Documents are numbered from 0 in every cell; each is asked all tasks.
     """
     place = folder / cell.name
     place.mkdir(parents=True)
     conventions = {
-        "method": cell.evictor, "adapter": None, "shape": {"layers": 3}, "prefix_policy": "free",
-        "on_small_budget": cell.on_small_budget, "restore_from": cell.restore_from, "offset": cell.offset,
-    }  # fmt: skip
-    facts = {**conventions, **FACTS, "benchmark": {"title": cell.benchmark}, "protocol": {"name": cell.protocol}}
+        "method": cell.evictor,
+        "adapter": None,
+        "shape": {"layers": 3},
+        "prefix_policy": "free",
+        "on_small_budget": cell.on_small_budget,
+        "restore_from": cell.restore_from,
+        "offset": cell.offset,
+    }
+    facts = {
+        **conventions,
+        **FACTS,
+        "benchmark": {"title": cell.benchmark},
+        "protocol": {"name": cell.protocol},
+    }
     write_json(place / CELL, {"cell": cell.to_dict(), "facts": facts})
-    held = {"prefix": 3, "cut": 0, "restore_tokens": 0, "tokens": 100, "pairs": 60, "pairs_with_prefix": 78, "bytes": 9}
+    held = {
+        "prefix": 3,
+        "cut": 0,
+        "restore_tokens": 0,
+        "tokens": 100,
+        "pairs": 60,
+        "pairs_with_prefix": 78,
+        "bytes": 9,
+    }
     lines = []
     for turn in range(len(next(iter(said.values())))):
         answers = [answer(f"{task}-{turn}", task, *figures[turn]) for task, figures in said.items()]
@@ -44,4 +71,8 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
 def answer(name: str, task: str, score: float, *fidelity: float) -> dict:
     """As a worker tells it."""
     told = {"id": name, "task": task, "question": name, "prediction": digest([]), "score": score}
-    return told | dict(zip(("kl", "answer_tokens", "same"), fidelity, strict=True)) if fidelity else told
+    return (
+        told | dict(zip(("kl", "answer_tokens", "same"), fidelity, strict=True))
+        if fidelity
+        else told
+    )

@@ -2,7 +2,9 @@
 
 from restorekv import compress
 
-TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")]
+TEXTS = [
+    f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")
+]
 QUESTION = "Which code?"
 
 

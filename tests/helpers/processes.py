@@ -22,4 +22,6 @@ def digest_elsewhere(spec: str, hash_seed: int = 7) -> str:
     """Returns the digest of a benchmark's samples, tokenized for the tiny model, in a new process."""
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     command = [sys.executable, "-c", CODE, TINY, spec]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout.strip()

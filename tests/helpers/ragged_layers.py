@@ -15,7 +15,9 @@ def cases(draw):
     return {
         "seed": draw(st.integers(0, 2**20)),
         "dtype": draw(st.sampled_from(list(TOLERANCE))),
-        "lengths": draw(st.lists(st.sampled_from([0, 1, 2, 5, 31, 64, 90]), min_size=1, max_size=4)),
+        "lengths": draw(
+            st.lists(st.sampled_from([0, 1, 2, 5, 31, 64, 90]), min_size=1, max_size=4)
+        ),
         "groups": draw(st.integers(1, 8)),
         "dim": draw(st.sampled_from([32, 64, 80, 128, 256])),
         "batch": draw(st.integers(1, 3)),
@@ -31,29 +33,47 @@ def cases(draw):
 def build(case):
     """A layer whose tail is the beginning of a buffer, a query and a mask."""
     generator = torch.Generator().manual_seed(case["seed"])
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(case["dtype"])  # noqa: E731
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case["dtype"])
+
     heads, dim, batch, tail = len(case["lengths"]), case["dim"], case["batch"], case["tail"]
     offsets = torch.tensor([0, *case["lengths"]]).cumsum(0).int()
     kept = int(offsets[-1])
-    bias = draw(kept).to(torch.promote_types(case["dtype"], torch.float32)) if case["bias"] else None
+    bias = (
+        draw(kept).to(torch.promote_types(case["dtype"], torch.float32)) if case["bias"] else None
+    )
     nothing = draw(1, heads, 0, dim)
     context = draw(kept, dim), draw(kept, dim)
-    layer = RaggedLayer(*context, offsets, torch.zeros(kept, dtype=torch.int32), 99, nothing, nothing, bias)
-    layer.keys, layer.values = (draw(batch, heads, tail + case["room"], dim)[:, :, :tail] for _ in range(2))
+    layer = RaggedLayer(
+        *context, offsets, torch.zeros(kept, dtype=torch.int32), 99, nothing, nothing, bias
+    )
+    layer.keys, layer.values = (
+        draw(batch, heads, tail + case["room"], dim)[:, :, :tail] for _ in range(2)
+    )
     mask, queries = None, case["queries"]
     if case["mask"] != "none":
-        mask = naive.causal(queries, tail, offsets.device).expand(1 if case["mask"] == "one" else batch, 1, -1, -1)
+        mask = naive.causal(queries, tail, offsets.device).expand(
+            1 if case["mask"] == "one" else batch, 1, -1, -1
+        )
         mask = mask.clone()
-        mask[0, :, :, 0] = tail == queries  # a column that no query needs, unless it is all that the first one sees
+        # A column that no query needs, unless it is all that the first one sees.
+        mask[0, :, :, 0] = tail == queries
     return draw(batch, heads, case["groups"], queries, dim) * 2, layer, mask
 
 
 def defined(query, layer, mask):
     """By the definition in float64, through which gradients pass."""
     exact = RaggedLayer(
-        layer.context_keys.double(), layer.context_values.double(), layer.offsets, layer.positions, 99,
-        layer.restore_keys.double(), layer.restore_values.double(), layer.bias,
-    )  # fmt: skip
+        layer.context_keys.double(),
+        layer.context_values.double(),
+        layer.offsets,
+        layer.positions,
+        99,
+        layer.restore_keys.double(),
+        layer.restore_values.double(),
+        layer.bias,
+    )
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
     every = None if mask is None else mask.expand(len(query), -1, -1, -1)
     return naive.attend(query.double(), exact, every, query.shape[-1] ** -0.5)

@@ -15,71 +15,128 @@ LAYERS, HEADS, DIM = 4, 2, 32
 PREFIX = {"kvpress": 3, "kvzip": 28}
 POLICY = {"kvpress": "counted", "kvzip": "free"}
 RESTORE = 2
-TASKS = {"tiny": ("single", "qa", "choice4"), "qasper": ("qasper",), "needle": ("needle_500", "needle_2000")}
+TASKS = {
+    "tiny": ("single", "qa", "choice4"),
+    "qasper": ("qasper",),
+    "needle": ("needle_500", "needle_2000"),
+}
 TITLES = {"tiny": "Tiny suite", "qasper": "QASPER", "needle": "Needle in a haystack"}
 SKILL = {"kvzip": 0.75, "snapkv": 0.35, "kvzip+": 0.8, "h2o": 0.2, "full": 0.95}
 
 CONVENTIONS = {
-    "model": "tiny", "fingerprint": "f" * 16, "dtype": "float32", "benchmark": "tiny:count=26",
-    "protocol": "kvpress", "ratios": [0.05], "evictor": "kvzip",
-}  # fmt: skip
+    "model": "tiny",
+    "fingerprint": "f" * 16,
+    "dtype": "float32",
+    "benchmark": "tiny:count=26",
+    "protocol": "kvpress",
+    "ratios": [0.05],
+    "evictor": "kvzip",
+}
 
 
 def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
     """As grid.facts writes them, in what a report reads."""
     policy = cell.prefix_policy or POLICY[cell.protocol]
     name = cell.benchmark.partition(":")[0]
-    adapter = {"hash": "5" * 12, "restore_tokens": RESTORE, "evictor": cell.evictor, "prefix_policy": "free"}
+    adapter = {
+        "hash": "5" * 12,
+        "restore_tokens": RESTORE,
+        "evictor": cell.evictor,
+        "prefix_policy": "free",
+    }
     return {
-        "model": cell.model, "fingerprint": f"{cell.protocol:f<16}", "dtype": "float32",
-        "rope": {"rope_theta": 10000.0}, "shape": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM, "hidden": 128},
-        "prefix_policy": policy, "on_small_budget": cell.on_small_budget, "allocation": cell.allocation,
-        "restore_from": cell.restore_from, "offset": cell.offset, "budget": "B = floor(r T L H), exact",
-        "method": cell.evictor + (f":chunk=2000,sinks={PREFIX['kvzip']}" if cell.protocol == "kvzip" else ""),
+        "model": cell.model,
+        "fingerprint": f"{cell.protocol:f<16}",
+        "dtype": "float32",
+        "rope": {"rope_theta": 10000.0},
+        "shape": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM, "hidden": 128},
+        "prefix_policy": policy,
+        "on_small_budget": cell.on_small_budget,
+        "allocation": cell.allocation,
+        "restore_from": cell.restore_from,
+        "offset": cell.offset,
+        "budget": "B = floor(r T L H), exact",
+        "method": cell.evictor
+        + (f":chunk=2000,sinks={PREFIX['kvzip']}" if cell.protocol == "kvzip" else ""),
         "adapter": adapter if cell.restored else None,
         "benchmark": {
-            "data": "generated", "license": "Apache-2.0", "metric": "share found", "title": TITLES[name],
-            "spec": cell.benchmark, "samples": samples, "questions": samples * len(TASKS[name]), "digest": "d" * 16,
+            "data": "generated",
+            "license": "Apache-2.0",
+            "metric": "share found",
+            "title": TITLES[name],
+            "spec": cell.benchmark,
+            "samples": samples,
+            "questions": samples * len(TASKS[name]),
+            "digest": "d" * 16,
         },
         "protocol": {
-            "name": cell.protocol, "before": "<user>" if cell.protocol == "kvpress" else "<system> & <user>",
-            "after": "<assistant>", "stops": f"stops of {cell.protocol}", "rope": "the model's own",
+            "name": cell.protocol,
+            "before": "<user>" if cell.protocol == "kvpress" else "<system> & <user>",
+            "after": "<assistant>",
+            "stops": f"stops of {cell.protocol}",
+            "rope": "the model's own",
             "cut": "the end of contexts that are too long",
         },
-        "score": "mean over tasks of the mean over questions x 100", "interval": "95 %, bootstrap over contexts",
-        "decoding": "greedy", "device": "cpu", "threads": 1, "versions": {"restorekv": "0.1.0", "torch": "2.13.0"},
+        "score": "mean over tasks of the mean over questions x 100",
+        "interval": "95 %, bootstrap over contexts",
+        "decoding": "greedy",
+        "device": "cpu",
+        "threads": 1,
+        "versions": {"restorekv": "0.1.0", "torch": "2.13.0"},
         **changes,
-    }  # fmt: skip
+    }
 
 
 def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
-    """A context's answers: the better the method and the larger the ratio, the more of them are right."""
+    """A context's answers: the better the method and the larger the ratio, the more of them are
+    right.
+    """
     tokens, prefix = rng.randrange(800, 1200), PREFIX[cell.protocol]
     counted = (cell.prefix_policy or POLICY[cell.protocol]) == "counted"
-    budget = Budget.of_ratio(cell.ratio, tokens + prefix * counted, LAYERS, HEADS, RESTORE * cell.restored, "clip")
+    budget = Budget.of_ratio(
+        cell.ratio, tokens + prefix * counted, LAYERS, HEADS, RESTORE * cell.restored, "clip"
+    )
     held = budget.pairs if counted else budget.pairs + prefix * LAYERS * HEADS
     name = cell.benchmark.partition(":")[0]
-    chance = SKILL[cell.evictor] * (1 if cell.evictor == "full" else min(1, (cell.value * 5) ** 0.5))
+    chance = SKILL[cell.evictor] * (
+        1 if cell.evictor == "full" else min(1, (cell.value * 5) ** 0.5)
+    )
     chance += cell.restored * (1 - chance) * 0.5
     answers = [
         {
-            "id": f"{sample}" if name == "needle" else f"{sample}-{turn}", "task": task,
-            "question": f"What is <b>{sample}</b> & {turn}?", "references": [f"r{rng.randrange(100)}"],
-            "prediction": "<script>alert(1)</script>", "score": float(rng.random() < chance),
-            "kl": 1 - chance if cell.evictor != "full" else 0.0, "answer_tokens": 5, "same": cell.evictor == "full",
+            "id": f"{sample}" if name == "needle" else f"{sample}-{turn}",
+            "task": task,
+            "question": f"What is <b>{sample}</b> & {turn}?",
+            "references": [f"r{rng.randrange(100)}"],
+            "prediction": "<script>alert(1)</script>",
+            "score": float(rng.random() < chance),
+            "kl": 1 - chance if cell.evictor != "full" else 0.0,
+            "answer_tokens": 5,
+            "same": cell.evictor == "full",
         }
         for turn, task in enumerate(TASKS[name])
         if name != "needle" or task.endswith("_" + sample.partition("-")[0])
-    ]  # fmt: skip
+    ]
     return {
-        "sample": sample, "context": sample if name == "qasper" else f"{cell.benchmark} {sample}", "tokens": tokens,
-        "prefix": prefix, "restore_tokens": RESTORE * cell.restored,
-        "pairs": budget.pairs, "pairs_with_prefix": held, "bytes": held * DIM * 8, "cut": 0, "answers": answers,
-    }  # fmt: skip
+        "sample": sample,
+        "context": sample if name == "qasper" else f"{cell.benchmark} {sample}",
+        "tokens": tokens,
+        "prefix": prefix,
+        "restore_tokens": RESTORE * cell.restored,
+        "pairs": budget.pairs,
+        "pairs_with_prefix": held,
+        "bytes": held * DIM * 8,
+        "cut": 0,
+        "answers": answers,
+    }
 
 
-def write_cell(folder: Path, cell: Cell, samples: int = 6, answered: int | None = None, **changes: object) -> Result:
-    """A cell of which `answered` contexts are there (all: done). Questions depend on the benchmark alone."""
+def write_cell(
+    folder: Path, cell: Cell, samples: int = 6, answered: int | None = None, **changes: object
+) -> Result:
+    """A cell of which `answered` contexts are there (all: done). Questions depend on the benchmark
+    alone.
+    """
     names = list(map(str, range(samples)))
     if cell.benchmark.startswith("needle"):
         names = [f"{length}-{depth:g}" for length in (500, 2000) for depth in (0, 50, 100)]
@@ -101,13 +158,17 @@ def write_scores(folder: Path, cell: Cell, scores: list[list[float]]) -> Result:
     result = opened(folder, cell, facts_of(cell, len(scores)))
     for number, own in enumerate(scores):
         line = line_of(cell, str(number), random.Random(number))
-        answers = [{**answer, "score": score} for answer, score in zip(line["answers"], own, strict=True)]
+        answers = [
+            {**answer, "score": score} for answer, score in zip(line["answers"], own, strict=True)
+        ]
         result.append({**line, "answers": answers}, {"ask": 0.1})
     write_json(result.folder / SUMMARY, summary(result))
     return result
 
 
-def cells_of(benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object) -> list[Cell]:
+def cells_of(
+    benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object
+) -> list[Cell]:
     """The full cache and every evictor alone and restored."""
     cells = [Cell.full(model="tiny", benchmark=benchmark, **common)]
     for evictor in evictors:
@@ -118,9 +179,11 @@ def cells_of(benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...],
 
 
 def write_run(
-    folder: Path, evictors: tuple[str, ...] = ("kvzip", "snapkv"), ratios: tuple[str, ...] = ("0.2", "0.05"),
+    folder: Path,
+    evictors: tuple[str, ...] = ("kvzip", "snapkv"),
+    ratios: tuple[str, ...] = ("0.2", "0.05"),
     samples: int = 6,
-) -> Path:  # fmt: skip
+) -> Path:
     """Two benchmarks, one of them with two seeds, under both protocols, and a needle."""
     for protocol in POLICY:
         for benchmark in ("tiny:count=6", "tiny:count=6,seed=1", "qasper"):
@@ -142,22 +205,64 @@ def efficiency() -> dict:
     seconds = {"prefill": 0.4, "score": 0.6, "restore": 0.0, "evict": 0.02, "total": 1.02}
     restored = seconds | {"restore": 0.01, "total": 1.03}
     return {
-        "analysis": "efficiency", "label": "tiny-cpu", "definitions": {"total": "prefill to eviction"},
+        "analysis": "efficiency",
+        "label": "tiny-cpu",
+        "definitions": {"total": "prefill to eviction"},
         "conventions": CONVENTIONS
-        | {"machine": "two cores", "threads": 1, "tokens": 2048, "repeat": 3, "latency_context": "prefill"},
+        | {
+            "machine": "two cores",
+            "threads": 1,
+            "tokens": 2048,
+            "repeat": 3,
+            "latency_context": "prefill",
+        },
         "compression": [
-            {"evictor": "kvzip", "restored": False, "adapter": None, "seconds": seconds, "peak": 123_000_000},
-            {"evictor": "kvzip", "restored": True, "adapter": "shipped", "seconds": restored, "peak": 124_000_000},
-            {"evictor": "snapkv", "restored": False, "adapter": None, "seconds": seconds, "peak": None},
-            {"evictor": "snapkv", "restored": True, "adapter": "random", "seconds": restored, "peak": None},
+            {
+                "evictor": "kvzip",
+                "restored": False,
+                "adapter": None,
+                "seconds": seconds,
+                "peak": 123_000_000,
+            },
+            {
+                "evictor": "kvzip",
+                "restored": True,
+                "adapter": "shipped",
+                "seconds": restored,
+                "peak": 124_000_000,
+            },
+            {
+                "evictor": "snapkv",
+                "restored": False,
+                "adapter": None,
+                "seconds": seconds,
+                "peak": None,
+            },
+            {
+                "evictor": "snapkv",
+                "restored": True,
+                "adapter": "random",
+                "seconds": restored,
+                "peak": None,
+            },
         ],
-        "overhead": {"kvzip": {"seconds": 0.01, "share": 0.01, "peak": 1_000_000, "peak_share": 0.008},
-                     "snapkv": {"seconds": 0.01, "share": 0.01, "peak": None, "peak_share": None}},
+        "overhead": {
+            "kvzip": {"seconds": 0.01, "share": 0.01, "peak": 1_000_000, "peak_share": 0.008},
+            "snapkv": {"seconds": 0.01, "share": 0.01, "peak": None, "peak_share": None},
+        },
         "latency": [
-            {"ratio": ratio, "restored": restored, "milliseconds": 0.2 + 0.25 * ratio, "least": 0.19 + 0.25 * ratio,
-             "most": 0.22 + 0.25 * ratio, "bytes": int(4e6 * ratio), "pairs": int(24576 * ratio),
-             "restore_tokens": 2 * restored}
-            for ratio in (1.0, 0.5, 0.2, 0.05) for restored in (False, True)
+            {
+                "ratio": ratio,
+                "restored": restored,
+                "milliseconds": 0.2 + 0.25 * ratio,
+                "least": 0.19 + 0.25 * ratio,
+                "most": 0.22 + 0.25 * ratio,
+                "bytes": int(4e6 * ratio),
+                "pairs": int(24576 * ratio),
+                "restore_tokens": 2 * restored,
+            }
+            for ratio in (1.0, 0.5, 0.2, 0.05)
+            for restored in (False, True)
         ],
         "latency_ratio": {"1": 1.0, "0.5": 1.0, "0.2": 1.0, "0.05": 1.0},
-    }  # fmt: skip
+    }

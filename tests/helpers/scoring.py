@@ -13,11 +13,16 @@ def rotate(x, cos, sin):
 
 
 def projected(model, ids):
-    """Per layer: attention input (N, d), rotated queries (Hq, N, D), rotated keys (H, N, D), values (H, N, D)."""
+    """Per layer: attention input (N, d), rotated queries (Hq, N, D), rotated keys (H, N, D), values
+    (H, N, D).
+    """
     seen = []
 
     def hook(module, args, kwargs):
-        x, (cos, sin) = kwargs["hidden_states"][0], (part[0] for part in kwargs["position_embeddings"])
+        x, (cos, sin) = (
+            kwargs["hidden_states"][0],
+            (part[0] for part in kwargs["position_embeddings"]),
+        )
         query, key, value = (
             layer(x).unflatten(-1, (-1, module.head_dim)).transpose(0, 1)
             for layer in (module.q_proj, module.k_proj, module.v_proj)
@@ -26,7 +31,10 @@ def projected(model, ids):
             query, key = module.q_norm(query), module.k_norm(key)
         seen.append((x, rotate(query, cos, sin), rotate(key, cos, sin), value))
 
-    handles = [layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True) for layer in model.model.layers]
+    handles = [
+        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        for layer in model.model.layers
+    ]
     model(ids, use_cache=False)
     for handle in handles:
         handle.remove()
@@ -37,7 +45,9 @@ def repeat_ids(tokenizer, context, start, end, first):
     if first:
         asked = [encode(tokenizer, "\n\nRepeat the previous context exactly.")]
     else:
-        asked = [encode(tokenizer, "\n\nRepeat the part of the previous context exactly, starting with")]
+        asked = [
+            encode(tokenizer, "\n\nRepeat the part of the previous context exactly, starting with")
+        ]
         asked.append(context.ids[:, start - 8 : start])
     return torch.cat([*asked, context.suffix, context.ids[:, start:end]], 1)
 

@@ -13,8 +13,14 @@ from fastapi import FastAPI
 from restorekv import compress
 from restorekv.serve.run import HTTP, Server, Settings, application
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 4
-OTHER = "The green house belongs to the miller, who has two dogs and a cat that sleeps all day long. " * 4
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 4
+)
+OTHER = (
+    "The green house belongs to the miller, who has two dogs and a cat that sleeps all day long. "
+    * 4
+)
 VARIANT, QUESTION = "tiny:snapkv-0.4", "Which code?"
 KEY = "a-key-of-sixteen-characters"
 
@@ -22,7 +28,9 @@ KEY = "a-key-of-sixteen-characters"
 @contextlib.contextmanager
 def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
     """The address of a server with the library as engine."""
-    with listening(application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))) as url:
+    with listening(
+        application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
+    ) as url:
         yield url
 
 
@@ -30,7 +38,8 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 def listening(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
     config = uvicorn.Config(app, port=0, log_level="error", **HTTP)
-    whole = hasattr(app.state, "service")  # else an application of a single part, which has no answers to end
+    # Else an application of a single part, which has no answers to end.
+    whole = hasattr(app.state, "service")
     server = Server(config, app) if whole else uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -52,7 +61,11 @@ def upload(client, content: str | bytes = TEXT, name: str = "doc.txt", wait: boo
     """The file that a client made of `content`, by default once the server has compressed it."""
     content = content.encode() if isinstance(content, str) else content
     made = client.files.create(file=(name, content), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.02, max_wait_seconds=300) if wait else made
+    return (
+        client.files.wait_for_processing(made.id, poll_interval=0.02, max_wait_seconds=300)
+        if wait
+        else made
+    )
 
 
 def about(*parts: object, question: str = QUESTION) -> list[dict]:

@@ -27,10 +27,13 @@ def imported(tree: ast.Module) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            if [alias.name for alias in node.names] == ["__version__"]:  # of the package, which imports nothing
+            # Of the package, which imports nothing.
+            if [alias.name for alias in node.names] == ["__version__"]:
                 continue
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (whole & MODULES) or {node.module}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.partition(".")[0] in ("restorekv", "benchmarks", "paper")}
+    return {
+        name for name in found if name.partition(".")[0] in ("restorekv", "benchmarks", "paper")
+    }

@@ -1,9 +1,11 @@
-"""Schemathesis against the server's own description: `python -m tests.hostile.api --minutes 30 --seed 0`.
+"""Schemathesis against the server's own description: `python -m tests.hostile.api --minutes 30
+--seed 0`.
 
-A real process serves the tiny model and holds a few documents. Schemathesis (the extra `dev`) makes requests from
-`/openapi.json`, right and wrong ones, alone and in sequence. An answer of 500 and more, a status, header, content type
-or schema that the description does not have, and 60 seconds without an answer are failures. Whether a request that the
-schema allows is accepted is not asked: what messages may follow each other is said in sentences, not in the schema.
+A real process serves the tiny model and holds a few documents. Schemathesis (the extra `dev`) makes
+requests from `/openapi.json`, right and wrong ones, alone and in sequence. An answer of 500 and
+more, a status, header, content type or schema that the description does not have, and 60 seconds
+without an answer are failures. Whether a request that the schema allows is accepted is not asked:
+what messages may follow each other is said in sentences, not in the schema.
 """
 
 import argparse
@@ -37,16 +39,43 @@ def run(folder: Path, seconds: int, seed: int) -> int:
         before = client.chat.completions.create(**asked(names[0], 0)).choices[0].message.content
         report, output = folder / "report.json", folder / "output.txt"
         command = [
-            str(Path(sys.executable).with_name("schemathesis")), "run", f"http://127.0.0.1:{server.port}/openapi.json",
-            "--max-time", str(seconds), "--seed", str(seed), "--checks", CHECKS, "--request-timeout", str(SILENCE),
-            "--continue-on-failure", "--no-color", "--report", "json", "--report-json-path", str(report),
-        ]  # fmt: skip
-        environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS), "RESTOREKV_FILES": " ".join([*names, broken])}
+            str(Path(sys.executable).with_name("schemathesis")),
+            "run",
+            f"http://127.0.0.1:{server.port}/openapi.json",
+            "--max-time",
+            str(seconds),
+            "--seed",
+            str(seed),
+            "--checks",
+            CHECKS,
+            "--request-timeout",
+            str(SILENCE),
+            "--continue-on-failure",
+            "--no-color",
+            "--report",
+            "json",
+            "--report-json-path",
+            str(report),
+        ]
+        environment = {
+            **os.environ,
+            "SCHEMATHESIS_HOOKS": str(HOOKS),
+            "RESTOREKV_FILES": " ".join([*names, broken]),
+        }
         with output.open("w") as written:
-            subprocess.run(command, stdout=written, stderr=subprocess.STDOUT, env=environment, cwd=folder, check=False)
+            subprocess.run(
+                command,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=folder,
+                check=False,
+            )
         after = client.chat.completions.create(**asked(names[0], 0)).choices[0].message.content
         figures = client.get("/../metrics", cast_to=str).splitlines()
-        answered = next(line.split()[1] for line in figures if line.startswith("restorekv_questions_total "))
+        answered = next(
+            line.split()[1] for line in figures if line.startswith("restorekv_questions_total ")
+        )
         pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     finally:
         server.stop()
@@ -58,9 +87,14 @@ def run(folder: Path, seconds: int, seed: int) -> int:
     if wrong:
         print(output.read_text())
     same = "as" if before == after else "NOT as"
-    print(f"{operations['tested']} of {operations['total']} operations, {cases['generated']:,} cases, {wrong} failures")
-    print(f"seed {seed}, {found['running_time']:.0f} s; {float(answered):.0f} questions answered, the last {same} the "
-          f"first; process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB", flush=True)  # fmt: skip
+    print(
+        f"{operations['tested']} of {operations['total']} operations, {cases['generated']:,} cases, {wrong} failures"
+    )
+    print(
+        f"seed {seed}, {found['running_time']:.0f} s; {float(answered):.0f} questions answered, the last {same} the "
+        f"first; process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB",
+        flush=True,
+    )
     return wrong
 
 

@@ -1,9 +1,11 @@
-"""What Schemathesis is told about the server, so that its cases reach documents and answers: names that exist.
+"""What Schemathesis is told about the server, so that its cases reach documents and answers: names
+that exist.
 
-A quarter of the cases stays as Schemathesis made it. Some get what no program should compute with: half characters,
-depth, unknown fields, fields that are refused, many fields of a form, and Hosts and Origins of other sites. The check
-at the end asks that unknown fields are never ignored, and that no other site's page is answered. What is changed
-follows from the case alone, so that a seed gives the same run again.
+A quarter of the cases stays as Schemathesis made it. Some get what no program should compute with:
+half characters, depth, unknown fields, fields that are refused, many fields of a form, and Hosts
+and Origins of other sites. The check at the end asks that unknown fields are never ignored, and
+that no other site's page is answered. What is changed follows from the case alone, so that a seed
+gives the same run again.
 """
 
 import os
@@ -12,7 +14,10 @@ from typing import Any
 
 import schemathesis
 
-FILES, MODELS = os.environ["RESTOREKV_FILES"].split(), ["tiny:best-0.2", "tiny", "tiny:snapkv-0.3-base"]
+FILES, MODELS = (
+    os.environ["RESTOREKV_FILES"].split(),
+    ["tiny:best-0.2", "tiny", "tiny:snapkv-0.3-base"],
+)
 TOKENS = 8  # of an answer
 NEVER = ("previous_response_id",)  # in a question that is answered
 HALF = "\ud800"
@@ -36,7 +41,11 @@ def model(value: object) -> str:
 @schemathesis.hook
 def map_path_parameters(context: Any, path_parameters: dict | None) -> dict | None:
     """Names a file or model that exists; what is deleted is what Schemathesis uploaded itself."""
-    if not path_parameters or not chance(path_parameters, 4) or context.operation.method.upper() == "DELETE":
+    if (
+        not path_parameters
+        or not chance(path_parameters, 4)
+        or context.operation.method.upper() == "DELETE"
+    ):
         return path_parameters
     return {"name": (model if "/models/" in context.operation.path else name)(path_parameters)}
 
@@ -69,9 +78,16 @@ def harmed(body: dict) -> dict:
     """A body with something in it that must not be answered."""
     harm = chance((body, "harm"), 8)
     key = "messages" if "messages" in body else "input"
-    part = {"type": "text", "text": "The red house.", "cache_control": {"type": HALF} if harm % 2 else deep(260)}
+    part = {
+        "type": "text",
+        "text": "The red house.",
+        "cache_control": {"type": HALF} if harm % 2 else deep(260),
+    }
     if harm < 3:
-        return {**body, key: [{"role": "user", "content": [part, {"type": "text", "text": "Who?"}]}]}
+        return {
+            **body,
+            key: [{"role": "user", "content": [part, {"type": "text", "text": "Who?"}]}],
+        }
     if harm == 3:
         return {**body, "metadata": {HALF: "a"}}
     if harm == 4:
@@ -85,7 +101,10 @@ def harmed(body: dict) -> dict:
 def nothing_is_ignored(ctx: Any, response: Any, case: Any) -> None:
     """Fields that are unknown and pages of other sites are refused."""
     headers = case.headers or {}
-    foreign = str(headers.get("Host", "")) in HOSTS or str(headers.get("Origin", "")).removeprefix("http://") in HOSTS
+    foreign = (
+        str(headers.get("Host", "")) in HOSTS
+        or str(headers.get("Origin", "")).removeprefix("http://") in HOSTS
+    )
     if foreign and response.status_code < 400:
         raise AssertionError("a page of another site was answered")
     if isinstance(case.body, dict) and UNKNOWN in case.body and response.status_code < 400:
@@ -108,7 +127,10 @@ def map_body(context: Any, body: Any) -> Any:
         key, kind = ("messages", "file") if "messages" in body else ("input", "input_file")
         reference = {"file_id": name(body)}
         document = {"type": kind, **({"file": reference} if kind == "file" else reference)}
-        question = {"type": "text" if kind == "file" else "input_text", "text": f"Who? {str(body.get(key))[:40]}"}
+        question = {
+            "type": "text" if kind == "file" else "input_text",
+            "text": f"Who? {str(body.get(key))[:40]}",
+        }
         made[key] = [{"role": "user", "content": [document, question]}]
         for field in (*NEVER, *(SELDOM if chance(body, 3) else ())):
             made.pop(field, None)

@@ -7,7 +7,9 @@ from collections import Counter
 
 
 def read_options(description: str, count: int, **flags: str) -> argparse.Namespace:
-    """Returns the options of a campaign of `count` cases; `flags` are switches of its own with their help."""
+    """Returns the options of a campaign of `count` cases; `flags` are switches of its own with
+    their help.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
@@ -15,7 +17,8 @@ def read_options(description: str, count: int, **flags: str) -> argparse.Namespa
     for name, text in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
+    # Which a shell's background would ignore.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return options
 
 

@@ -1,4 +1,6 @@
-"""Kinds of bad commands: files that are none, and processes with broken streams, limits and signals."""
+"""Kinds of bad commands: files that are none, and processes with broken streams, limits and
+signals.
+"""
 
 import os
 import random
@@ -68,7 +70,8 @@ def long_number(path: Path) -> None:
 
 FORMS = (missing, folder, empty, garbage, zeros, fifo, sparse, unreadable, endless, dangling, loop)
 JSON = (deep_json, surrogates, long_number)
-PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {  # command, words dropped, words instead, forms
+# Command, words dropped, words instead, forms.
+PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {
     "text": ("compress", 9, ("{}/x", "-o", "{}/doc.rkv"), FORMS),
     "cache to ask": ("ask", 6, ("{}/x", QUESTION), FORMS),
     "second cache to ask": ("ask", 5, ("{}/x.rkv", QUESTION), FORMS),
@@ -77,7 +80,12 @@ PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {  # command, words
     "cache to verify": ("verify", 1, ("{}/x",), FORMS),
     "data to train on": ("train", 0, ("--data", "{}/x"), FORMS + JSON),
     "data for a gate": ("train-gate", 0, ("--data", "{}/x"), FORMS + JSON),
-    "texts to exclude": ("data build", 0, ("--exclude", "{}/x", "--longalpaca", "{}/y"), (missing,)),
+    "texts to exclude": (
+        "data build",
+        0,
+        ("--exclude", "{}/x", "--longalpaca", "{}/y"),
+        (missing,),
+    ),
     "mixture to show": ("data show", 1, ("{}/x",), FORMS),
     "results to report": ("report", 1, ("{}/x",), FORMS),
     "gate to convert": ("convert-gate", 5, ("{}/x", "-o", "{}/gate"), FORMS),
@@ -90,13 +98,20 @@ PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {  # command, words
     "adapter to evaluate": ("eval", 0, ("--evictor", "kvzip@{}/x"), FORMS),
 }
 OUTPUTS: dict[str, tuple[str, str]] = {
-    "cache": ("compress", "-o"), "figures of compress": ("compress", "--json"), "answers": ("ask", "--json"),
-    "prefix": ("export", "--output"), "picture": ("inspect", "--plot"),
-    "figures of inspect": ("inspect", "--json"), "run": ("train", "--out"),
-    "gate": ("train-gate", "--out"), "converted gate": ("convert-gate", "--output"), "rows": ("eval", "--json"),
-    "evaluation": ("eval", "--out"), "mixture": ("data build", "--out"),
+    "cache": ("compress", "-o"),
+    "figures of compress": ("compress", "--json"),
+    "answers": ("ask", "--json"),
+    "prefix": ("export", "--output"),
+    "picture": ("inspect", "--plot"),
+    "figures of inspect": ("inspect", "--json"),
+    "run": ("train", "--out"),
+    "gate": ("train-gate", "--out"),
+    "converted gate": ("convert-gate", "--output"),
+    "rows": ("eval", "--json"),
+    "evaluation": ("eval", "--out"),
+    "mixture": ("data build", "--out"),
     "demo": ("demo", "--json"),
-}  # fmt: skip
+}
 TARGETS = {
     "below a file": "{}/file/x.png",
     "a device": "/dev/full",
@@ -109,8 +124,13 @@ def files() -> Iterator[Kind]:
     for place, (command, drop, instead, forms) in PLACES.items():
         for form in forms:
             where = "x.rkv" if "{}/x.rkv" in instead else "x"
-            apart = alone if form is fifo else None  # a library that waits for a FIFO hears no alarm
-            yield Kind(f"{place}: {form.__name__}", placed(form, where, of(command, *instead, drop=drop)), around=apart)
+            # A library that waits for a FIFO hears no alarm.
+            apart = alone if form is fifo else None
+            yield Kind(
+                f"{place}: {form.__name__}",
+                placed(form, where, of(command, *instead, drop=drop)),
+                around=apart,
+            )
     for name, (command, flag) in OUTPUTS.items():
         for label, target in TARGETS.items():
             yield Kind(f"{name} written {label}", placed(empty, "file", of(command, flag, target)))
@@ -179,21 +199,35 @@ def processes() -> Iterator[Kind]:
         yield Kind(f"{name} without stderr", of(name), around=without(2), works=True)
         yield Kind(f"{name} without stdin", of(name), around=without(0), works=True)
         yield Kind(f"{name} without a home", of(name), around=homeless, works=True)
-        yield Kind(f"{name} to an ASCII terminal", of(name), around=plain_terminal("ascii"), works=True)
-        yield Kind(f"{name} to a Latin-1 terminal", of(name), around=plain_terminal("latin-1"), works=True)
+        yield Kind(
+            f"{name} to an ASCII terminal", of(name), around=plain_terminal("ascii"), works=True
+        )
+        yield Kind(
+            f"{name} to a Latin-1 terminal", of(name), around=plain_terminal("latin-1"), works=True
+        )
         yield Kind(f"{name} from a deleted folder", of(name), around=no_folder, works=True)
         yield Kind(f"{name} with 1 MB of memory", of(name), around=memory(1 << 20), may_work=True)
-        yield Kind(f"{name} of a file in a deleted folder", of(name, "--model", "here"), around=no_folder)
-    yield Kind("text from a closed stdin", of("compress", "-", "-o", "{}/doc.rkv", drop=9), around=without(0))
+        yield Kind(
+            f"{name} of a file in a deleted folder", of(name, "--model", "here"), around=no_folder
+        )
+    yield Kind(
+        "text from a closed stdin",
+        of("compress", "-", "-o", "{}/doc.rkv", drop=9),
+        around=without(0),
+    )
     yield Kind("output into a deleted folder", of("compress", "-o", "doc.rkv"), around=no_folder)
     yield Kind("figures into a deleted folder", of("inspect", "--json", "f.json"), around=no_folder)
     yield Kind("training without memory", of("train"), around=memory(0), may_work=True)
     for name, more in {"compress": (), "inspect": ("--json", "{}/f.json"), "train": ()}.items():
         yield Kind(
-            f"{name} with files of 100 bytes", of(name, *more), around=limited(resource.RLIMIT_FSIZE, lambda: 100)
+            f"{name} with files of 100 bytes",
+            of(name, *more),
+            around=limited(resource.RLIMIT_FSIZE, lambda: 100),
         )
         yield Kind(
-            f"{name} with no more open files", of(name, *more), around=limited(resource.RLIMIT_NOFILE, lambda: 6)
+            f"{name} with no more open files",
+            of(name, *more),
+            around=limited(resource.RLIMIT_NOFILE, lambda: 6),
         )
     for name in ("compress", "train", "eval"):
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

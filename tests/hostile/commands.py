@@ -1,8 +1,9 @@
 """The campaign against the command line: `python -m tests.hostile.commands --seed 0 --kind files`.
 
-Every kind is one command with one thing wrong. It must end with one sentence on stderr and a code other than 0, and it
-must leave the files of its folder as they were. Kinds of the group `processes` get a process of their own, with broken
-streams, limits and signals; a few of these are no mistake, and must succeed.
+Every kind is one command with one thing wrong. It must end with one sentence on stderr and a code
+other than 0, and it must leave the files of its folder as they were. Kinds of the group `processes`
+get a process of their own, with broken streams, limits and signals; a few of these are no mistake,
+and must succeed.
 """
 
 import argparse
@@ -26,7 +27,13 @@ from tests.hostile.command_kinds import SECONDS, Kind, Words, known, values, wro
 from tests.hostile.command_places import broken_pipe, files, in_use, processes
 
 SPARE = 2 << 30  # bytes of address space that a kind may take beyond what is in use
-GROUPS = {"values": values, "types": wrong_values, "files": files, "known": known, "processes": processes}
+GROUPS = {
+    "values": values,
+    "types": wrong_values,
+    "files": files,
+    "known": known,
+    "processes": processes,
+}
 
 
 def in_process(kind: Kind, words: Words) -> Result:
@@ -91,7 +98,9 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
             os.fstat(number)
             encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
             errors = "backslashreplace" if number == 2 else "strict"
-            stream = open(number, "w" if number else "r", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+            stream = open(  # noqa: SIM115
+                number, "w" if number else "r", encoding=encoding, errors=errors, closefd=False
+            )
         except OSError:
             stream = None
         setattr(sys, name, stream)
@@ -129,15 +138,26 @@ def fault(kind: Kind, result: Result, before: dict, after: dict) -> str | None:
         return f"not one sentence: {result.err[-600:]!r}"
     if errors and (re.search(r"[a-z][.!?] [A-Z]", errors[0]) or len(errors[0]) > 1000):
         return f"more than a sentence: {errors[0][:600]}"
-    if changed := {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}:
-        leftovers = {name for name in changed if name in before or ".tmp" in name or not allowed(kind, name)}
+    if changed := {
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    }:
+        leftovers = {
+            name for name in changed if name in before or ".tmp" in name or not allowed(kind, name)
+        }
         return f"left {sorted(leftovers)}" if leftovers else None
     return None
 
 
 def allowed(kind: Kind, name: str) -> bool:
-    """A cache or record that was finished before its summary could not be printed may stay, and so may a run's log."""
-    return kind.around is not None or kind.signal is not None or "/run/" in name or "gate.features" in name
+    """A cache or record that was finished before its summary could not be printed may stay, and so
+    may a run's log.
+    """
+    return (
+        kind.around is not None
+        or kind.signal is not None
+        or "/run/" in name
+        or "gate.features" in name
+    )
 
 
 def judge(world: World, kind: Kind, folder: Path) -> str | None:
@@ -162,13 +182,19 @@ def is_here(name: str) -> bool:
 def regular(folder: Path) -> dict[str, tuple[int, int]]:
     """Regular files below a folder with size and time, not those that links name."""
     paths = ((path, path.lstat()) for path in folder.rglob("*"))
-    return {str(path): (its.st_size, its.st_mtime_ns) for path, its in paths if stat.S_ISREG(its.st_mode)}
+    return {
+        str(path): (its.st_size, its.st_mtime_ns)
+        for path, its in paths
+        if stat.S_ISREG(its.st_mode)
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the order of the kinds")
-    parser.add_argument("--kind", action="append", choices=GROUPS, help="a group; repeatable; all unless given")
+    parser.add_argument(
+        "--kind", action="append", choices=GROUPS, help="a group; repeatable; all unless given"
+    )
     parser.add_argument("--only", default="", help="only kinds whose name has these words")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -181,7 +207,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         world = build_world(Path(name) / "world", build_tokenizer())
         kinds = [(group, kind) for group in given.kind or GROUPS for kind in GROUPS[group]()]
-        kinds = [(group, kind) for group, kind in kinds if given.only in kind.name and is_here(kind.name)]
+        kinds = [
+            (group, kind) for group, kind in kinds if given.only in kind.name and is_here(kind.name)
+        ]
         random.Random(given.seed).shuffle(kinds)
         for number, (group, kind) in enumerate(kinds):
             begun = time.monotonic()
@@ -189,9 +217,14 @@ def main() -> int:
             done[group] += 1
             if problem:
                 failed.append((group, kind.name))
-                print(f"FAILED {group}: {kind.name} ({time.monotonic() - begun:.1f} s)\n    {problem}", flush=True)
+                print(
+                    f"FAILED {group}: {kind.name} ({time.monotonic() - begun:.1f} s)\n    {problem}",
+                    flush=True,
+                )
     counts = ", ".join(f"{count} {group}" for group, count in sorted(done.items()))
-    print(f"{sum(done.values())} kinds in {time.monotonic() - start:.0f} s ({counts}), {len(failed)} failed")
+    print(
+        f"{sum(done.values())} kinds in {time.monotonic() - start:.0f} s ({counts}), {len(failed)} failed"
+    )
     return bool(failed)
 
 

@@ -1,7 +1,9 @@
-"""Ways to harm a sealed cache file: raw bytes, contents that contradict each other, plausible lies, harmless changes.
+"""Ways to harm a sealed cache file: raw bytes, contents that contradict each other, plausible lies,
+harmless changes.
 
-Every way takes a `File` and a random generator and returns the bytes of a harmed file. What was sealed is sealed
-again, with the checksum that the format asks for, as a stranger would do who knows the format.
+Every way takes a `File` and a random generator and returns the bytes of a harmed file. What was
+sealed is sealed again, with the checksum that the format asks for, as a stranger would do who knows
+the format.
 """
 
 import hashlib
@@ -38,7 +40,16 @@ ODD = (
     {},
     {"a": 1},
 )
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int32, torch.int64, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
 
 
 @dataclass
@@ -58,7 +69,11 @@ class File:
 
     def sealed(self, text: str | None = None) -> bytes:
         """The file with its checksum; `text` stands for the manifest's JSON."""
-        metadata = {**self.metadata, "manifest": json.dumps(self.manifest) if text is None else text, "checksum": BLANK}
+        metadata = {
+            **self.metadata,
+            "manifest": json.dumps(self.manifest) if text is None else text,
+            "checksum": BLANK,
+        }
         return seal(safetensors.torch.save(self.tensors, metadata))
 
     def some(self, rng: random.Random, part: str = "") -> str:
@@ -98,7 +113,9 @@ def move(rng: random.Random, file: File) -> bytes:
 
 
 def header_length(rng: random.Random, file: File) -> bytes:
-    length = rng.choice((0, 1, 2, 2**31, 2**63 - 1, 2**64 - 1, len(file.raw), len(file.raw) - 8, 10**8))
+    length = rng.choice(
+        (0, 1, 2, 2**31, 2**63 - 1, 2**64 - 1, len(file.raw), len(file.raw) - 8, 10**8)
+    )
     return struct.pack("<Q", length) + file.raw[8:]
 
 
@@ -114,7 +131,9 @@ def fewer_rows(rng: random.Random, file: File) -> bytes:
 def odd_offsets(rng: random.Random, file: File) -> bytes:
     offsets = file.tensors["offsets"].clone()
     place = tuple(rng.randrange(size) for size in offsets.shape)
-    offsets[place] = rng.choice((-1, 2**31 - 1, -(2**31), int(offsets.max()) + 1, int(offsets[place]) + 1))
+    offsets[place] = rng.choice(
+        (-1, 2**31 - 1, -(2**31), int(offsets.max()) + 1, int(offsets[place]) + 1)
+    )
     file.tensors["offsets"] = offsets
     return file.sealed()
 
@@ -124,8 +143,12 @@ def not_finite(rng: random.Random, file: File) -> bytes:
     values = file.tensors[name].clone().float()
     if not values.numel():
         return odd_field(rng, file)
-    values.view(-1)[rng.randrange(values.numel())] = rng.choice((float("nan"), float("inf"), float("-inf")))
-    file.tensors[name] = values.to(file.tensors[name].dtype) if file.tensors[name].is_floating_point() else values
+    values.view(-1)[rng.randrange(values.numel())] = rng.choice(
+        (float("nan"), float("inf"), float("-inf"))
+    )
+    file.tensors[name] = (
+        values.to(file.tensors[name].dtype) if file.tensors[name].is_floating_point() else values
+    )
     return file.sealed()
 
 
@@ -139,7 +162,12 @@ def other_dtype(rng: random.Random, file: File) -> bytes:
 def other_shape(rng: random.Random, file: File) -> bytes:
     name = file.some(rng)
     tensor = file.tensors[name]
-    shapes = [tensor[None], tensor.reshape(-1), tensor[..., None], tensor.reshape(tensor.shape[::-1])]
+    shapes = [
+        tensor[None],
+        tensor.reshape(-1),
+        tensor[..., None],
+        tensor.reshape(tensor.shape[::-1]),
+    ]
     chosen = rng.choice([each for each in shapes if each.shape != tensor.shape] or [tensor[None]])
     file.tensors[name] = chosen.contiguous().clone()
     return file.sealed()
@@ -170,33 +198,50 @@ def missing_tensor(rng: random.Random, file: File) -> bytes:
 
 
 def strange_tensor(rng: random.Random, file: File) -> bytes:
-    name = rng.choice(("extra", "layers.0.keys.scales", "layers.999.keys", "layers.-1.keys", "layers.0.bias", "../x"))
+    name = rng.choice(
+        (
+            "extra",
+            "layers.0.keys.scales",
+            "layers.999.keys",
+            "layers.-1.keys",
+            "layers.0.bias",
+            "../x",
+        )
+    )
     file.tensors[name] = torch.ones(rng.choice((0, 1, 7)))
     return file.sealed()
 
 
 def odd_field(rng: random.Random, file: File) -> bytes:
     """A field of the manifest gets a value of another kind."""
-    name = rng.choice([name for name in sorted(file.manifest) if name not in ("seconds", "versions")])
+    name = rng.choice(
+        [name for name in sorted(file.manifest) if name not in ("seconds", "versions")]
+    )
     value = rng.choice([each for each in ODD if type(each) is not type(file.manifest[name])])
     file.manifest[name] = value
     return file.sealed()
 
 
 def odd_inner_field(rng: random.Random, file: File) -> bytes:
-    inner = rng.choice([name for name in sorted(file.manifest) if isinstance(file.manifest[name], dict)])
+    inner = rng.choice(
+        [name for name in sorted(file.manifest) if isinstance(file.manifest[name], dict)]
+    )
     keys = sorted(file.manifest[inner]) or ["a"]
     key = rng.choice(keys)
     if rng.random() < 0.3:
         file.manifest[inner].pop(key, None)
         file.manifest[inner]["surplus"] = 1
     else:
-        file.manifest[inner][key] = rng.choice([x for x in ODD if type(x) is not type(file.manifest[inner].get(key))])
+        file.manifest[inner][key] = rng.choice(
+            [x for x in ODD if type(x) is not type(file.manifest[inner].get(key))]
+        )
     return file.sealed()
 
 
 def missing_field(rng: random.Random, file: File) -> bytes:
-    name = rng.choice([name for name in sorted(file.manifest) if name not in ("storage", "streaming", "between")])
+    name = rng.choice(
+        [name for name in sorted(file.manifest) if name not in ("storage", "streaming", "between")]
+    )
     del file.manifest[name]
     return file.sealed()
 
@@ -204,7 +249,15 @@ def missing_field(rng: random.Random, file: File) -> bytes:
 def wrong_number(rng: random.Random, file: File) -> bytes:
     """A number of the manifest that the tensors contradict."""
     name = rng.choice(
-        ("prefix", "tokens", "restore_tokens", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held")
+        (
+            "prefix",
+            "tokens",
+            "restore_tokens",
+            "pairs_of_prefix",
+            "pairs_held",
+            "bytes_full",
+            "bytes_held",
+        )
     )
     file.manifest[name] += rng.choice((-1, 1, 2, 1000))
     return file.sealed()
@@ -302,8 +355,14 @@ EVIL = "evil-model"  # a folder next to the files, whose config.json names code;
 
 
 def huge_value(rng: random.Random, file: File) -> bytes:
-    """A finite number that no model computes, among keys, values, scales, biases or the restore cache."""
-    names = [name for name, tensor in file.tensors.items() if tensor.dtype == torch.float32 and tensor.numel()]
+    """A finite number that no model computes, among keys, values, scales, biases or the restore
+    cache.
+    """
+    names = [
+        name
+        for name, tensor in file.tensors.items()
+        if tensor.dtype == torch.float32 and tensor.numel()
+    ]
     name = rng.choice(sorted(names))
     values = file.tensors[name].clone()
     if rng.random() < 0.3:
@@ -328,7 +387,18 @@ def odd_adapter(rng: random.Random, file: File) -> bytes:
 
 def long_text(rng: random.Random, file: File) -> bytes:
     """More text around a question, or in a name, than any template or model has."""
-    name = rng.choice(("between", "suffix_text", "model", "evictor", "allocation", "fingerprint", "template", "ratio"))
+    name = rng.choice(
+        (
+            "between",
+            "suffix_text",
+            "model",
+            "evictor",
+            "allocation",
+            "fingerprint",
+            "template",
+            "ratio",
+        )
+    )
     piece = rng.choice(("x", "x ", "\n", "Ω", "<|im_end|>"))
     file.manifest[name] = piece * rng.choice((4_200, 10_000, 300_000))
     return file.sealed()
@@ -336,7 +406,9 @@ def long_text(rng: random.Random, file: File) -> bytes:
 
 def long_ids(rng: random.Random, file: File) -> bytes:
     ids = file.tensors["suffix_ids"]
-    file.tensors["suffix_ids"] = torch.full((1, rng.choice((1_100, 100_000, 500_000))), 5, dtype=ids.dtype)
+    file.tensors["suffix_ids"] = torch.full(
+        (1, rng.choice((1_100, 100_000, 500_000))), 5, dtype=ids.dtype
+    )
     return file.sealed()
 
 
@@ -351,27 +423,38 @@ def large_count(rng: random.Random, file: File) -> bytes:
 
 def many_elements(rng: random.Random, file: File) -> bytes:
     """JSON that takes far more memory than it has bytes."""
-    piece, count = rng.choice(("[]", "{}", "0", '""', "[[]]")), rng.choice((100_001, 400_000, 1_300_000))
+    piece, count = (
+        rng.choice(("[]", "{}", "0", '""', "[[]]")),
+        rng.choice((100_001, 400_000, 1_300_000)),
+    )
     name = rng.choice(("parts", "surplus", "rope"))
     file.manifest.pop(name, None)
-    return file.sealed(json.dumps(file.manifest)[:-1] + f', "{name}": [' + ",".join([piece] * count) + "]}")
+    return file.sealed(
+        json.dumps(file.manifest)[:-1] + f', "{name}": [' + ",".join([piece] * count) + "]}"
+    )
 
 
 def other_model(rng: random.Random, file: File) -> bytes:
     """A model that no reader may open because a file names it."""
-    file.manifest["model"] = rng.choice((EVIL, f"./{EVIL}", f"../{EVIL}", "someone/model", "m.gguf", "/dev/zero", "-"))
+    file.manifest["model"] = rng.choice(
+        (EVIL, f"./{EVIL}", f"../{EVIL}", "someone/model", "m.gguf", "/dev/zero", "-")
+    )
     return file.sealed()
 
 
 def other_gate(rng: random.Random, file: File) -> bytes:
     """An evictor with a file of the stranger's choice."""
     gate = rng.choice(("gate=", "gagate=,te=", " gate=", "chunk=64,gate="))
-    file.manifest["evictor"] = rng.choice(("fastkvzip:", "kvzap:")) + gate + rng.choice(("/dev/zero", "fifo", EVIL))
+    file.manifest["evictor"] = (
+        rng.choice(("fastkvzip:", "kvzap:")) + gate + rng.choice(("/dev/zero", "fifo", EVIL))
+    )
     return file.sealed()
 
 
 def evil_model(folder: Path, model: Path) -> None:
-    """Makes a copy of a model's folder that asks transformers to run code, which leaves the file `ran`."""
+    """Makes a copy of a model's folder that asks transformers to run code, which leaves the file
+    `ran`.
+    """
     evil = folder / EVIL
     shutil.copytree(model, evil)
     (evil / "evil.py").write_text(f"open({str(folder / RAN)!r}, 'w')\n\n\nclass Evil:\n    pass\n")
@@ -392,7 +475,9 @@ def spaced(rng: random.Random, file: File) -> bytes:
     header["__metadata__"]["checksum"] = BLANK
     names = list(header)
     rng.shuffle(names)
-    text = json.dumps({name: header[name] for name in names}, indent=rng.choice((None, 0, 1))).encode()
+    text = json.dumps(
+        {name: header[name] for name in names}, indent=rng.choice((None, 0, 1))
+    ).encode()
     text += b" " * (-len(text) % 8)
     return seal(struct.pack("<Q", len(text)) + text + body)
 
@@ -404,9 +489,29 @@ def same(rng: random.Random, file: File) -> bytes:
 Way = Callable[[random.Random, File], bytes]
 RAW: tuple[Way, ...] = (flip, cut, lengthen, erase, move, header_length)
 CONTRADICTING: tuple[Way, ...] = (
-    fewer_rows, odd_offsets, not_finite, other_dtype, other_shape, odd_ids, odd_positions, missing_tensor,
-    strange_tensor, odd_field, odd_inner_field, missing_field, wrong_number, wrong_shape, odd_json,
-    odd_metadata, odd_header, huge_value, odd_adapter, long_text, long_ids, large_count, many_elements,
-)  # fmt: skip
+    fewer_rows,
+    odd_offsets,
+    not_finite,
+    other_dtype,
+    other_shape,
+    odd_ids,
+    odd_positions,
+    missing_tensor,
+    strange_tensor,
+    odd_field,
+    odd_inner_field,
+    missing_field,
+    wrong_number,
+    wrong_shape,
+    odd_json,
+    odd_metadata,
+    odd_header,
+    huge_value,
+    odd_adapter,
+    long_text,
+    long_ids,
+    large_count,
+    many_elements,
+)
 PLAUSIBLE: tuple[Way, ...] = (other_text, other_value, other_id, other_model, other_gate)
 NEUTRAL: tuple[Way, ...] = (spaced, same)

@@ -1,7 +1,8 @@
 """The campaign against cache files: `python -m tests.hostile.files --count 10000 --seed 0`.
 
-Every case is one harmed file, which a process of its own loads, asks and inspects; a signal, a hang, an exception that
-is not a sentence for the user, or wrong contents that were accepted, is a failure and is printed with its number.
+Every case is one harmed file, which a process of its own loads, asks and inspects; a signal, a
+hang, an exception that is not a sentence for the user, or wrong contents that were accepted, is a
+failure and is printed with its number.
 """
 
 import contextlib
@@ -21,9 +22,11 @@ from tests.hostile.judge import Judge, bound_memory
 
 GROUPS = {"raw": RAW, "contradicting": CONTRADICTING, "plausible": PLAUSIBLE, "neutral": NEUTRAL}
 ALLOWED = {
-    "raw": {"refused", "equal"}, "contradicting": {"refused", "equal"}, "plausible": {"refused", "equal", "different"},
+    "raw": {"refused", "equal"},
+    "contradicting": {"refused", "equal"},
+    "plausible": {"refused", "equal", "different"},
     "neutral": {"equal"},
-}  # fmt: skip
+}
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 12
 SPARE = 2 << 30  # bytes of address space beyond what is in use
 
@@ -42,9 +45,13 @@ def made(folder: Path) -> list[bytes]:
 
     model, tokenizer = load_model("tiny")
     kinds = (
-        {}, {"adapter": None, "evictor": "snapkv"}, {"storage": "int8"}, {"allocation": "per-head"},
-        {"adapter": None, "evictor": "am-fast"}, {"prefix_policy": "counted", "evictor": "h2o"},
-    )  # fmt: skip
+        {},
+        {"adapter": None, "evictor": "snapkv"},
+        {"storage": "int8"},
+        {"allocation": "per-head"},
+        {"adapter": None, "evictor": "am-fast"},
+        {"prefix_policy": "counted", "evictor": "h2o"},
+    )
     found = []
     for number, options in enumerate(kinds):
         path = folder / f"good{number}.rkv"
@@ -54,7 +61,9 @@ def made(folder: Path) -> list[bytes]:
 
 
 def serve(connection, place: str) -> None:
-    """Judges files until there are no more; a folder in `place` asks for its code to be run, and stdin says yes."""
+    """Judges files until there are no more; a folder in `place` asks for its code to be run, and
+    stdin says yes.
+    """
     import torch
 
     from restorekv import CompressedContext, RestoreKVError, load_model
@@ -76,10 +85,16 @@ def serve(connection, place: str) -> None:
             loaded.generate("Who owns it?", max_new_tokens=1)
             with contextlib.suppress(RestoreKVError):  # what made it may be unable to go on
                 loaded.append("The green house belongs to Bo. " * 12)
-            known = known or {contents(CompressedContext.load(each, model, tokenizer)) for each in good}
+            known = known or {
+                contents(CompressedContext.load(each, model, tokenizer)) for each in good
+            }
             verdict = "equal" if contents(loaded) in known else "different"
         except RestoreKVError as error:
-            verdict = "refused" if str(error).strip() and "\n" not in str(error) else f"not a sentence: {error!r}"
+            verdict = (
+                "refused"
+                if str(error).strip() and "\n" not in str(error)
+                else f"not a sentence: {error!r}"
+            )
         except BaseException as error:
             verdict = f"{type(error).__name__}: {str(error)[:200]}"
         try:  # it knows no model, so it may show what only a model contradicts
@@ -97,8 +112,14 @@ def contents(loaded) -> str:
     """Everything that decides an answer, as text that can be compared."""
     import hashlib
 
-    digest = hashlib.sha256(json.dumps([loaded.context.suffix_text, loaded.context.between]).encode())
-    for tensor in (loaded.context.ids, loaded.context.suffix, *(x for y in loaded.cache.layers for x in y.tensors())):
+    digest = hashlib.sha256(
+        json.dumps([loaded.context.suffix_text, loaded.context.between]).encode()
+    )
+    for tensor in (
+        loaded.context.ids,
+        loaded.context.suffix,
+        *(x for y in loaded.cache.layers for x in y.tensors()),
+    ):
         digest.update(
             repr((tensor.dtype, tuple(tensor.shape))).encode()
             + tensor.contiguous().view(-1).numpy(force=True).tobytes()
@@ -125,7 +146,9 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
             except KeyboardInterrupt:  # what was counted so far is told
                 print(f"interrupted before case {number}", flush=True)
                 break
-            counts[group, verdict if verdict in ("refused", "equal", "different") else "FAILED"] += 1
+            counts[
+                group, verdict if verdict in ("refused", "equal", "different") else "FAILED"
+            ] += 1
             if verdict not in ALLOWED[group]:
                 failures.append(f"case {number} ({group}, {way}): {verdict}")
                 print(failures[-1], flush=True)

@@ -1,4 +1,6 @@
-"""The process that reads harmed files, so that a file that kills or hangs its reader ends no campaign."""
+"""The process that reads harmed files, so that a file that kills or hangs its reader ends no
+campaign.
+"""
 
 import multiprocessing
 import resource
@@ -6,21 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 SECONDS = 60  # for a case
-STARTING = 600  # more for the first one, before which a process imports everything and loads a model
+# More for the first one, before which a process imports everything and loads a model.
+STARTING = 600
 
 
 class Judge:
-    """Sends each case to `serve(connection, *arguments)` in a process, which is started again when it died."""
+    """Sends each case to `serve(connection, *arguments)` in a process, which is started again when
+    it died.
+    """
 
     def __init__(self, method: str, serve: Callable, *arguments: object) -> None:
-        self.context, self.serve, self.arguments = multiprocessing.get_context(method), serve, arguments
+        self.context, self.serve, self.arguments = (
+            multiprocessing.get_context(method),
+            serve,
+            arguments,
+        )
         self.process = None
 
     def __call__(self, *case: object) -> str:
         seconds = SECONDS + (STARTING if self.process is None else 0)
         if self.process is None:
             self.ours, theirs = self.context.Pipe()
-            self.process = self.context.Process(target=self.serve, args=(theirs, *self.arguments), daemon=True)
+            self.process = self.context.Process(
+                target=self.serve, args=(theirs, *self.arguments), daemon=True
+            )
             self.process.start()
             theirs.close()  # so that the death of the process closes the pipe
         try:

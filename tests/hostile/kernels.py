@@ -1,9 +1,10 @@
 """The campaign of broken kernels: `python -m tests.hostile.kernels --count 300 --seed 0`.
 
-A backend of attention gets a fault at random: what it computes, how much, and when. It must be caught by its proof, or
-be harmless: on fresh inputs of many sizes, on at least ACTING of which the fault acts, no number is off by more than
-rounding explains. A fault that does harm and is not caught is missed. Caught ones must leave the answer of the plain
-path. Proofs on disk are harmed at random too: a harmed file must count for nothing, or say what it said.
+A backend of attention gets a fault at random: what it computes, how much, and when. It must be
+caught by its proof, or be harmless: on fresh inputs of many sizes, on at least ACTING of which the
+fault acts, no number is off by more than rounding explains. A fault that does harm and is not
+caught is missed. Caught ones must leave the answer of the plain path. Proofs on disk are harmed at
+random too: a harmed file must count for nothing, or say what it said.
 """
 
 import argparse
@@ -58,7 +59,9 @@ def wrong_scale(query, layer, mask, scale, size, place):
 
 def noisy(query, layer, mask, scale, size, place):
     found = RIGHT(query, layer, mask, scale)
-    noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float32)
+    noise = torch.randn(
+        found.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float32
+    )
     return found + (size * noise).to(found.dtype)
 
 
@@ -121,7 +124,12 @@ def lost_bias(query, layer, mask, scale, size, place):
 
 
 def wrong_bias(query, layer, mask, scale, size, place):
-    return RIGHT(query, with_bias(layer, None if layer.bias is None else layer.bias * (1 + size)), mask, scale)
+    return RIGHT(
+        query,
+        with_bias(layer, None if layer.bias is None else layer.bias * (1 + size)),
+        mask,
+        scale,
+    )
 
 
 def lost_column(query, layer, mask, scale, size, place):
@@ -155,23 +163,43 @@ def failing(query, layer, mask, scale, size, place):
 
 
 def with_bias(layer, bias):
-    return trials.ragged_layer(layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias)
+    return trials.ragged_layer(
+        layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
+    )
 
 
 def visible(query, layer, mask):
     if mask is not None:
         return mask
-    own = torch.ones(query.shape[3], layer.columns, dtype=torch.bool).tril(layer.columns - query.shape[3])
+    own = torch.ones(query.shape[3], layer.columns, dtype=torch.bool).tril(
+        layer.columns - query.shape[3]
+    )
     return own.expand(len(query), 1, -1, -1)
 
 
 KINDS = {
     each.__name__: each
     for each in (
-        scaled, wrong_scale, noisy, one_wrong_number, last_number, last_head, not_a_number, lost_row, swapped_questions,
-        lost_pair, lost_tile, lost_bias, wrong_bias, lost_column, early_column, lost_mask, mixed_values, failing,
+        scaled,
+        wrong_scale,
+        noisy,
+        one_wrong_number,
+        last_number,
+        last_head,
+        not_a_number,
+        lost_row,
+        swapped_questions,
+        lost_pair,
+        lost_tile,
+        lost_bias,
+        wrong_bias,
+        lost_column,
+        early_column,
+        lost_mask,
+        mixed_values,
+        failing,
     )
-}  # fmt: skip
+}
 WHEN = {
     "always": lambda query, layer, mask: True,
     "for one question": lambda query, layer, mask: len(query) == 1,
@@ -181,9 +209,13 @@ WHEN = {
     "under a mask": lambda query, layer, mask: mask is not None,
     "without a mask": lambda query, layer, mask: mask is None,
     "with a bias": lambda query, layer, mask: layer.bias is not None,
-    "with a bias, without a mask": lambda query, layer, mask: layer.bias is not None and mask is None,
+    "with a bias, without a mask": lambda query, layer, mask: (
+        layer.bias is not None and mask is None
+    ),
     "for one token of one question": lambda query, layer, mask: len(query) == query.shape[3] == 1,
-    "for several tokens of one question": lambda query, layer, mask: len(query) == 1 < query.shape[3],
+    "for several tokens of one question": lambda query, layer, mask: (
+        len(query) == 1 < query.shape[3]
+    ),
     "for the first tokens": lambda query, layer, mask: layer.columns == query.shape[3],
     "for tails of whole tiles": lambda query, layer, mask: layer.columns % 64 == 0,
     "for heads of whole tiles": lambda query, layer, mask: any(
@@ -213,9 +245,14 @@ def fresh_trial(rng: random.Random) -> Trial:
     if rng.random() < 1 / 3:
         tail += -tail % 64
     return Trial(
-        "fresh", batch=rng.randint(1, 4), queries=queries, tail=tail, first=rng.randrange(8),
-        masked=rng.random() < 0.5 and tail > queries, bias=rng.random() < 0.5,
-    )  # fmt: skip
+        "fresh",
+        batch=rng.randint(1, 4),
+        queries=queries,
+        tail=tail,
+        first=rng.randrange(8),
+        masked=rng.random() < 0.5 and tail > queries,
+        bias=rng.random() < 0.5,
+    )
 
 
 def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
@@ -231,7 +268,9 @@ def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
     return worst
 
 
-def judge(rng: random.Random, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[str, str, str]:
+def judge(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> tuple[str, str, str]:
     """Breaks the backend, and returns the kind, the verdict and, if something is wrong, what."""
     kind, when, fault = draw_fault(rng)
     target = Target(torch.device("cpu"), *rng.choice(SHAPES), rng.choice(DTYPES))
@@ -242,11 +281,20 @@ def judge(rng: random.Random, monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
         broken.setattr(attention, "LADDER", {"cascade": cascade, "frozen": frozen})
         broken.setattr(cascade, "attend", fault)
         samples = fresh_samples(rng, target, when)
-        answers = [
-            attention.choose(each.query, each.layer)(each.query, each.layer, each.mask, each.scale) for each in samples
-        ] if not proofs.prove("cascade", target).right else None  # fmt: skip
+        answers = (
+            [
+                attention.choose(each.query, each.layer)(
+                    each.query, each.layer, each.mask, each.scale
+                )
+                for each in samples
+            ]
+            if not proofs.prove("cascade", target).right
+            else None
+        )
         if answers is not None:
-            plain = [frozen.attend(each.query, each.layer, each.mask, each.scale) for each in samples]
+            plain = [
+                frozen.attend(each.query, each.layer, each.mask, each.scale) for each in samples
+            ]
             same = all(ours.equal(theirs) for ours, theirs in zip(answers, plain, strict=True))
             return kind, "caught", "" if same else f"{name}: caught, and another answer"
         multiple = harm(fault, samples, target.dtype)
@@ -274,7 +322,10 @@ def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
     """Counts what harmed proof files say: nothing, or what they said before."""
     rng, counts, failures = random.Random(seed), Counter(), []
     monkeypatch = pytest.MonkeyPatch()
-    with tempfile.TemporaryDirectory(prefix="restorekv-kernels-") as folder, monkeypatch.context() as here:
+    with (
+        tempfile.TemporaryDirectory(prefix="restorekv-kernels-") as folder,
+        monkeypatch.context() as here,
+    ):
         here.setenv("RESTOREKV_CACHE", folder)
         key = {"component": "triton", "heads": 3, "kind": "cuda"}
         proof = Proof("triton", False, 3, "one token", 0.5, 1e-4, "", 0.1)
@@ -295,7 +346,9 @@ def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
 
 
 def harmed(rng: random.Random, good: bytes) -> bytes:
-    """Returns a file with some bytes changed, cut, repeated or put in; or with a field of another kind."""
+    """Returns a file with some bytes changed, cut, repeated or put in; or with a field of another
+    kind.
+    """
     raw, at = bytearray(good), rng.randrange(len(good))
     how = rng.randrange(6)
     if how == 0:
@@ -316,7 +369,9 @@ def harmed(rng: random.Random, good: bytes) -> bytes:
         record["sum"] = proof_files.digest(record) if rng.random() < 0.3 else "0" * 64
         if record["proof"] != json.loads(good)["proof"] and record["sum"] != "0" * 64:
             record["proof"].pop(field)  # with a right checksum, a proof of another form
-            record["sum"] = proof_files.digest({name: each for name, each in record.items() if name != "sum"})
+            record["sum"] = proof_files.digest(
+                {name: each for name, each in record.items() if name != "sum"}
+            )
         raw = bytearray(json.dumps(record).encode())
     return bytes(raw)
 

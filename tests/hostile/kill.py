@@ -1,9 +1,11 @@
-"""The campaign of sudden deaths: `python -m tests.hostile.kill --moments 50 --seed 0 [--work train ...] [--disks 5]`.
+"""The campaign of sudden deaths: `python -m tests.hostile.kill --moments 50 --seed 0 [--work train
+...] [--disks 5]`.
 
-Each kind of work runs once undisturbed. Then it is started in a forked process that dies of SIGKILL, at a random call
-that opens a file to write, renames or removes one, or at a random time. Its outputs must be the old or the new ones.
-Started again it must end with the results of the undisturbed run and leave nothing else behind. So must it after a full
-disk and a read-only one, which need the right to mount, and where two processes share one output.
+Each kind of work runs once undisturbed. Then it is started in a forked process that dies of
+SIGKILL, at a random call that opens a file to write, renames or removes one, or at a random time.
+Its outputs must be the old or the new ones. Started again it must end with the results of the
+undisturbed run and leave nothing else behind. So must it after a full disk and a read-only one,
+which need the right to mount, and where two processes share one output.
 """
 
 import argparse
@@ -46,7 +48,9 @@ def counting(folder: Path, act: Callable[[int], None]) -> Hook:
 
 
 def begin(work: Work, folder: Path, hook: Hook | None = None) -> int:
-    """Starts the work in a process forked from this one, whose modules are loaded already; returns its id."""
+    """Starts the work in a process forked from this one, whose modules are loaded already; returns
+    its id.
+    """
     sys.stdout.flush()
     process = os.fork()
     if process:
@@ -108,17 +112,23 @@ class Campaign:
         folder = self.fresh("timed")
         calls = self.place / f"{name}.calls"
         begun = time.monotonic()
-        code = ended(begin(self.work, folder, counting(folder, lambda number: calls.write_text(str(number)))))
+        code = ended(
+            begin(self.work, folder, counting(folder, lambda number: calls.write_text(str(number))))
+        )
         if code:
             raise RuntimeError(f"{name}, undisturbed: exit code {code}: {said(folder)[-500:]}")
         self.seconds, self.calls = time.monotonic() - begun, int(calls.read_text())
         self.after = self.work.result(folder)
-        self.known = [{NOTHING, before, after} for before, after in zip(self.before, self.after, strict=True)]
+        self.known = [
+            {NOTHING, before, after} for before, after in zip(self.before, self.after, strict=True)
+        ]
         for part, values in enumerate(self.contents()):
             self.known[part] |= values
 
     def contents(self) -> list[set[str]]:
-        """What the parts of the output may be besides old and new: the work `save` writes two contents in turn."""
+        """What the parts of the output may be besides old and new: the work `save` writes two
+        contents in turn.
+        """
         if self.name != "save":
             return [set() for _ in self.after]
         folder, found = self.fresh("first"), [set() for _ in self.after]
@@ -134,7 +144,9 @@ class Campaign:
         return folder
 
     def problem(self, folder: Path) -> str:
-        """What is wrong with the outputs after a fault, and after the work was started again; or nothing."""
+        """What is wrong with the outputs after a fault, and after the work was started again; or
+        nothing.
+        """
         try:
             between = self.work.result(folder)
         except Exception as error:
@@ -154,9 +166,13 @@ class Campaign:
         if number % 2:
             chosen = rng.randint(1, self.calls)
             process = begin(
-                self.work, folder,
-                counting(folder, lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == chosen else None),
-            )  # fmt: skip
+                self.work,
+                folder,
+                counting(
+                    folder,
+                    lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == chosen else None,
+                ),
+            )
         else:
             process = begin(self.work, folder)
             time.sleep(rng.uniform(0, self.seconds))
@@ -167,7 +183,9 @@ class Campaign:
         return found
 
     def two(self, number: int) -> str:
-        """Two processes at one output: one or both end well, and the other says in a sentence why not."""
+        """Two processes at one output: one or both end well, and the other says in a sentence why
+        not.
+        """
         folder = self.fresh(f"two{number}")
         processes = [begin(self.work, folder) for _ in range(2)]
         codes = [ended(process) for process in processes]
@@ -177,9 +195,15 @@ class Campaign:
 
     def full(self, number: int) -> str:
         """A disk that is full after some bytes, and has room again later."""
-        size = sum(path.stat().st_size for path in (self.place / f"{self.name}-timed").rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size
+            for path in (self.place / f"{self.name}-timed").rglob("*")
+            if path.is_file()
+        )
         share = random.Random(f"{self.seed}/{self.name}/full{number}").uniform(0.02, 1)
-        with disk(self.place / f"{self.name}-full{number}", f"size={int(size * share) // 1024 + 4}k") as (
+        with disk(
+            self.place / f"{self.name}-full{number}", f"size={int(size * share) // 1024 + 4}k"
+        ) as (
             folder,
             change,
         ):
@@ -196,7 +220,9 @@ class Campaign:
             return self.fault(folder, lambda: change("rw"))
 
     def fault(self, folder: Path, mend: Callable[[], None]) -> str:
-        """Runs the work on a disk with a fault; it must end with a sentence, and well once the fault is mended."""
+        """Runs the work on a disk with a fault; it must end with a sentence, and well once the
+        fault is mended.
+        """
         code, words = ended(begin(self.work, folder)), said(folder)
         if code and (code < 0 or "Traceback" in words or "error: " not in words):
             return f"exit code {code}, said: {words[-300:]}"
@@ -210,7 +236,10 @@ def disk(folder: Path, options: str) -> Iterator[tuple[Path, Callable[[str], Non
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
     try:
-        yield folder, lambda new: subprocess.run(["mount", "-o", f"remount,{new}", str(folder)], check=True)
+        yield (
+            folder,
+            lambda new: subprocess.run(["mount", "-o", f"remount,{new}", str(folder)], check=True),
+        )
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
@@ -243,7 +272,10 @@ def run(names: Sequence[str], moments: int, seed: int, disks: int = 5) -> tuple[
                     if found:
                         failures.append(f"{kind}, {fault} {number}: {found}")
                         print(failures[-1], flush=True)
-            print(f"{kind:9} {campaign.calls} calls, {campaign.seconds:.1f} s, {moments} deaths", flush=True)
+            print(
+                f"{kind:9} {campaign.calls} calls, {campaign.seconds:.1f} s, {moments} deaths",
+                flush=True,
+            )
     return counts, failures
 
 

@@ -1,4 +1,6 @@
-"""Kinds of files besides caches: how a good one is made, read back, and sealed again by one who knows the format."""
+"""Kinds of files besides caches: how a good one is made, read back, and sealed again by one who
+knows the format.
+"""
 
 import hashlib
 import io
@@ -46,7 +48,12 @@ from tests.hostile.damage import BLANK, seal
 
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 5
 CONFIG = TrainConfig(
-    restore_tokens=2, rank=2, steps=4, max_new_tokens=4, evictor="snapkv", targets=("q_proj", "v_proj")
+    restore_tokens=2,
+    rank=2,
+    steps=4,
+    max_new_tokens=4,
+    evictor="snapkv",
+    targets=("q_proj", "v_proj"),
 )
 EXAMPLES = [Example(TEXT, ("Who owns the red house?", "What is the code?"), (None, None))]
 MODEL, TOKENIZER = load_model("tiny")
@@ -54,7 +61,9 @@ MODEL, TOKENIZER = load_model("tiny")
 
 @dataclass(frozen=True)
 class Kind:
-    """`read` returns all that a good folder says, as text; `loose`: files without a checksum of their own, "*" all."""
+    """`read` returns all that a good folder says, as text; `loose`: files without a checksum of
+    their own, "*" all.
+    """
 
     make: Callable[[Path], object]
     read: Callable[[Path], str]
@@ -77,7 +86,9 @@ def random_adapter(seed: int) -> RestoreAdapter:
 def make_adapter(folder: Path) -> None:
     adapter = random_adapter(1)
     data = [{"source": "a", "license": "mit", "examples": 1, "contexts": 1}]
-    adapter.describe(evictor="snapkv:window=64", ratio_range=(0.1, 0.2), settings=asdict(CONFIG), data=data)
+    adapter.describe(
+        evictor="snapkv:window=64", ratio_range=(0.1, 0.2), settings=asdict(CONFIG), data=data
+    )
     adapter.report([{"benchmark": "a", "ratio": 0.1, "base": 1.0, "restored": 2.0, "full": 3.0}])
     adapter.save_pretrained(folder)
 
@@ -85,7 +96,9 @@ def make_adapter(folder: Path) -> None:
 def read_adapter(folder: Path) -> str:
     adapter = RestoreAdapter.from_pretrained(MODEL, folder)
     adapter.check_use("snapkv:window=64")
-    return repr((adapter.identity(), adapter.card, sorted(adapter.config.to_dict().items(), key=str)))
+    return repr(
+        (adapter.identity(), adapter.card, sorted(adapter.config.to_dict().items(), key=str))
+    )
 
 
 def seal_adapter(folder: Path) -> None:
@@ -93,7 +106,8 @@ def seal_adapter(folder: Path) -> None:
     try:
         card = json.loads(path.read_text())
         card["sha256"] = {
-            name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in adapter_file.SUMMED
+            name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            for name in adapter_file.SUMMED
         }
         path.write_text(json.dumps(seal_record(card)))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -103,7 +117,10 @@ def seal_adapter(folder: Path) -> None:
 def make_gate(folder: Path) -> None:
     shape, generator = CacheShape.of(MODEL), torch.Generator().manual_seed(0)
     layers = [
-        {"weight": torch.randn(shape.heads, shape.hidden, generator=generator), "bias": torch.zeros(shape.heads)}
+        {
+            "weight": torch.randn(shape.heads, shape.hidden, generator=generator),
+            "bias": torch.zeros(shape.heads),
+        }
         for _ in range(shape.layers)
     ]
     card = GateCard.of(MODEL, "kvzap-linear", "kvzip+", settings={"seed": 1}, figures={"loss": 0.5})
@@ -127,7 +144,10 @@ def seal_file(path: Path) -> None:
     """Computes the checksum in the metadata of a safetensors file anew, if the file is one."""
     try:
         raw = path.read_bytes()
-        tensors, metadata = safetensors.torch.load(raw), json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        tensors, metadata = (
+            safetensors.torch.load(raw),
+            json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]),
+        )
         metadata = {**metadata["__metadata__"], "checksum": BLANK}
         path.write_bytes(seal(safetensors.torch.save(tensors, metadata)))
     except Exception:  # what was harmed is no safetensors file any more
@@ -137,7 +157,12 @@ def seal_file(path: Path) -> None:
 def a_run(seed: int) -> Run:
     adapter = random_adapter(seed)
     optimizer = torch.optim.AdamW([adapter.embeddings, *adapter.lora], lr=CONFIG.lr)
-    return Run(CONFIG, adapter, optimizer, {"model": "m", "rope": {"a": [1, 2.5]}, "stops": [2], "processes": 1})
+    return Run(
+        CONFIG,
+        adapter,
+        optimizer,
+        {"model": "m", "rope": {"a": [1, 2.5]}, "stops": [2], "processes": 1},
+    )
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -146,7 +171,9 @@ def make_checkpoint(folder: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     run.optimizer.step()
     checkpoint.save(folder, run, 2)
-    (folder / checkpoint.LOG).write_text(checkpoint.HEADER + "0,0.5,0.1,1\n1,0.25,0.1,1\n2,0.1,0.1,1\n")
+    (folder / checkpoint.LOG).write_text(
+        checkpoint.HEADER + "0,0.5,0.1,1\n1,0.25,0.1,1\n2,0.1,0.1,1\n"
+    )
 
 
 def read_checkpoint(folder: Path) -> str:
@@ -155,12 +182,16 @@ def read_checkpoint(folder: Path) -> str:
     if step:
         checkpoint.trim(folder, step)
     states = run.optimizer.state_dict()["state"]
-    moments = {f"{index}.{name}": value for index, state in states.items() for name, value in state.items()}
+    moments = {
+        f"{index}.{name}": value for index, state in states.items() for name, value in state.items()
+    }
     return f"{step} {numbers(run.adapter.trainable_state())} {numbers(moments)}"
 
 
 def read_store(folder: Path) -> str:
-    prepared, targets = TeacherCache(MODEL, TOKENIZER, EXAMPLES, CONFIG, folder, store_prefill=True).get(0)
+    prepared, targets = TeacherCache(
+        MODEL, TOKENIZER, EXAMPLES, CONFIG, folder, store_prefill=True
+    ).get(0)
     tensors = {"scores": prepared.scores}
     for index, layer in enumerate(prepared.full.layers):
         tensors |= {f"keys{index}": layer.keys, f"values{index}": layer.values}
@@ -180,16 +211,42 @@ def read_features(folder: Path) -> str:
 
 def make_data(folder: Path) -> None:
     asked = [{"question": "Who owns it?", "answers": ["Ada"]}]
-    stories = [{"id": f"s{number}", "context": f"{number} {TEXT * 3}", "questions": asked} for number in range(3)]
+    stories = [
+        {"id": f"s{number}", "context": f"{number} {TEXT * 3}", "questions": asked}
+        for number in range(3)
+    ]
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(json.dumps(story) + "\n" for story in stories))
     novels = folder.with_suffix(".novels")
     novels.mkdir()
     code = execute(
-        ["data", "build", "--mixture", "passages", "--model", "tiny", "--stories", str(source), "--novels",
-         str(novels), "--story-passages", "2", "--novel-passages", "0", "--section-passages", "0", "--out", str(folder),
-         "--answer-tokens", "8", "--question-tokens", "8", "--questions", "1"]
-    )  # fmt: skip
+        [
+            "data",
+            "build",
+            "--mixture",
+            "passages",
+            "--model",
+            "tiny",
+            "--stories",
+            str(source),
+            "--novels",
+            str(novels),
+            "--story-passages",
+            "2",
+            "--novel-passages",
+            "0",
+            "--section-passages",
+            "0",
+            "--out",
+            str(folder),
+            "--answer-tokens",
+            "8",
+            "--question-tokens",
+            "8",
+            "--questions",
+            "1",
+        ]
+    )
     assert code == 0, "the data was not built"
 
 
@@ -203,7 +260,9 @@ def seal_data(folder: Path) -> None:
     try:
         manifest = json.loads(path.read_text())
         for name, source in manifest["sources"].items():
-            source["file"]["sha256"] = hashlib.sha256((folder / f"{name}.parquet").read_bytes()).hexdigest()
+            source["file"]["sha256"] = hashlib.sha256(
+                (folder / f"{name}.parquet").read_bytes()
+            ).hexdigest()
         path.write_text(json.dumps(manifest))
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         pass
@@ -248,7 +307,15 @@ def make_portable(folder: Path) -> None:
 def read_portable(folder: Path) -> str:
     stored = load_portable(folder / "portable.safetensors", MODEL)
     said = stored.ask(MODEL, TOKENIZER, "Who?", 1)
-    return repr((stored.manifest, stored.name, stored.context.suffix_text, stored.context.suffix.tolist(), said))
+    return repr(
+        (
+            stored.manifest,
+            stored.name,
+            stored.context.suffix_text,
+            stored.context.suffix.tolist(),
+            said,
+        )
+    )
 
 
 def make_gguf(folder: Path) -> None:
@@ -256,7 +323,9 @@ def make_gguf(folder: Path) -> None:
 
 
 def read_gguf(folder: Path) -> str:
-    """Reads the header, builds the tokenizer, and has transformers read the weights, as `gguf.convert` does."""
+    """Reads the header, builds the tokenizer, and has transformers read the weights, as
+    `gguf.convert` does.
+    """
     made = folder.parent / "made"
     try:
         gguf.convert(folder / "model.gguf", gguf.read(folder / "model.gguf"), made)
@@ -272,7 +341,11 @@ def make_cache(folder: Path) -> None:
 
 def read_cache(folder: Path) -> str:
     loaded = CompressedContext.load(folder / "cache.rkv", MODEL, TOKENIZER)
-    tensors = {f"{index}.{n}": x for index, y in enumerate(loaded.cache.layers) for n, x in enumerate(y.tensors())}
+    tensors = {
+        f"{index}.{n}": x
+        for index, y in enumerate(loaded.cache.layers)
+        for n, x in enumerate(y.tensors())
+    }
     said = loaded.ask("Who?", 1)
     return repr((loaded.manifest, loaded.context.suffix_text, numbers(tensors), said))
 
@@ -282,7 +355,10 @@ def make_folder(folder: Path) -> None:
     build_model("llama").save_pretrained(folder, max_shard_size="60KB")
     build_tokenizer().save_pretrained(folder)
     names = {path.name for path in folder.iterdir()}
-    assert model_folder.INDEX in names and len([name for name in names if name.endswith(".safetensors")]) > 1
+    assert (
+        model_folder.INDEX in names
+        and len([name for name in names if name.endswith(".safetensors")]) > 1
+    )
 
 
 def read_folder(folder: Path) -> str:
@@ -305,7 +381,9 @@ def make_served(folder: Path) -> None:
 
 
 def read_served(folder: Path) -> str:
-    """Starts with the store, reads and lists all, drops what has no room, deletes an upload, and ends."""
+    """Starts with the store, reads and lists all, drops what has no room, deletes an upload, and
+    ends.
+    """
     store = Store(folder, 1)
     try:
         uploads = store.list()
@@ -357,9 +435,13 @@ KINDS = {
     "served": Kind(make_served, read_served, loose=("*",)),
     "build": Kind(make_build, read_build, loose=("*",)),
     "moving": Kind(make_moving, read_moving, seal_moving, (adapter_file.README,)),
-    "grid": Kind(make_grid, read_grid, loose=("cell.json", "answers.jsonl", "seconds.jsonl", "summary.json")),
+    "grid": Kind(
+        make_grid, read_grid, loose=("cell.json", "answers.jsonl", "seconds.jsonl", "summary.json")
+    ),
 }
 
 
 def some_file(rng: random.Random, folder: Path) -> Path:
-    return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    return rng.choice(
+        sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    )

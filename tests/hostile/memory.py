@@ -1,8 +1,9 @@
-"""The campaign of memory: `python -m tests.hostile.memory --count 300`, and `--turns 1000` for a conversation.
+"""The campaign of memory: `python -m tests.hostile.memory --count 300`, and `--turns 1000` for a
+conversation.
 
-One process compresses, saves, loads and asks again and again, with every evictor in turn, or has one conversation that
-is folded every 20 turns and starts anew every 200; what it holds is printed, and must stop growing after the first
-quarter.
+One process compresses, saves, loads and asks again and again, with every evictor in turn, or has
+one conversation that is folded every 20 turns and starts anew every 200; what it holds is printed,
+and must stop growing after the first quarter.
 """
 
 import argparse
@@ -41,7 +42,9 @@ def run(count: int, folder: Path) -> list[int]:
             warnings.simplefilter("ignore")
             small = compress(model, tokenizer, text, evictor=names[number % len(names)], ratio=0.3)
         small.save(folder / "doc.rkv")
-        CompressedContext.load(folder / "doc.rkv", model, tokenizer).ask([f"Which code is {number}?", "Who?"], 8)
+        CompressedContext.load(folder / "doc.rkv", model, tokenizer).ask(
+            [f"Which code is {number}?", "Who?"], 8
+        )
         if number % (count // 10) == count // 10 - 1:
             sizes.append(held())
             print(f"{number + 1:4} of {count}: {sizes[-1] / 2**20:.1f} MB", flush=True)
@@ -51,12 +54,16 @@ def run(count: int, folder: Path) -> list[int]:
 def talk(turns: int) -> list[int]:
     """Bytes held after each of ten parts of a conversation."""
     torch.set_num_threads(1)
-    small = compress(*load_model("tiny"), "".join(TEXT.format(each, each * 7) for each in range(20)), ratio=0.3)
+    small = compress(
+        *load_model("tiny"), "".join(TEXT.format(each, each * 7) for each in range(20)), ratio=0.3
+    )
     chat, sizes = small.chat(), []
     for number in range(turns):
         if number % 200 == 0:
             chat = small.chat()
-        for _ in chat.ask(f"Which code is {number % 20}?", 8, stream=True, temperature=0.5, seed=number):
+        for _ in chat.ask(
+            f"Which code is {number % 20}?", 8, stream=True, temperature=0.5, seed=number
+        ):
             pass
         if number % 20 == 19:
             chat.fold()

@@ -1,8 +1,10 @@
-"""Random configs of random decoder classes: every model is refused with a sentence, or answers as transformers does.
+"""Random configs of random decoder classes: every model is refused with a sentence, or answers as
+transformers does.
 
-Windows, kinds of layers, kinds of RoPE, heads, biases, caps, scales and multipliers are drawn from what a class's
-config has. A model that is used has to give transformers' logits and greedy tokens beyond every length that its config
-mentions, at ratio 1 and below; a window's model up to the window, and not one position more.
+Windows, kinds of layers, kinds of RoPE, heads, biases, caps, scales and multipliers are drawn from
+what a class's config has. A model that is used has to give transformers' logits and greedy tokens
+beyond every length that its config mentions, at ratio 1 and below; a window's model up to the
+window, and not one position more.
 
 python -m tests.hostile.models --count 400 --seed 0
 """
@@ -23,24 +25,57 @@ ROPES = (
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 4.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
-    {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 40, "low_freq_factor": 1.0,
-     "high_freq_factor": 4.0},
-    {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 2.0,
-     "original_max_position_embeddings": 48},
-)  # fmt: skip
+    {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 48,
+    },
+)
 FLAGS = (
-    "attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "use_qkv_bias", "qkv_bias", "tie_word_embeddings",
-    "use_sliding_window", "parallel_attn", "use_parallel_residual", "use_cache", "attn_temperature_tuning",
-)  # fmt: skip
+    "attention_bias",
+    "mlp_bias",
+    "use_qk_norm",
+    "qk_layernorm",
+    "use_qkv_bias",
+    "qkv_bias",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "parallel_attn",
+    "use_parallel_residual",
+    "use_cache",
+    "attn_temperature_tuning",
+)
 CHOICES: dict[str, tuple[object, ...]] = {
-    "sliding_window": (None, 24, 48, 64, 1000), "attention_chunk_size": (24, 48, 64, 1000),
-    "num_key_value_heads": (1, 2, 4), "head_dim": (8, 16), "num_hidden_layers": (2, 3, 4),
-    "attn_logit_softcapping": (None, 5.0), "final_logit_softcapping": (None, 5.0), "logit_scale": (0.5, 2.0),
-    "logits_scaling": (0.5, 2.0), "embedding_multiplier": (0.5, 3.0), "residual_multiplier": (0.5, 1.0),
-    "attention_multiplier": (0.2, 0.5), "query_pre_attn_scalar": (4, 16), "partial_rotary_factor": (0.5, 1.0),
-    "max_position_embeddings": (64, 96, 4096), "max_window_layers": (0, 1, 2), "no_rope_layer_interval": (2, 4),
-    "rope_theta": (100.0, 10000.0), "clip_qkv": (None, 1.0), "scale_attn_by_inverse_layer_idx": (True, False),
-}  # fmt: skip
+    "sliding_window": (None, 24, 48, 64, 1000),
+    "attention_chunk_size": (24, 48, 64, 1000),
+    "num_key_value_heads": (1, 2, 4),
+    "head_dim": (8, 16),
+    "num_hidden_layers": (2, 3, 4),
+    "attn_logit_softcapping": (None, 5.0),
+    "final_logit_softcapping": (None, 5.0),
+    "logit_scale": (0.5, 2.0),
+    "logits_scaling": (0.5, 2.0),
+    "embedding_multiplier": (0.5, 3.0),
+    "residual_multiplier": (0.5, 1.0),
+    "attention_multiplier": (0.2, 0.5),
+    "query_pre_attn_scalar": (4, 16),
+    "partial_rotary_factor": (0.5, 1.0),
+    "max_position_embeddings": (64, 96, 4096),
+    "max_window_layers": (0, 1, 2),
+    "no_rope_layer_interval": (2, 4),
+    "rope_theta": (100.0, 10000.0),
+    "clip_qkv": (None, 1.0),
+    "scale_attn_by_inverse_layer_idx": (True, False),
+}
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -54,7 +89,11 @@ def draw(rng: random.Random, kind: str) -> dict[str, object]:
     for name in FLAGS:
         if name in known and rng.random() < 0.3:
             settings[name] = rng.random() < 0.5
-    if known.get("rope_parameters") is not None and "rope_type" in known["rope_parameters"] and rng.random() < 0.5:
+    if (
+        known.get("rope_parameters") is not None
+        and "rope_type" in known["rope_parameters"]
+        and rng.random() < 0.5
+    ):
         settings["rope_parameters"] = {"rope_theta": 10000.0, **rng.choice(ROPES)}
     layers = int(settings.get("num_hidden_layers", decoders.LAYERS))
     if "layer_types" in known and rng.random() < 0.6:
@@ -91,7 +130,8 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
     rotating = [kind for kind in kinds if decoders.has_rope(kind)]
     for number in range(count) if only is None else (only,):
         rng = random.Random(f"{seed}/{number}")
-        kind = rng.choice(rotating if rng.random() < 0.8 else kinds)  # of the others, nearly all are refused
+        # Of the others, nearly all are refused.
+        kind = rng.choice(rotating if rng.random() < 0.8 else kinds)
         try:
             settings = draw(rng, kind)
         except Exception:  # the class has no tiny config

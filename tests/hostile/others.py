@@ -1,10 +1,12 @@
-"""The campaign against all files besides caches: `python -m tests.hostile.others --count 3000 --seed 0 [--case N]`.
+"""The campaign against all files besides caches: `python -m tests.hostile.others --count 3000
+--seed 0 [--case N]`.
 
-Conversations, caches, portable caches, GGUF files, folders of models, adapters, gates, checkpoints, the training store,
-features, built data, evaluation grids and stores of servers. Every case is a folder of which one file was harmed, or to
-which something was added; a forked process reads it, and would answer "yes" to every question. A signal, a hang, an
-exception that is no sentence, wrong contents that were accepted, a file elsewhere that was changed or removed, or code
-of a stranger's that ran, which leaves a file, is a failure and is printed with its number.
+Conversations, caches, portable caches, GGUF files, folders of models, adapters, gates, checkpoints,
+the training store, features, built data, evaluation grids and stores of servers. Every case is a
+folder of which one file was harmed, or to which something was added; a forked process reads it, and
+would answer "yes" to every question. A signal, a hang, an exception that is no sentence, wrong
+contents that were accepted, a file elsewhere that was changed or removed, or code of a stranger's
+that ran, which leaves a file, is a failure and is printed with its number.
 """
 
 import gc
@@ -38,12 +40,42 @@ from tests.hostile.kinds import KINDS, Kind, some_file
 
 GROUPS = {"raw": 3, "contradicting": 5, "plausible": 1, "neutral": 1}  # and their shares
 SPARE = 1 << 30  # bytes of address space beyond what is in use
-BAD_JSON = ("", "[]", "null", "7", '"x"', "{", "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "NaN", '{"a": 1e999}')
+BAD_JSON = (
+    "",
+    "[]",
+    "null",
+    "7",
+    '"x"',
+    "{",
+    "[" * 100_000,
+    '{"a":' * 5000 + "1" + "}" * 5000,
+    "NaN",
+    '{"a": 1e999}',
+)
 FREE = {  # what only informs people, or chooses layers, which are those that have tensors
-    "settings", "data", "results", "figures", "weights", "versions", "threads", "from", "dropped", "refused",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision",
-    "task_type", "inference_mode", "license", "source", "between", "local",
-}  # fmt: skip
+    "settings",
+    "data",
+    "results",
+    "figures",
+    "weights",
+    "versions",
+    "threads",
+    "from",
+    "dropped",
+    "refused",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "license",
+    "source",
+    "between",
+    "local",
+}
 CASE, VICTIM = "case", "victim"  # the folder of a case, and a file next to it
 HUGE = (3e38, -3e38, 1e30, 65_537.0)
 LONG = (5_000, 300_000, 3 << 20)
@@ -53,7 +85,9 @@ Way = Callable[[random.Random, Path], str | None]  # the group may turn out to b
 def flip(rng: random.Random, path: Path) -> None:
     raw = bytearray(path.read_bytes())
     for _ in range(rng.choice((1, 1, 2, 16)) if raw else 0):
-        raw[rng.choice((rng.randrange(len(raw)), rng.randrange(min(len(raw), 400))))] ^= 1 << rng.randrange(8)
+        raw[rng.choice((rng.randrange(len(raw)), rng.randrange(min(len(raw), 400))))] ^= (
+            1 << rng.randrange(8)
+        )
     path.write_bytes(raw)
 
 
@@ -74,7 +108,9 @@ def erase(rng: random.Random, path: Path) -> None:
 
 def header_length(rng: random.Random, path: Path) -> None:
     raw = path.read_bytes()
-    length = rng.choice((0, 1, 2, 2**31, 2**63 - 1, 2**64 - 1, len(raw), max(len(raw) - 8, 0), 10**8))
+    length = rng.choice(
+        (0, 1, 2, 2**31, 2**63 - 1, 2**64 - 1, len(raw), max(len(raw) - 8, 0), 10**8)
+    )
     path.write_bytes(struct.pack("<Q", length) + raw[8:])
 
 
@@ -98,7 +134,9 @@ def no_regular_file(rng: random.Random, path: Path) -> None:
 
 
 def victim_of(path: Path) -> Path:
-    """Returns the place beside the folder of the case where nobody may change anything; `run` compares it."""
+    """Returns the place beside the folder of the case where nobody may change anything; `run`
+    compares it.
+    """
     return place_of(path) / VICTIM
 
 
@@ -131,24 +169,54 @@ def foreign_lock(rng: random.Random, path: Path) -> None:
     """Beside the file are links with names that the package uses itself, to a file elsewhere."""
     victim = victim_of(path)
     victim.write_text("precious")
-    for name in (".lock", f".{path.name}.lock", f".{path.name}.{HOST}-999999999-0.tmp", ".build.json.lock"):
+    for name in (
+        ".lock",
+        f".{path.name}.lock",
+        f".{path.name}.{HOST}-999999999-0.tmp",
+        ".build.json.lock",
+    ):
         if not os.path.lexists(path.parent / name):
             (path.parent / name).symlink_to(victim)
 
 
 # Names at which libraries look for a file, whether there is one or not.
 EXPECTED = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/a.jinja", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin",
-    "processor_config.json", "preprocessor_config.json", "custom_generate/generate.py", "README.md", "loss.csv",
-    ".replacing", "index.sqlite-wal", "index.sqlite-journal", "damaged", ".index.sqlite.lock",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/a.jinja",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "custom_generate/generate.py",
+    "README.md",
+    "loss.csv",
+    ".replacing",
+    "index.sqlite-wal",
+    "index.sqlite-journal",
+    "damaged",
+    ".index.sqlite.lock",
+)
 
 
 def special_beside(rng: random.Random, path: Path) -> None:
-    """Where a file may be expected is a FIFO, a device, a circle of links, a huge file, or a link to one elsewhere."""
+    """Where a file may be expected is a FIFO, a device, a circle of links, a huge file, or a link
+    to one elsewhere.
+    """
     place = path.parent / rng.choice(EXPECTED)
     place.parent.mkdir(exist_ok=True)
     if place.exists() and not place.is_dir():
@@ -185,7 +253,14 @@ def pickle_of(rng: random.Random, path: Path) -> bytes:
     return stream.getvalue()
 
 
-PICKLES = ("pytorch_model.bin", "adapter_model.bin", "model.pt", "weights.ckpt", "model.bin", "training_args.bin")
+PICKLES = (
+    "pytorch_model.bin",
+    "adapter_model.bin",
+    "model.pt",
+    "weights.ckpt",
+    "model.bin",
+    "training_args.bin",
+)
 
 
 def pickles_only(rng: random.Random, path: Path) -> str | None:
@@ -203,7 +278,8 @@ def pickles_only(rng: random.Random, path: Path) -> str | None:
         index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
     elif rng.random() < 0.5:
         index.unlink(missing_ok=True)
-    return "plausible" if (path.parent / "loss.csv").exists() else None  # without a checkpoint, a run has not begun
+    # Without a checkpoint, a run has not begun.
+    return "plausible" if (path.parent / "loss.csv").exists() else None
 
 
 def pickled(rng: random.Random, path: Path) -> None:
@@ -211,22 +287,44 @@ def pickled(rng: random.Random, path: Path) -> None:
 
 
 def code_beside(rng: random.Random, path: Path) -> None:
-    """Configs name code of the folder, under all names that transformers knows, and the code is there."""
+    """Configs name code of the folder, under all names that transformers knows, and the code is
+    there.
+    """
     code = f"{payload(path)}\n\n\nclass Evil:\n    pass\n"
-    for name in ("evil.py", "tokenizer.py", "modeling_evil.py", "__init__.py", "custom_generate/generate.py"):
+    for name in (
+        "evil.py",
+        "tokenizer.py",
+        "modeling_evil.py",
+        "__init__.py",
+        "custom_generate/generate.py",
+    ):
         (path.parent / name).parent.mkdir(exist_ok=True)
         (path.parent / name).write_text(code)
     classes = ("AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer", "AutoProcessor")
-    own = {name: rng.choice(("evil.Evil", "someone/evil--evil.Evil", ["evil.Evil", None])) for name in classes}
+    own = {
+        name: rng.choice(("evil.Evil", "someone/evil--evil.Evil", ["evil.Evil", None]))
+        for name in classes
+    }
     more = (
-        {"auto_map": own}, {"auto_map": own, "model_type": "evil"}, {"auto_map": own, "tokenizer_class": "Evil"},
-        {"auto_map": own, "architectures": ["Evil"]}, {"tokenizer_class": "evil.Evil"},
-        {"attn_implementation": "someone/kernel"}, {"_attn_implementation": "someone/kernel:evil"},
-        {"custom_pipelines": {"a": {"impl": "evil.Evil", "pt": ["AutoModel"]}}}, {"megatron_core": "evil"},
-        {"auto_mapping": {"base_model_class": "Evil", "parent_library": "evil"}}, {"custom_generate": "."},
+        {"auto_map": own},
+        {"auto_map": own, "model_type": "evil"},
+        {"auto_map": own, "tokenizer_class": "Evil"},
+        {"auto_map": own, "architectures": ["Evil"]},
+        {"tokenizer_class": "evil.Evil"},
+        {"attn_implementation": "someone/kernel"},
+        {"_attn_implementation": "someone/kernel:evil"},
+        {"custom_pipelines": {"a": {"impl": "evil.Evil", "pt": ["AutoModel"]}}},
+        {"megatron_core": "evil"},
+        {"auto_mapping": {"base_model_class": "Evil", "parent_library": "evil"}},
+        {"custom_generate": "."},
         {"quantization_config": {"quant_method": "evil"}},
-    )  # fmt: skip
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "adapter_config.json"):
+    )
+    for name in (
+        "config.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "adapter_config.json",
+    ):
         config = path.parent / name
         if name != "adapter_config.json" or config.exists():
             found = json.loads(config.read_text()) if config.exists() else {}
@@ -252,13 +350,23 @@ def other_names(rng: random.Random, path: Path) -> None:
         name = rng.choice(("model-00001-of-00002.safetensors", "x.bin", "zero"))
         for weight in list(entries["weight_map"]):
             if rng.random() < 0.5:
-                entries["weight_map"][weight] = rng.choice((f"{place}/{name}", None, 7, "", ".", "a\0b"))
+                entries["weight_map"][weight] = rng.choice(
+                    (f"{place}/{name}", None, 7, "", ".", "a\0b")
+                )
         index.write_text(json.dumps(entries))
         return
     config = path.parent / "tokenizer_config.json"
     entries = json.loads(config.read_text()) if config.exists() else {}
     file = f"{place}/tokenizer.5.0.json"
-    key = rng.choice(("fast_tokenizer_files", "vocab_file", "tokenizer_file", "merges_file", "chat_template_file"))
+    key = rng.choice(
+        (
+            "fast_tokenizer_files",
+            "vocab_file",
+            "tokenizer_file",
+            "merges_file",
+            "chat_template_file",
+        )
+    )
     entries[key] = [file] if key == "fast_tokenizer_files" else file
     config.write_text(json.dumps(entries))
 
@@ -268,7 +376,13 @@ def places(value: object) -> list[tuple]:
     found, level = [], [(value, ())]
     while level:
         each, chain = level.pop()
-        keys = list(each) if isinstance(each, dict) else range(len(each)) if isinstance(each, list) else ()
+        keys = (
+            list(each)
+            if isinstance(each, dict)
+            else range(len(each))
+            if isinstance(each, list)
+            else ()
+        )
         for key in keys:
             found.append((each, key, (*chain, key)))
             level.append((each[key], (*chain, key)))
@@ -276,15 +390,26 @@ def places(value: object) -> list[tuple]:
 
 
 def harmed_json(rng: random.Random, text: str) -> tuple[str, str]:
-    """A field gets a value of another kind, goes, or another number; or the whole is no such JSON. Also the group.
+    """A field gets a value of another kind, goes, or another number; or the whole is no such JSON.
+    Also the group.
 
-    What only informs people may be anything, older files lack fields, and another number may be a true one.
+    What only informs people may be anything, older files lack fields, and another number may be a
+    true one.
     """
     value = json.loads(text)
     if rng.random() < 0.2 or not (found := places(value)):
-        whole = [text[:-2], text + "x", text[:-2] + ', "model": 5}', text.replace('": "', '": "\\ud800', 1)]
+        whole = [
+            text[:-2],
+            text + "x",
+            text[:-2] + ', "model": 5}',
+            text.replace('": "', '": "\\ud800', 1),
+        ]
         whole += [text.replace('": ', '": ' + "9" * 6000, 1), text.replace(": ", ": -", 1)]
-        whole += ["[" + "[]," * 1_300_000 + "0]", '{"a": [' + "0," * 1_300_000 + "0]}", '"' + '\\"' * 1_000_000]
+        whole += [
+            "[" + "[]," * 1_300_000 + "0]",
+            '{"a": [' + "0," * 1_300_000 + "0]}",
+            '"' + '\\"' * 1_000_000,
+        ]
         return rng.choice([*BAD_JSON, *whole]), "contradicting"
     within, key, chain = rng.choice(found)
     group = "plausible" if FREE & set(chain) else "contradicting"
@@ -335,7 +460,9 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def save(path: Path, metadata: dict, tensors: dict) -> None:
-    path.write_bytes(safetensors.torch.save({name: x.contiguous() for name, x in tensors.items()}, metadata))
+    path.write_bytes(
+        safetensors.torch.save({name: x.contiguous() for name, x in tensors.items()}, metadata)
+    )
 
 
 def contradicting_tensors(rng: random.Random, path: Path) -> str:
@@ -345,17 +472,27 @@ def contradicting_tensors(rng: random.Random, path: Path) -> str:
     value, kind = tensors[name], rng.randrange(10)
     if kind == 0 and value.is_floating_point():
         value = value.clone()
-        value.view(-1)[rng.randrange(value.numel())] = rng.choice((float("nan"), float("inf"), float("-inf")))
+        value.view(-1)[rng.randrange(value.numel())] = rng.choice(
+            (float("nan"), float("inf"), float("-inf"))
+        )
     elif kind == 1:
         value = value.to(rng.choice([dtype for dtype in DTYPES if dtype != value.dtype]))
-        group = "plausible" if value.is_floating_point() else group  # gates of other precisions are read
+        # Gates of other precisions are read.
+        group = "plausible" if value.is_floating_point() else group
     elif kind == 2:
         value = rng.choice((value[None], value[..., None], torch.cat([value.reshape(-1)] * 2)))
     elif kind == 3:
         value = value.reshape(-1)[: rng.choice((0, value.numel() // 2))].clone()
     elif kind == 4:
         name = rng.choice(
-            ("extra", "layers.999999999.weight", "layers.-1.bias", "../x", "optimizer.77.step", name + ".x")
+            (
+                "extra",
+                "layers.999999999.weight",
+                "layers.-1.bias",
+                "../x",
+                "optimizer.77.step",
+                name + ".x",
+            )
         )
         value = torch.ones(rng.choice((0, 1, 7)))
     elif kind == 5:
@@ -412,14 +549,21 @@ def contradicting_rows(rng: random.Random, path: Path) -> None:
     elif kind == 1:
         rows = rows[1:] if rng.random() < 0.5 else rows + rows[:1]
     elif kind == 2:
-        rows = [{**each, name: rng.choice(("x", 7, None, -1.5, [], [[]], {"a": 1}))} for each in rows[:1]]
+        rows = [
+            {**each, name: rng.choice(("x", 7, None, -1.5, [], [[]], {"a": 1}))}
+            for each in rows[:1]
+        ]
     else:
-        rows[row][name] = rng.choice((None, *{str: ("",), int: (-1, 0, 2**31 - 1)}.get(type(rows[row][name]), ([-1],))))
+        rows[row][name] = rng.choice(
+            (None, *{str: ("",), int: (-1, 0, 2**31 - 1)}.get(type(rows[row][name]), ([-1],)))
+        )
     parquet.write_table(arrow.Table.from_pylist(rows), path)
 
 
 def counts_of(raw: bytes) -> dict[str, list[tuple[int, int]]]:
-    """Returns where the header of a good GGUF file has its numbers, by what they are, each with its size in bytes."""
+    """Returns where the header of a good GGUF file has its numbers, by what they are, each with its
+    size in bytes.
+    """
     found: dict[str, list[tuple[int, int]]] = {}
     sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
     at = 4
@@ -459,24 +603,34 @@ def counts_of(raw: bytes) -> dict[str, list[tuple[int, int]]]:
 
 
 def lying_header(rng: random.Random, path: Path) -> None:
-    """A number of the header of a GGUF file: counts, lengths, dimensions, types, offsets; now and then, two."""
+    """A number of the header of a GGUF file: counts, lengths, dimensions, types, offsets; now and
+    then, two.
+    """
     raw = bytearray(path.read_bytes())
     known = counts_of(raw)
     for _ in range(rng.choice((1, 1, 2))):
         place, size = rng.choice(known[rng.choice(sorted(known))])
         if rng.random() < 0.5:
-            number = max(int.from_bytes(raw[place : place + size], "little") + rng.choice((-1, 1, 2, 100)), 0)
+            number = max(
+                int.from_bytes(raw[place : place + size], "little") + rng.choice((-1, 1, 2, 100)), 0
+            )
         else:
-            number = rng.choice((0, 1, 3, 8, 9, 4_097, 2**18, 2**20 + 1, 2**30, 2**32 - 1, 2**40, 2**62, 2**64 - 1))
+            number = rng.choice(
+                (0, 1, 3, 8, 9, 4_097, 2**18, 2**20 + 1, 2**30, 2**32 - 1, 2**40, 2**62, 2**64 - 1)
+            )
         raw[place : place + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
     path.write_bytes(raw)
 
 
 def long_texts(rng: random.Random, path: Path) -> None:
-    """A GGUF file with many or long tokens, merges or other texts, or long arrays, all of them really there."""
+    """A GGUF file with many or long tokens, merges or other texts, or long arrays, all of them
+    really there.
+    """
     raw = path.read_bytes()
     count = int.from_bytes(raw[16:24], "little")
-    key = rng.choice((b"tokenizer.ggml.extra", b"general.tags", b"tokenizer.chat_template.x", b"extra"))
+    key = rng.choice(
+        (b"tokenizer.ggml.extra", b"general.tags", b"tokenizer.chat_template.x", b"extra")
+    )
     field = struct.pack("<Q", len(key)) + key
     kind = rng.randrange(4)
     if kind == 0:
@@ -495,7 +649,9 @@ def long_texts(rng: random.Random, path: Path) -> None:
 
 
 def long_token(rng: random.Random, path: Path) -> None:
-    """A token of a GGUF file's vocabulary is far longer than any, and the file as a whole still true."""
+    """A token of a GGUF file's vocabulary is far longer than any, and the file as a whole still
+    true.
+    """
     raw = path.read_bytes()
     marker = b"tokenizer.ggml.tokens"
     at = raw.index(marker) + len(marker) + 4 + 4 + 8
@@ -505,16 +661,33 @@ def long_token(rng: random.Random, path: Path) -> None:
 
 
 def lying_gguf(rng: random.Random, path: Path) -> None:
-    rng.choice((lying_header, lying_header, lying_header, lying_place, long_texts, long_token))(rng, path)
+    rng.choice((lying_header, lying_header, lying_header, lying_place, long_texts, long_token))(
+        rng, path
+    )
 
 
 def lying_rows(rng: random.Random, path: Path) -> None:
-    """Rows of a server's index that name files elsewhere, or that hold anything; triggers, views, other tables."""
+    """Rows of a server's index that name files elsewhere, or that hold anything; triggers, views,
+    other tables.
+    """
     victim = victim_of(path)
     victim.write_text("precious")
     shutil.copy(victim, victim.with_suffix(".rkv"))
     out = rng.choice((f"../../{VICTIM}", str(victim), f"../../{CASE}/../{VICTIM}", "..", ""))
-    odd = rng.choice((None, -1, 2**62, 1e300, "x", "x" * 100_000, b"\0\xff", "\x1b[2J", "file-" + "0" * 24, "0" * 32))
+    odd = rng.choice(
+        (
+            None,
+            -1,
+            2**62,
+            1e300,
+            "x",
+            "x" * 100_000,
+            b"\0\xff",
+            "\x1b[2J",
+            "file-" + "0" * 24,
+            "0" * 32,
+        )
+    )
     now = rng.choice((None, 1, 2**62))
     upload = (out, "ab" * 32, "a.txt", "user_data", 1, 1, now, "processed", "")
     with sqlite3.connect(path) as disk:
@@ -522,16 +695,25 @@ def lying_rows(rng: random.Random, path: Path) -> None:
         if kind == 0:
             disk.execute(f"insert into files values ({', '.join('?' * 9)})", upload)
         elif kind == 1:
-            disk.execute("insert into caches values (?, ?, ?, ?)", (out, "ab" * 32, rng.choice((1, 2**62)), 0.0))
+            disk.execute(
+                "insert into caches values (?, ?, ?, ?)",
+                (out, "ab" * 32, rng.choice((1, 2**62)), 0.0),
+            )
         elif kind == 2:
             disk.execute("insert into pending values (?, ?)", (rng.choice(("ab" * 32, out)), out))
         elif kind == 3:
-            event = rng.choice(("update on reserve", "insert on reserve", "delete on files", "delete on caches"))
+            event = rng.choice(
+                ("update on reserve", "insert on reserve", "delete on files", "delete on caches")
+            )
             values = ", ".join("null" if each is None else f"'{each}'" for each in upload)
-            disk.execute(f"create trigger t after {event} begin insert into files values ({values}); end")
+            disk.execute(
+                f"create trigger t after {event} begin insert into files values ({values}); end"
+            )
         elif kind == 4:
             table = rng.choice(("files", "caches", "pending", "reserve"))
-            forever = "with recursive a(x) as (select 1 union all select x + 1 from a) select x from a"
+            forever = (
+                "with recursive a(x) as (select 1 union all select x + 1 from a) select x from a"
+            )
             if rng.random() < 0.5:
                 disk.execute(f"drop table {table}")
                 disk.execute(f"create view {table} as {forever}")
@@ -554,7 +736,17 @@ def lying_store(rng: random.Random, path: Path) -> None:
 
 
 COLUMNS = {
-    "files": ("id", "sha256", "name", "purpose", "bytes", "created", "expires", "status", "problem"),
+    "files": (
+        "id",
+        "sha256",
+        "name",
+        "purpose",
+        "bytes",
+        "created",
+        "expires",
+        "status",
+        "problem",
+    ),
     "caches": ("key", "sha256", "bytes", "used"),
 }
 
@@ -569,7 +761,14 @@ def lying_place(rng: random.Random, path: Path) -> None:
     """Anything at any place of the header of a GGUF file."""
     raw = bytearray(path.read_bytes())
     size = rng.choice((4, 8))
-    place = rng.choice((8, 16, rng.randrange(4, min(len(raw) - 8, 2_500)), rng.randrange(4, min(len(raw) - 8, 30_000))))
+    place = rng.choice(
+        (
+            8,
+            16,
+            rng.randrange(4, min(len(raw) - 8, 2_500)),
+            rng.randrange(4, min(len(raw) - 8, 30_000)),
+        )
+    )
     number = rng.choice((0, 1, 9, 2**18, 2**30, 2**32 - 1, 2**40, 2**62, 2**64 - 1))
     raw[place : place + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
     path.write_bytes(raw)
@@ -598,18 +797,37 @@ def neutral(rng: random.Random, path: Path) -> None:
         value = json.loads(path.read_text())
         names = list(value)
         rng.shuffle(names)
-        path.write_text(json.dumps({name: value[name] for name in names}, indent=rng.choice((None, 0, 3))))
+        path.write_text(
+            json.dumps({name: value[name] for name in names}, indent=rng.choice((None, 0, 3)))
+        )
 
 
 RAW: tuple[Way, ...] = (
-    flip, cut, lengthen, erase, header_length, sparse, no_regular_file, pickled, linked, foreign_lock, linked_folder,
-    special_beside, pickles_only, code_beside,
-)  # fmt: skip
+    flip,
+    cut,
+    lengthen,
+    erase,
+    header_length,
+    sparse,
+    no_regular_file,
+    pickled,
+    linked,
+    foreign_lock,
+    linked_folder,
+    special_beside,
+    pickles_only,
+    code_beside,
+)
 BY_ENDING: dict[str, Way] = {
-    ".safetensors": contradicting_tensors, ".json": contradicting_json, ".jsonl": contradicting_lines,
-    ".csv": contradicting_lines, ".parquet": contradicting_rows, ".gguf": lying_gguf, ".rkv": contradicting_tensors,
+    ".safetensors": contradicting_tensors,
+    ".json": contradicting_json,
+    ".jsonl": contradicting_lines,
+    ".csv": contradicting_lines,
+    ".parquet": contradicting_rows,
+    ".gguf": lying_gguf,
+    ".rkv": contradicting_tensors,
     ".sqlite": lying_rows,
-}  # fmt: skip
+}
 BY_KIND: dict[str, Way] = {"folder": lying_folder, "served": lying_store}
 
 
@@ -619,7 +837,11 @@ def harm(rng: random.Random, kind: Kind, folder: Path) -> tuple[str, str, Path]:
     group = rng.choices(list(GROUPS), list(GROUPS.values()))[0]
     ways = {"raw": rng.choice(RAW), "plausible": plausible, "neutral": neutral}
     name = next(name for name in KINDS if KINDS[name] is kind)
-    way = BY_KIND.get(name, BY_ENDING.get(path.suffix, flip)) if group == "contradicting" else ways[group]
+    way = (
+        BY_KIND.get(name, BY_ENDING.get(path.suffix, flip))
+        if group == "contradicting"
+        else ways[group]
+    )
     group = way(rng, path) or group
     if group != "raw":
         kind.seal(folder)
@@ -627,7 +849,9 @@ def harm(rng: random.Random, kind: Kind, folder: Path) -> tuple[str, str, Path]:
 
 
 def allowed(group: str, kind: Kind, path: Path) -> set[str]:
-    """What may become of a case: what no checksum covers may say something else afterwards, but never nonsense."""
+    """What may become of a case: what no checksum covers may say something else afterwards, but
+    never nonsense.
+    """
     loose = {"different"} if {path.name, "*"} & set(kind.loose) or group == "plausible" else set()
     return {"equal"} if group == "neutral" else {"refused", "equal"} | loose
 
@@ -658,11 +882,15 @@ def serve(connection, good: dict[str, str]) -> None:
 
 
 def tree(place: Path) -> dict[str, object]:
-    """Returns what is beside the folder of the case: victims, and what a stranger's code may have left."""
+    """Returns what is beside the folder of the case: victims, and what a stranger's code may have
+    left.
+    """
     outside = beside(place)
     inside = [path for folder in outside if folder.is_dir() for path in folder.rglob("*")]
     return {
-        str(path.relative_to(place)): path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else path.lstat().st_mode
+        str(path.relative_to(place)): path.read_bytes()
+        if stat.S_ISREG(path.lstat().st_mode)
+        else path.lstat().st_mode
         for path in [*outside, *inside]
     }
 

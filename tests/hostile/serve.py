@@ -1,17 +1,20 @@
-"""The campaign of the server: `python -m tests.hostile.serve --questions 1000`, `--kills 25` for sudden death,
-`--mixed 300` for questions of all kinds that come and leave at any time, `--ends 10` for Ctrl-C in the middle.
+"""The campaign of the server: `python -m tests.hostile.serve --questions 1000`, `--kills 25` for
+sudden death, `--mixed 300` for questions of all kinds that come and leave at any time, `--ends 10`
+for Ctrl-C in the middle.
 
-A real process serves the tiny model. Many clients ask many documents, and every answer is compared with the library's
-own; then the server is killed again and again while it takes uploads, compresses and answers, and what it said was
-processed must be there and answer as before. With `--disks 10`, its disk, where its log is as well, is full to the last
-byte while it runs, and when it starts again: reading, asking and deleting go on, and all else is a 507 with a sentence.
-Then the disk can only be read. That needs the right to mount.
+A real process serves the tiny model. Many clients ask many documents, and every answer is compared
+with the library's own; then the server is killed again and again while it takes uploads, compresses
+and answers, and what it said was processed must be there and answer as before. With `--disks 10`,
+its disk, where its log is as well, is full to the last byte while it runs, and when it starts
+again: reading, asking and deleting go on, and all else is a 507 with a sentence. Then the disk can
+only be read. That needs the right to mount.
 
-Mixed: streams run all the time; short, long and sampled questions join them, some clients leave, and every text is
-the library's own, as far as it was read. No question may wait more than MOST_STEPS steps for its first token, its own
-reading aside; the server counts them. Ends: SIGINT or SIGTERM while streams, whole answers and uploads are under way;
-streams end with an error event or their answer, whole requests with 503 as JSON or their answer, the process with its
-usual code, and stderr has no traceback.
+Mixed: streams run all the time; short, long and sampled questions join them, some clients leave,
+and every text is the library's own, as far as it was read. No question may wait more than
+MOST_STEPS steps for its first token, its own reading aside; the server counts them. Ends: SIGINT or
+SIGTERM while streams, whole answers and uploads are under way; streams end with an error event or
+their answer, whole requests with 503 as JSON or their answer, the process with its usual code, and
+stderr has no traceback.
 """
 
 import argparse
@@ -53,22 +56,43 @@ def question(number: int) -> str:
 class Server:
     """A server process over a folder."""
 
-    def __init__(self, folder: Path, *flags: str, model: str = "tiny", log: int = subprocess.DEVNULL) -> None:
-        # Held, but not listened at, until the campaign ends: nobody else gets this port while the server starts.
+    def __init__(
+        self, folder: Path, *flags: str, model: str = "tiny", log: int = subprocess.DEVNULL
+    ) -> None:
+        # Held, but not listened at, until the campaign ends: nobody else gets this port while the
+        # server starts.
         self.place = socket.socket()
         self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.place.bind(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
-        command = [sys.executable, "-m", "restorekv", "serve", "--model", model, "--preset", "best", "--ratio", "0.2"]
+        command = [
+            sys.executable,
+            "-m",
+            "restorekv",
+            "serve",
+            "--model",
+            model,
+            "--preset",
+            "best",
+            "--ratio",
+            "0.2",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, "--store", str(folder), "--port", str(self.port), *flags], env=environment,
-            stdout=log, stderr=self.errors if log == subprocess.DEVNULL else log,
-        )  # fmt: skip
+            [*command, "--store", str(folder), "--port", str(self.port), *flags],
+            env=environment,
+            stdout=log,
+            stderr=self.errors if log == subprocess.DEVNULL else log,
+        )
 
     def client(self, kind: type = openai.OpenAI, retries: int = 0) -> openai.OpenAI:
-        return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=retries, timeout=300)
+        return kind(
+            base_url=f"http://127.0.0.1:{self.port}/v1",
+            api_key="none",
+            max_retries=retries,
+            timeout=300,
+        )
 
     def wait(self) -> float:
         """Seconds until the server answers."""
@@ -79,14 +103,18 @@ class Server:
                 return time.monotonic() - start
             except openai.APIConnectionError:
                 if self.process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {self.process.returncode}: {self.said()}") from None
+                    raise RuntimeError(
+                        f"the server ended with {self.process.returncode}: {self.said()}"
+                    ) from None
                 time.sleep(0.2)
         raise RuntimeError("the server does not come up")
 
     def figure(self, name: str) -> float:
         """One of the server's metrics."""
         lines = self.client().get("/../metrics", cast_to=str).splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith(f"restorekv_{name} ")))
+        return float(
+            next(line.split()[1] for line in lines if line.startswith(f"restorekv_{name} "))
+        )
 
     def said(self) -> str:
         """What it wrote to stderr."""
@@ -99,12 +127,22 @@ class Server:
 
 
 def asked(name: str, number: int, model: str = MODEL) -> dict:
-    parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": question(number)}]
-    return {"model": model, "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 12}
+    parts = [
+        {"type": "file", "file": {"file_id": name}},
+        {"type": "text", "text": question(number)},
+    ]
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": parts}],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
 
 
 def upload(client: openai.OpenAI, number: int) -> str:
-    return client.files.create(file=(f"{number}.txt", document(number).encode()), purpose="user_data").id
+    return client.files.create(
+        file=(f"{number}.txt", document(number).encode()), purpose="user_data"
+    ).id
 
 
 def upload_all(client: openai.OpenAI, documents: int) -> list[str]:
@@ -115,29 +153,42 @@ def upload_all(client: openai.OpenAI, documents: int) -> list[str]:
     return names
 
 
-def load(folder: Path, questions: int, clients: int, documents: int, model: str, memory: str) -> int:
+def load(
+    folder: Path, questions: int, clients: int, documents: int, model: str, memory: str
+) -> int:
     """Asks everything at once; returns how many answers were wrong."""
     server = Server(folder, "--waiting", "32", "--memory", memory, model=model)
     try:
         server.wait()
         names = upload_all(server.client(), documents)
         start = time.monotonic()
-        answers, refused = asyncio.run(answered(server, f"{model}:best-0.2", names, questions, clients))
+        answers, refused = asyncio.run(
+            answered(server, f"{model}:best-0.2", names, questions, clients)
+        )
         seconds = time.monotonic() - start
         figures = server.client().get("/../metrics", cast_to=str)
-        held = next(line.split()[1] for line in figures.splitlines() if line.startswith("restorekv_bytes_held "))
+        held = next(
+            line.split()[1]
+            for line in figures.splitlines()
+            if line.startswith("restorekv_bytes_held ")
+        )
         pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     finally:
         server.stop()
     expected = library(model, questions, documents)
     wrong = sum(ours != theirs for ours, theirs in zip(answers, expected, strict=True))
-    print(f"{questions} questions, {clients} clients, {documents} documents: {wrong} wrong, {refused} times 429, "
-          f"{questions / seconds:.1f} answers a second; documents {float(held) / 2**20:.2f} MB of {memory}, "
-          f"process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB", flush=True)  # fmt: skip
+    print(
+        f"{questions} questions, {clients} clients, {documents} documents: {wrong} wrong, {refused} times 429, "
+        f"{questions / seconds:.1f} answers a second; documents {float(held) / 2**20:.2f} MB of {memory}, "
+        f"process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB",
+        flush=True,
+    )
     return wrong
 
 
-async def answered(server: Server, model: str, names: list[str], questions: int, clients: int) -> tuple[list[str], int]:
+async def answered(
+    server: Server, model: str, names: list[str], questions: int, clients: int
+) -> tuple[list[str], int]:
     """Returns every answer and how many requests were refused with 429 before they succeeded."""
     client, lines, refused = server.client(openai.AsyncOpenAI), asyncio.Semaphore(clients), 0
 
@@ -146,7 +197,9 @@ async def answered(server: Server, model: str, names: list[str], questions: int,
         async with lines:
             while True:
                 try:
-                    made = await client.chat.completions.create(**asked(names[number % len(names)], number, model))
+                    made = await client.chat.completions.create(
+                        **asked(names[number % len(names)], number, model)
+                    )
                     return made.choices[0].message.content
                 except openai.RateLimitError:
                     refused += 1
@@ -176,14 +229,20 @@ def kills(folder: Path, count: int, seed: int) -> int:
             wrong += status != "processed" or said != answer
         name = upload(client, number)
         if client.files.wait_for_processing(name, poll_interval=0.05).status == "processed":
-            known[name] = number, client.chat.completions.create(**asked(name, number)).choices[0].message.content
+            known[name] = (
+                number,
+                client.chat.completions.create(**asked(name, number)).choices[0].message.content,
+            )
         for more in range(3):
             upload(client, 1000 + 10 * number + more)
         time.sleep(chance.random() * 0.6)
         server.stop(signal.SIGKILL)
         halves = [path for path in folder.rglob("*") if path.suffix == ".tmp"]
-        print(f"kill {number + 1:3} of {count}: up in {up:.1f} s, {len(known)} documents, {wrong} wrong, "
-              f"{len(halves)} temporary files", flush=True)  # fmt: skip
+        print(
+            f"kill {number + 1:3} of {count}: up in {up:.1f} s, {len(known)} documents, {wrong} wrong, "
+            f"{len(halves)} temporary files",
+            flush=True,
+        )
     server = Server(folder)
     server.wait()
     left = [path.name for path in folder.rglob("*") if path.suffix == ".tmp"]
@@ -198,11 +257,16 @@ class FullDisk:
         self.folder, self.change, self.chance = folder, change, chance
         self.asked = self.refused = 0
         self.wrong: list[str] = []
-        self.answers: dict[str, tuple[int, str]] = {}  # of documents: which question, and its answer before
+        # Of documents: which question, and its answer before.
+        self.answers: dict[str, tuple[int, str]] = {}
 
     def start(self) -> None:
         read_only = bool(os.statvfs(self.folder).f_flag & os.ST_RDONLY)
-        log = subprocess.DEVNULL if read_only else os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        log = (
+            subprocess.DEVNULL
+            if read_only
+            else os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        )
         self.server = Server(self.folder / "store", "--memory", "1K", log=log)
         if log >= 0:
             os.close(log)
@@ -245,10 +309,25 @@ class FullDisk:
             answer = self.must("question", lambda name=name, number=number: self.ask(name, number))
             if answer not in (None, before):
                 self.wrong.append(f"{answer!r} instead of {before!r}")
-            self.must("stream", lambda name=name: list(self.client.chat.completions.create(
-                **asked(name, 1), stream=True)))  # fmt: skip
-            for path in ("", "/content", "/cache", f"/kept?model={MODEL}", f"/progress?model={MODEL}"):
-                self.must(path, lambda name=name, path=path: self.client.get(f"/files/{name}{path}", cast_to=str))
+            self.must(
+                "stream",
+                lambda name=name: list(
+                    self.client.chat.completions.create(**asked(name, 1), stream=True)
+                ),
+            )
+            for path in (
+                "",
+                "/content",
+                "/cache",
+                f"/kept?model={MODEL}",
+                f"/progress?model={MODEL}",
+            ):
+                self.must(
+                    path,
+                    lambda name=name, path=path: self.client.get(
+                        f"/files/{name}{path}", cast_to=str
+                    ),
+                )
         self.must("metrics", lambda: self.client.get("/../metrics", cast_to=str))
         name = self.chance.choice(list(self.answers))
         self.may("variant", lambda: self.client.chat.completions.create(**asked(name, 1, variant)))
@@ -262,10 +341,14 @@ class FullDisk:
         self.start()
         for number in range(4):
             name = upload(self.client, number)
-            if self.client.files.wait_for_processing(name, poll_interval=0.05).status == "processed":
+            if (
+                self.client.files.wait_for_processing(name, poll_interval=0.05).status
+                == "processed"
+            ):
                 self.answers[name] = number, self.ask(name, number)
         for number in range(self.chance.randrange(3)):
-            self.may("upload", lambda number=number: upload(self.client, 100 + number))  # the disk fills meanwhile
+            # The disk fills meanwhile.
+            self.may("upload", lambda number=number: upload(self.client, 100 + number))
         self.fill()
         self.read("tiny:snapkv-0.7")
         self.server.stop(self.chance.choice([signal.SIGKILL, signal.SIGTERM]))
@@ -298,7 +381,10 @@ def disks(place: Path, count: int, seed: int) -> int:
     wrong = 0
     for number in range(count):
         chance = random.Random(f"{seed}/{number}")
-        with disk(place / f"disk{number}", f"size={chance.randint(2600, 5000)}k") as (folder, change):
+        with disk(place / f"disk{number}", f"size={chance.randint(2600, 5000)}k") as (
+            folder,
+            change,
+        ):
             made = FullDisk(folder, change, chance)
             try:
                 made.run()
@@ -308,14 +394,25 @@ def disks(place: Path, count: int, seed: int) -> int:
                 if made.server.process.poll() is None:
                     made.server.stop(signal.SIGKILL)
         wrong += len(made.wrong)
-        print(f"disk {number + 1:3} of {count}: {made.asked} requests, {made.refused} times 507, "
-              f"{len(made.wrong)} wrong", *made.wrong, sep="\n  ", flush=True)  # fmt: skip
+        print(
+            f"disk {number + 1:3} of {count}: {made.asked} requests, {made.refused} times 507, "
+            f"{len(made.wrong)} wrong",
+            *made.wrong,
+            sep="\n  ",
+            flush=True,
+        )
     return wrong
 
 
 def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -> int:
-    """Asks questions of all kinds, each with its own beginning, while streams run; returns how much was wrong."""
-    server, chance, started = Server(folder, "--memory", "4M", "--waiting", "500", model=model), random.Random(seed), 0
+    """Asks questions of all kinds, each with its own beginning, while streams run; returns how much
+    was wrong.
+    """
+    server, chance, started = (
+        Server(folder, "--memory", "4M", "--waiting", "500", model=model),
+        random.Random(seed),
+        0,
+    )
     variant = f"{model}:best-0.2"
     try:
         server.wait()
@@ -341,34 +438,47 @@ def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -
         else:
             wrong += own != texts
     left = sum(each["leaves"] > 0 for each in plans)
-    print(f"{questions} mixed questions, {left} clients left, {documents} documents: {wrong} wrong, {steps:.0f} steps, "
-          f"at most {waited:.0f} steps before a first token, {seconds:.0f} s", flush=True)  # fmt: skip
+    print(
+        f"{questions} mixed questions, {left} clients left, {documents} documents: {wrong} wrong, {steps:.0f} steps, "
+        f"at most {waited:.0f} steps before a first token, {seconds:.0f} s",
+        flush=True,
+    )
     return wrong
 
 
 def plan(number: int, documents: int, chance: random.Random) -> dict:
-    """A question at random: when it comes, how long it and its answer are, and when its client leaves, 0 for never."""
+    """A question at random: when it comes, how long it and its answer are, and when its client
+    leaves, 0 for never.
+    """
     long = chance.random() < 0.1
     text = question(number)
     if long:
         text = " ".join(question(chance.randrange(100)) for _ in range(chance.randrange(10, 40)))
     sampled = chance.random() < 0.4
     return {
-        "document": chance.randrange(documents), "question": text, "comes": chance.random() * 20,
-        "max_tokens": chance.choice((1, 4, 8, 8, 16, 40)), "temperature": 1.0 if sampled else 0.0,
-        "seed": chance.randrange(1000), "n": chance.choice((1, 1, 2, 5)) if sampled else 1,
+        "document": chance.randrange(documents),
+        "question": text,
+        "comes": chance.random() * 20,
+        "max_tokens": chance.choice((1, 4, 8, 8, 16, 40)),
+        "temperature": 1.0 if sampled else 0.0,
+        "seed": chance.randrange(1000),
+        "n": chance.choice((1, 1, 2, 5)) if sampled else 1,
         "leaves": chance.randrange(1, 8) if chance.random() < 0.15 else 0,
-    }  # fmt: skip
+    }
 
 
-async def streamed_all(server: Server, variant: str, names: list[str], plans: list[dict]) -> list[list[str]]:
+async def streamed_all(
+    server: Server, variant: str, names: list[str], plans: list[dict]
+) -> list[list[str]]:
     """Returns what every client read, an answer or a part of it for each sample."""
     client = server.client(openai.AsyncOpenAI)
 
     async def one(each: dict) -> list[str]:
         await asyncio.sleep(each["comes"])
-        parts = [{"type": "file", "file": {"file_id": names[each["document"]]}},
-                 {"type": "text", "text": each["question"]}]  # fmt: skip
+        parts = [
+            {"type": "file", "file": {"file_id": names[each["document"]]}},
+            {"type": "text", "text": each["question"]},
+        ]
         how = {name: each[name] for name in ("max_tokens", "temperature", "seed", "n")}
         texts, read = [""] * each["n"], 0
         stream = await client.chat.completions.create(
@@ -393,7 +503,10 @@ def ends(folder: Path, count: int, seed: int) -> int:
         server = Server(folder)
         server.wait()
         client = server.client()
-        wrong += sum(client.files.wait_for_processing(name, poll_interval=0.1).status != "processed" for name in known)
+        wrong += sum(
+            client.files.wait_for_processing(name, poll_interval=0.1).status != "processed"
+            for name in known
+        )
         name = upload(client, number)
         assert client.files.wait_for_processing(name, poll_interval=0.1).status == "processed"
         known = {name: None}
@@ -405,7 +518,12 @@ def ends(folder: Path, count: int, seed: int) -> int:
 
                 async def one(number: int) -> str:
                     await asyncio.sleep(number * 0.02)
-                    body = {**asked(name, number), "max_tokens": 700, "temperature": 2.0, "stream": number % 3 > 0}
+                    body = {
+                        **asked(name, number),
+                        "max_tokens": 700,
+                        "temperature": 2.0,
+                        "stream": number % 3 > 0,
+                    }
                     try:
                         answer = await http.post(address, json=body)
                     except httpx.ConnectError:
@@ -425,10 +543,17 @@ def ends(folder: Path, count: int, seed: int) -> int:
         code = server.process.wait(SLOWEST_END)
         slowest = max(slowest, time.monotonic() - sent)
         bad = [each for each in found if each.startswith("wrong")]
-        wrong += len(bad) + (code != (0 if how == signal.SIGINT else 143)) + ("Traceback" in server.said())
-        print(f"end {number + 1:3} of {count} by {signal.Signals(how).name}: code {code} after "
-              f"{time.monotonic() - sent:.1f} s, {found.count('error')} error events, {found.count('503')} times 503, "
-              f"{found.count('whole')} whole, {wrong} wrong {bad[:1] or ''}", flush=True)  # fmt: skip
+        wrong += (
+            len(bad)
+            + (code != (0 if how == signal.SIGINT else 143))
+            + ("Traceback" in server.said())
+        )
+        print(
+            f"end {number + 1:3} of {count} by {signal.Signals(how).name}: code {code} after "
+            f"{time.monotonic() - sent:.1f} s, {found.count('error')} error events, {found.count('503')} times 503, "
+            f"{found.count('whole')} whole, {wrong} wrong {bad[:1] or ''}",
+            flush=True,
+        )
     print(f"{count} ends: the slowest took {slowest:.1f} s, {wrong} wrong", flush=True)
     return wrong
 
@@ -436,7 +561,11 @@ def ends(folder: Path, count: int, seed: int) -> int:
 def ending_of(answer: httpx.Response, stream: bool) -> str:
     """Says how a request ended: whole, with an error event, with 503 as JSON, or wrong."""
     if answer.status_code == 503:
-        return "503" if "The server ends" in answer.json()["error"]["message"] else f"wrong: {answer.text[:80]}"
+        return (
+            "503"
+            if "The server ends" in answer.json()["error"]["message"]
+            else f"wrong: {answer.text[:80]}"
+        )
     if answer.status_code != 200:
         return f"wrong: {answer.status_code} {answer.text[:80]}"
     if not stream:
@@ -445,24 +574,46 @@ def ending_of(answer: httpx.Response, stream: bool) -> str:
     if last == "[DONE]":
         return "whole"
     error = json.loads(last).get("error", {})
-    return "error" if error.get("type") == "server_error" and "message" in error else f"wrong: {last[:80]}"
+    return (
+        "error"
+        if error.get("type") == "server_error" and "message" in error
+        else f"wrong: {last[:80]}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    numbers = {"questions": 0, "clients": 64, "documents": 50, "mixed": 0, "kills": 0, "ends": 0, "disks": 0, "seed": 0}
+    numbers = {
+        "questions": 0,
+        "clients": 64,
+        "documents": 50,
+        "mixed": 0,
+        "kills": 0,
+        "ends": 0,
+        "disks": 0,
+        "seed": 0,
+    }
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--model", default="tiny", help="of the questions; the kills have the tiny one")
+    parser.add_argument(
+        "--model", default="tiny", help="of the questions; the kills have the tiny one"
+    )
     parser.add_argument("--memory", default="4M", help="of the documents held")
     given, wrong = parser.parse_args(), 0
     with tempfile.TemporaryDirectory(prefix="restorekv-serve-") as name:
         if given.questions:
             wrong += load(
-                Path(name) / "load", given.questions, given.clients, given.documents, given.model, given.memory
+                Path(name) / "load",
+                given.questions,
+                given.clients,
+                given.documents,
+                given.model,
+                given.memory,
             )
         if given.mixed:
-            wrong += mixed(Path(name) / "mixed", given.mixed, min(given.documents, 8), given.model, given.seed)
+            wrong += mixed(
+                Path(name) / "mixed", given.mixed, min(given.documents, 8), given.model, given.seed
+            )
         if given.ends:
             wrong += ends(Path(name) / "ends", given.ends, given.seed)
         if given.kills:

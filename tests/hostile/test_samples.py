@@ -36,7 +36,9 @@ def test_random_configs_of_decoders():
 
 @pytest.mark.slow
 def test_uploads(tmp_path):
-    counts, failures = uploads.run(tmp_path, lambda: chain(uploads.texts(), uploads.caches(tmp_path, 10, 1)))
+    counts, failures = uploads.run(
+        tmp_path, lambda: chain(uploads.texts(), uploads.caches(tmp_path, 10, 1))
+    )
     assert not failures
     assert counts["a cache", "processed"] == 1 and sum(counts.values()) > 40
 

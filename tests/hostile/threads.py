@@ -1,8 +1,8 @@
 """The campaign of threads: `python -m tests.hostile.threads --minutes 10 --threads 8 --seed 0`.
 
-Threads that share one model compress with every evictor and three adapters, ask, generate, load, and save to one path,
-in random order. Every cache and every answer must be that of doing the same alone; the path must always hold a whole
-file. What differs is printed.
+Threads that share one model compress with every evictor and three adapters, ask, generate, load,
+and save to one path, in random order. Every cache and every answer must be that of doing the same
+alone; the path must always hold a whole file. What differs is printed.
 """
 
 import argparse
@@ -42,7 +42,10 @@ class Work:
         for number, text in enumerate(TEXTS):
             for evictor in EVICTORS:
                 if evictor != "kvpress":
-                    self.add(f"compress {evictor} {number}", lambda t=text, e=evictor: self.compress(t, e, None))
+                    self.add(
+                        f"compress {evictor} {number}",
+                        lambda t=text, e=evictor: self.compress(t, e, None),
+                    )
             for adapter in ADAPTERS:
                 name = f"compress {adapter} {number}"
                 self.add(name, lambda t=text, a=adapter: self.compress(t, a.partition(":")[2], a))
@@ -50,7 +53,10 @@ class Work:
         for number, ready in enumerate(self.ready):
             ready.save(folder / f"{number}.rkv")
             self.add(f"ask {number}", lambda r=ready: " | ".join(r.ask(list(QUESTIONS), TOKENS)))
-            self.add(f"generate {number}", lambda r=ready: r.generate(QUESTIONS[0], max_new_tokens=TOKENS))
+            self.add(
+                f"generate {number}",
+                lambda r=ready: r.generate(QUESTIONS[0], max_new_tokens=TOKENS),
+            )
             self.add(f"load {number}", lambda n=number: self.load(self.folder / f"{n}.rkv"))
             self.add(f"save {number}", lambda r=ready: self.save(r))
             self.add(f"fail {number}", lambda t=TEXTS[number]: self.fail(t))
@@ -61,14 +67,18 @@ class Work:
     def made(self, text: str, evictor: str, adapter: str | None) -> CompressedContext:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return compress(self.model, self.tokenizer, text, evictor=evictor, ratio=0.3, adapter=adapter)
+            return compress(
+                self.model, self.tokenizer, text, evictor=evictor, ratio=0.3, adapter=adapter
+            )
 
     def compress(self, text: str, evictor: str, adapter: str | None) -> str:
         compressed = self.made(text, evictor, adapter)
         return f"{digest(compressed)} {compressed.ask(QUESTIONS[0], TOKENS)}"
 
     def fail(self, text: str) -> str:
-        """Ends a compression in its middle, as Ctrl-C or a full memory would; the others must not notice."""
+        """Ends a compression in its middle, as Ctrl-C or a full memory would; the others must not
+        notice.
+        """
         seen = []
 
         def stop(phase: str) -> None:
@@ -87,7 +97,9 @@ class Work:
         return f"{digest(loaded)} {loaded.ask(QUESTIONS[1], TOKENS)}"
 
     def save(self, ready: CompressedContext) -> str:
-        """Save to the one path that all threads share; whatever it holds then is whole and one of ours."""
+        """Save to the one path that all threads share; whatever it holds then is whole and one of
+        ours.
+        """
         ready.save(self.shared)
         found = digest(CompressedContext.load(self.shared, self.model, self.tokenizer))
         return "whole" if found in {digest(each) for each in self.ready} else "another file"
@@ -96,14 +108,18 @@ class Work:
 def digest(compressed: CompressedContext) -> str:
     """Of every bit that decides an answer."""
     found = hashlib.sha256()
-    for tensor in (compressed.context.ids, *(x for layer in compressed.cache.layers for x in layer.tensors())):
+    for tensor in (
+        compressed.context.ids,
+        *(x for layer in compressed.cache.layers for x in layer.tensors()),
+    ):
         found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy(force=True).tobytes())
     return found.hexdigest()[:16]
 
 
 def run(seconds: float, count: int, seed: int, folder: Path) -> tuple[Counter, list[str]]:
     """How many jobs of each kind were right, and what went wrong."""
-    torch.set_num_threads(1)  # of this thread, as in those below: sums in another number of parts have other bits
+    # Of this thread, as in those below: sums in another number of parts have other bits.
+    torch.set_num_threads(1)
     work = Work(folder)
     expected = {name: job() for name, job in work.jobs.items()}
     counts, wrong, end, guard = Counter(), [], time.monotonic() + seconds, threading.Lock()
@@ -115,7 +131,11 @@ def run(seconds: float, count: int, seed: int, folder: Path) -> tuple[Counter, l
             name = rng.choice(list(work.jobs))
             try:
                 found = work.jobs[name]()
-                problem = "" if found == expected[name] else f"{name}: {found!r}, alone {expected[name]!r}"
+                problem = (
+                    ""
+                    if found == expected[name]
+                    else f"{name}: {found!r}, alone {expected[name]!r}"
+                )
             except BaseException:
                 problem = f"{name}: {traceback.format_exc(limit=-3)}"
             with guard:
@@ -124,7 +144,9 @@ def run(seconds: float, count: int, seed: int, folder: Path) -> tuple[Counter, l
                     wrong.append(problem)
                     print(problem, flush=True)
 
-    threads = [threading.Thread(target=body, args=(number,), daemon=True) for number in range(count)]
+    threads = [
+        threading.Thread(target=body, args=(number,), daemon=True) for number in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,9 +1,10 @@
 """The campaign of uploads: `python -m tests.hostile.uploads --count 300 --seed 0`.
 
-A real process serves the tiny model. It gets cache files that damage.py harmed, caches of another model and of another
-chat template, files that unfold without end, texts that are none, and names that no file system takes. Each must be
-refused with one sentence, or be processed and answer a question; the server stays up, in bounded memory, and no answer
-is 500 or more. A slow one runs into the bound on its time; --quick leaves those out.
+A real process serves the tiny model. It gets cache files that damage.py harmed, caches of another
+model and of another chat template, files that unfold without end, texts that are none, and names
+that no file system takes. Each must be refused with one sentence, or be processed and answer a
+question; the server stays up, in bounded memory, and no answer is 500 or more. A slow one runs into
+the bound on its time; --quick leaves those out.
 """
 
 import argparse
@@ -29,14 +30,29 @@ UNEXPECTED, SECONDS, MEMORY = "its log says why", 400, 1500  # seconds of a case
 
 
 NAMES = (
-    b"../../../etc/passwd", b"/etc/shadow", b"a/b\\c.txt", b"C:\\boot.ini", b".", b"..", b"", b" ", b"\xff\xfe.txt",
-    b"%0a%00", b"a" * 5000 + b".txt", "a\u202etxt.exe".encode(), b"a\tb\x7f.txt", b"-rf", b"$(id).txt",
+    b"../../../etc/passwd",
+    b"/etc/shadow",
+    b"a/b\\c.txt",
+    b"C:\\boot.ini",
+    b".",
+    b"..",
+    b"",
+    b" ",
+    b"\xff\xfe.txt",
+    b"%0a%00",
+    b"a" * 5000 + b".txt",
+    "a\u202etxt.exe".encode(),
+    b"a\tb\x7f.txt",
+    b"-rf",
+    b"$(id).txt",
     b"';drop table files;--",
-)  # fmt: skip
+)
 
 
 class Case(NamedTuple):
-    """A file, by the name it is sent under; `good`: whether it must be processed (None: either way)."""
+    """A file, by the name it is sent under; `good`: whether it must be processed (None: either
+    way).
+    """
 
     kind: str
     name: bytes
@@ -64,7 +80,15 @@ def form(*parts: tuple[bytes, bytes], file: bytes = WORDS, more: bytes = b"") ->
     """A form of fields (name, content) and a file, whose head has `more` lines."""
     made = b""
     for name, content in parts:
-        made += b"--" + EDGE + b'\r\nContent-Disposition: form-data; name="' + name + b'"\r\n\r\n' + content + b"\r\n"
+        made += (
+            b"--"
+            + EDGE
+            + b'\r\nContent-Disposition: form-data; name="'
+            + name
+            + b'"\r\n\r\n'
+            + content
+            + b"\r\n"
+        )
     head = b'\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n' + more + b"\r\n"
     return made + b"--" + EDGE + head + file + b"\r\n--" + EDGE + b"--\r\n"
 
@@ -83,7 +107,8 @@ def forms() -> Iterator[Case]:
         "a long name of a field": form((b"a" * (8 << 20), b"a")),
         "a long head": form(more=b"X: " + b"a" * (8 << 20) + b"\r\n"),
         "a head of many lines": form(more=b"X: a\r\n" * (1 << 20)),
-        "many files": b"".join(form(file=b"a" * (1 << 20))[:-10] + b"\r\n" for _ in range(60)) + form(),
+        "many files": b"".join(form(file=b"a" * (1 << 20))[:-10] + b"\r\n" for _ in range(60))
+        + form(),
         "a form without an end": form()[:-9] + b"a" * (1 << 20),
         "a form in a form": form(file=form() * 1000)[: 1 << 20],
     }
@@ -116,7 +141,12 @@ def pages() -> Iterator[Case]:
     yield Case("deep HTML", b"deep.html", b"<div>" * 200_000 + WORDS + b"</div>" * 200_000, True)
     yield Case("a script only", b"script.html", b"<script>" + WORDS, False)
     yield Case("attributes", b"attributes.html", b"<p " + b"a=b " * 200_000 + b">" + WORDS, True)
-    for kind, piece in {"comments": b"<!--", "tags": b"<a ", "ends": b"</", "sections": b"<![CDATA["}.items():
+    for kind, piece in {
+        "comments": b"<!--",
+        "tags": b"<a ",
+        "ends": b"</",
+        "sections": b"<![CDATA[",
+    }.items():
         yield Case(f"unfinished {kind}", b"quadratic.html", piece * (1 << 20), False, slow=True)
 
 
@@ -134,7 +164,9 @@ def pdf(stream: bytes, filters: str, kids: str = "3 0 R") -> bytes:
         places.append(len(out))
         out += f"{number} 0 obj".encode() + content + b"endobj\n"
     table = b"".join(f"{place:010} 00000 n \n".encode() for place in places)
-    head = b"xref\n0 6\n0000000000 65535 f \n" + table + b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n"
+    head = (
+        b"xref\n0 6\n0000000000 65535 f \n" + table + b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n"
+    )
     return out + head + f"{len(out)}\n%%EOF\n".encode()
 
 
@@ -145,9 +177,18 @@ def pdfs() -> Iterator[Case]:
     once = zlib.compress(bytes(1 << 27), 9)
     yield Case("a PDF bomb", b"bomb.pdf", pdf(once, flate), False)
     yield Case(
-        "a PDF bomb in a bomb", b"bombs.PDF", pdf(zlib.compress(once, 9), "/Filter[/FlateDecode/FlateDecode]"), False
+        "a PDF bomb in a bomb",
+        b"bombs.PDF",
+        pdf(zlib.compress(once, 9), "/Filter[/FlateDecode/FlateDecode]"),
+        False,
     )
-    yield Case("a PDF of many operators", b"slow.pdf", pdf(zlib.compress(text * 40_000), flate), None, slow=True)
+    yield Case(
+        "a PDF of many operators",
+        b"slow.pdf",
+        pdf(zlib.compress(text * 40_000), flate),
+        None,
+        slow=True,
+    )
     yield Case("a PDF in a circle", b"circle.pdf", pdf(text, "", "2 0 R"), None)
     yield Case("half a PDF", b"half.pdf", pdf(text, "")[:300], False)
     yield Case("a PDF of brackets", b"deep.pdf", pdf(b"[" * 200_000, ""), None)
@@ -172,7 +213,10 @@ def docx(document: bytes, repeat: int = 1, head: bytes = b"") -> bytes:
         for name, content in PARTS.items():
             archive.writestr(name, content)
         with archive.open("d.xml", "w", force_zip64=True) as part:
-            part.write(head + f'<w:document xmlns:w="{SCHEMA}/wordprocessingml/2006/main"><w:body>'.encode())
+            part.write(
+                head
+                + f'<w:document xmlns:w="{SCHEMA}/wordprocessingml/2006/main"><w:body>'.encode()
+            )
             for _ in range(repeat):
                 part.write(document)
             part.write(b"</w:body></w:document>")
@@ -188,9 +232,19 @@ def words_files() -> Iterator[Case]:
     laughs = b"<!DOCTYPE z [<!ENTITY a0 'ha'>" + b"".join(
         b"<!ENTITY a%d '%s'>" % (n + 1, b"&a%d;" % n * 10) for n in range(12)
     )
-    yield Case("entities", b"laughs.docx", docx(b"<w:p><w:r><w:t>&a12;</w:t></w:r></w:p>", head=laughs + b"]>"), False)
+    yield Case(
+        "entities",
+        b"laughs.docx",
+        docx(b"<w:p><w:r><w:t>&a12;</w:t></w:r></w:p>", head=laughs + b"]>"),
+        False,
+    )
     outside = b"<!DOCTYPE z [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>"
-    yield Case("an outside entity", b"outside.docx", docx(b"<w:p><w:r><w:t>&f;</w:t></w:r></w:p>", head=outside), False)
+    yield Case(
+        "an outside entity",
+        b"outside.docx",
+        docx(b"<w:p><w:r><w:t>&f;</w:t></w:r></w:p>", head=outside),
+        False,
+    )
     yield Case("no DOCX file", b"no.docx", WORDS, False)
 
 
@@ -210,10 +264,17 @@ def caches(folder: Path, count: int, seed: int) -> Iterator[Case]:
     yield Case("a cache of another model", b"other.rkv", path.read_bytes(), False)
     for number in range(count):
         group, _, raw = files.case(seed, number, good)
-        yield Case(f"{group} harm to a cache", b"harmed.rkv", raw, {"contradicting": None, "neutral": True}.get(group))
+        yield Case(
+            f"{group} harm to a cache",
+            b"harmed.rkv",
+            raw,
+            {"contradicting": None, "neutral": True}.get(group),
+        )
 
 
-def send(server: Server, method: str, path: str, body: bytes = b"", kind: str = "") -> tuple[int, dict]:
+def send(
+    server: Server, method: str, path: str, body: bytes = b"", kind: str = ""
+) -> tuple[int, dict]:
     """Returns the status and the JSON of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
     try:
@@ -227,7 +288,9 @@ def send(server: Server, method: str, path: str, body: bytes = b"", kind: str = 
 def sent(server: Server, case: Case) -> tuple[int, dict]:
     """Uploads a file under exactly the bytes of its name, or a form as it is."""
     if case.form:
-        return send(server, "POST", "/v1/files", case.form, f"multipart/form-data; boundary={EDGE.decode()}")
+        return send(
+            server, "POST", "/v1/files", case.form, f"multipart/form-data; boundary={EDGE.decode()}"
+        )
     edge = f"edge{random.Random(len(case.content)).randrange(10**12)}".encode()
     head = b'Content-Disposition: form-data; name="file"; filename="' + case.name + b'"\r\n\r\n'
     body = b"--" + edge + b"\r\n" + head + case.content + b"\r\n--" + edge + b"--\r\n"
@@ -248,20 +311,41 @@ def verdict(server: Server, case: Case) -> str:
         _, made = send(server, "GET", f"/v1/files/{made['id']}")
     try:
         if made["status"] == "error":
-            return "refused" if is_sentence(made["status_details"]) else f"not a sentence: {made['status_details']!r}"
-        parts = [{"type": "file", "file": {"file_id": made["id"]}}, {"type": "text", "text": "Who owns the red house?"}]
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 2, "temperature": 0}
-        status, answer = send(server, "POST", "/v1/chat/completions", json.dumps(asked).encode(), "application/json")
+            return (
+                "refused"
+                if is_sentence(made["status_details"])
+                else f"not a sentence: {made['status_details']!r}"
+            )
+        parts = [
+            {"type": "file", "file": {"file_id": made["id"]}},
+            {"type": "text", "text": "Who owns the red house?"},
+        ]
+        asked = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": parts}],
+            "max_tokens": 2,
+            "temperature": 0,
+        }
+        status, answer = send(
+            server, "POST", "/v1/chat/completions", json.dumps(asked).encode(), "application/json"
+        )
         return "processed" if status == 200 else f"{status}: {answer}"
     finally:
         send(server, "DELETE", f"/v1/files/{made['id']}")
 
 
 def is_sentence(text: str) -> bool:
-    return text.strip().endswith(".") and text.isprintable() and len(text) < 600 and UNEXPECTED not in text
+    return (
+        text.strip().endswith(".")
+        and text.isprintable()
+        and len(text) < 600
+        and UNEXPECTED not in text
+    )
 
 
-def run(folder: Path, cases: Callable[[], Iterator[Case]], quick: bool = False) -> tuple[Counter, list[str]]:
+def run(
+    folder: Path, cases: Callable[[], Iterator[Case]], quick: bool = False
+) -> tuple[Counter, list[str]]:
     """Returns counts by kind and verdict, and the failures."""
     server, counts, failures = Server(folder / "store", "--memory", "4M"), Counter(), []
     try:
@@ -277,12 +361,17 @@ def run(folder: Path, cases: Callable[[], Iterator[Case]], quick: bool = False) 
             known = found if found in ("refused", "processed") else "FAILED"
             counts[case.kind, known] += 1
             if known == "FAILED" or case.good not in (None, found == "processed"):
-                failures.append(f"{case.kind} ({case.name[:40]!r}): {found} after {time.monotonic() - start:.1f} s")
+                failures.append(
+                    f"{case.kind} ({case.name[:40]!r}): {found} after {time.monotonic() - start:.1f} s"
+                )
                 print(failures[-1], flush=True)
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         peak = int(status.partition("VmHWM:")[2].split()[0]) // 1024
         left = list((folder / "store" / "files").iterdir())
-        print(f"{sum(counts.values())} uploads, {len(failures)} failures, server at most {peak} MB", flush=True)
+        print(
+            f"{sum(counts.values())} uploads, {len(failures)} failures, server at most {peak} MB",
+            flush=True,
+        )
         if peak > MEMORY or left:
             failures.append(f"{peak} MB, {len(left)} files left")
     finally:

@@ -1,4 +1,6 @@
-"""Seven kinds of work that sudden death interrupts, each made small, and what of their output must be the same."""
+"""Seven kinds of work that sudden death interrupts, each made small, and what of their output must
+be the same.
+"""
 
 import csv
 import hashlib
@@ -26,7 +28,9 @@ Result = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Work:
-    """What runs in a folder, and its result there, part by part; `old`: outputs that stand there before it begins."""
+    """What runs in a folder, and its result there, part by part; `old`: outputs that stand there
+    before it begins.
+    """
 
     run: Callable[[Path], int | None]
     result: Callable[[Path], Result]
@@ -34,7 +38,9 @@ class Work:
 
 
 def digest(content: bytes | str) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[
+        :16
+    ]
 
 
 def tensors(path: Path) -> str:
@@ -43,19 +49,25 @@ def tensors(path: Path) -> str:
         return NOTHING
     found = hashlib.sha256()
     for name, value in sorted(safetensors.torch.load_file(path).items()):
-        found.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()[:16]
 
 
 def adapter(folder: Path) -> str:
-    if not any(folder.glob("*")) or not any(adapter_file.place(folder, file).exists() for file in adapter_file.FILES):
+    if not any(folder.glob("*")) or not any(
+        adapter_file.place(folder, file).exists() for file in adapter_file.FILES
+    ):
         return NOTHING
     return adapter_file.read(folder).weights_hash()
 
 
 def losses(path: Path) -> str:
     """The log of a training without its seconds, of a run that is done."""
-    return digest(repr([line[:3] for line in csv.reader(path.open())])) if path.exists() else NOTHING
+    return (
+        digest(repr([line[:3] for line in csv.reader(path.open())])) if path.exists() else NOTHING
+    )
 
 
 def trained(folder: Path) -> Result:
@@ -68,7 +80,11 @@ def table(path: Path, key: str) -> str:
     if not path.exists():
         return NOTHING
     found = json.loads(path.read_text())[key]
-    kept = [{k: v for k, v in row.items() if "seconds" not in k} for row in found] if key == "rows" else found
+    kept = (
+        [{k: v for k, v in row.items() if "seconds" not in k} for row in found]
+        if key == "rows"
+        else found
+    )
     return digest(json.dumps(kept, sort_keys=True))
 
 
@@ -77,7 +93,11 @@ def answers(folder: Path) -> str:
     cells = sorted((folder / "cells").glob("*"))
     if not cells or not all((cell / "summary.json").exists() for cell in cells):
         return NOTHING
-    return digest(b"".join((cell / name).read_bytes() for cell in cells for name in ("cell.json", "answers.jsonl")))
+    return digest(
+        b"".join(
+            (cell / name).read_bytes() for cell in cells for name in ("cell.json", "answers.jsonl")
+        )
+    )
 
 
 def evaluated(folder: Path) -> Result:
@@ -95,8 +115,16 @@ def built(folder: Path) -> Result:
     """Every row of the data and its manifest."""
     if not (folder / "data" / "manifest.json").exists():
         return (NOTHING,)
-    rows = [pyarrow.parquet.read_table(path).to_pylist() for path in sorted((folder / "data").glob("*.parquet"))]
-    return (digest(json.dumps(rows, sort_keys=True, default=str) + (folder / "data" / "manifest.json").read_text()),)
+    rows = [
+        pyarrow.parquet.read_table(path).to_pylist()
+        for path in sorted((folder / "data").glob("*.parquet"))
+    ]
+    return (
+        digest(
+            json.dumps(rows, sort_keys=True, default=str)
+            + (folder / "data" / "manifest.json").read_text()
+        ),
+    )
 
 
 def small(folder: Path, ratio: float = 0.1) -> object:
@@ -110,7 +138,10 @@ def random_adapter(seed: int) -> RestoreAdapter:
 
 def save(folder: Path) -> None:
     """Saves two contents in turn to one cache file and one adapter."""
-    caches, adapters = [small(folder, ratio) for ratio in (0.1, 0.2)], [random_adapter(seed) for seed in (1, 2)]
+    caches, adapters = (
+        [small(folder, ratio) for ratio in (0.1, 0.2)],
+        [random_adapter(seed) for seed in (1, 2)],
+    )
     try:
         for _ in range(2):
             for cache, each in zip(caches, adapters, strict=True):
@@ -125,14 +156,19 @@ def saved(folder: Path) -> Result:
     return tensors(folder / "out.rkv"), adapter(folder / "saved")
 
 
-def command(*arguments: object, program: Callable[[list[str]], int] = execute) -> Callable[[Path], int]:
+def command(
+    *arguments: object, program: Callable[[list[str]], int] = execute
+) -> Callable[[Path], int]:
     """Runs a command line, in which OUT/ and IN/ stand for the folder and the inputs beside it."""
 
     def run(folder: Path) -> int:
         places = {"OUT/": f"{folder}/", "IN/": f"{folder.parent / 'inputs'}/"}
         words = [str(each) for each in arguments]
         for short, long in places.items():
-            words = [long + word.removeprefix(short) if word.startswith(short) else word for word in words]
+            words = [
+                long + word.removeprefix(short) if word.startswith(short) else word
+                for word in words
+            ]
         return program(words)
 
     return run
@@ -141,37 +177,111 @@ def command(*arguments: object, program: Callable[[list[str]], int] = execute) -
 WORKS = {
     "compress": Work(
         command("compress", "IN/text", "-o", "OUT/out.rkv", "--model", "tiny", "--ratio", "0.2"),
-        lambda f: (tensors(f / "out.rkv"),), ("out.rkv",),
+        lambda f: (tensors(f / "out.rkv"),),
+        ("out.rkv",),
     ),
     "save": Work(save, saved, ("out.rkv", "saved")),
     "train": Work(
-        command("train", "--model", "tiny", "--data", "IN/train.jsonl", "--out", "OUT/run", "--steps", "3", "--resume",
-                "--checkpoint-every", "1", "--restore-tokens", "2", "--rank", "2", "--questions", "1", "--evictor",
-                "snapkv", "--keep", "2", "--max-new-tokens", "4"),
+        command(
+            "train",
+            "--model",
+            "tiny",
+            "--data",
+            "IN/train.jsonl",
+            "--out",
+            "OUT/run",
+            "--steps",
+            "3",
+            "--resume",
+            "--checkpoint-every",
+            "1",
+            "--restore-tokens",
+            "2",
+            "--rank",
+            "2",
+            "--questions",
+            "1",
+            "--evictor",
+            "snapkv",
+            "--keep",
+            "2",
+            "--max-new-tokens",
+            "4",
+        ),
         trained,
     ),
     "gate": Work(
-        command("train-gate", "--model", "tiny", "--data", "IN/train.jsonl", "--out", "OUT/gate", "--steps", "3",
-                "--tokens", "20", "--resume"),
+        command(
+            "train-gate",
+            "--model",
+            "tiny",
+            "--data",
+            "IN/train.jsonl",
+            "--out",
+            "OUT/gate",
+            "--steps",
+            "3",
+            "--tokens",
+            "20",
+            "--resume",
+        ),
         lambda f: (tensors(f / "gate"),),
     ),
     "data": Work(
-        command("data", "build", "--mixture", "passages", "--model", "tiny", "--stories", "IN/stories.jsonl",
-                "--novels", "IN/novels", "--story-passages", "2", "--novel-passages", "0", "--section-passages", "0",
-                "--resume", "--out", "OUT/data", "--answer-tokens", "6", "--question-tokens", "6", "--questions", "1",
-                "--passage-shortest", "64"),
+        command(
+            "data",
+            "build",
+            "--mixture",
+            "passages",
+            "--model",
+            "tiny",
+            "--stories",
+            "IN/stories.jsonl",
+            "--novels",
+            "IN/novels",
+            "--story-passages",
+            "2",
+            "--novel-passages",
+            "0",
+            "--section-passages",
+            "0",
+            "--resume",
+            "--out",
+            "OUT/data",
+            "--answer-tokens",
+            "6",
+            "--question-tokens",
+            "6",
+            "--questions",
+            "1",
+            "--passage-shortest",
+            "64",
+        ),
         built,
     ),
     "eval": Work(
-        command("eval", "--model", "tiny", "--out", "OUT/grid", "--json", "OUT/rows.json", "--ratio", "0.2",
-                "--evictor", "knorm", "--benchmark", "tiny:count=2,low=60,high=90"),
+        command(
+            "eval",
+            "--model",
+            "tiny",
+            "--out",
+            "OUT/grid",
+            "--json",
+            "OUT/rows.json",
+            "--ratio",
+            "0.2",
+            "--evictor",
+            "knorm",
+            "--benchmark",
+            "tiny:count=2,low=60,high=90",
+        ),
         evaluated,
     ),
     "paper": Work(
         command("OUT/paper", "--only", "fast-kvzip", "--count", "1", program=paper),
         measured,
     ),
-}  # fmt: skip
+}
 
 
 def inputs(place: Path) -> None:
@@ -180,8 +290,13 @@ def inputs(place: Path) -> None:
     (folder / "novels").mkdir(parents=True)
     (folder / "text").write_text(TEXT)
     asked = [{"question": "Who owns it?", "answers": ["Ada"]}]
-    stories = [{"id": f"s{number}", "context": f"{number} {TEXT}", "questions": asked} for number in range(3)]
-    examples = [{"context": f"{number} {TEXT[:400]}", "questions": ["Who owns it?"]} for number in range(2)]
+    stories = [
+        {"id": f"s{number}", "context": f"{number} {TEXT}", "questions": asked}
+        for number in range(3)
+    ]
+    examples = [
+        {"context": f"{number} {TEXT[:400]}", "questions": ["Who owns it?"]} for number in range(2)
+    ]
     for name, rows in (("stories", stories), ("train", examples)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small(folder, 0.3).save(folder / "out.rkv")
@@ -193,4 +308,6 @@ def prepare(folder: Path, work: Work) -> None:
     folder.mkdir(exist_ok=True)
     for name in work.old:
         source = folder.parent / "inputs" / name
-        shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(source, folder / name)
+        shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(
+            source, folder / name
+        )

@@ -1,4 +1,6 @@
-"""Adapters and gates on other weights: silent on their own, a warning on copies of them, refused on other models."""
+"""Adapters and gates on other weights: silent on their own, a warning on copies of them, refused on
+other models.
+"""
 
 import copy
 import json
@@ -29,7 +31,9 @@ def changed(model, change):
 
 
 def rounded(bits, block=16):
-    """Each block of numbers to 2 ** bits even steps between its least and greatest, as llama.cpp's formats do."""
+    """Each block of numbers to 2 ** bits even steps between its least and greatest, as llama.cpp's
+    formats do.
+    """
 
     def change(weight):
         blocks = weight.reshape(-1, block)
@@ -92,7 +96,11 @@ def save_gate(model, folder):
 
 LOADERS = {
     "adapter": (save_adapter, RestoreAdapter.from_pretrained, AdapterError),
-    "gate": (save_gate, lambda model, path: gate_file.load(model, str(path), ("kvzap-linear",)), GateError),
+    "gate": (
+        save_gate,
+        lambda model, path: gate_file.load(model, str(path), ("kvzap-linear",)),
+        GateError,
+    ),
 }
 
 
@@ -107,7 +115,8 @@ def test_own_weights_copies_and_strangers(model, tmp_path, what):
         load(copy.deepcopy(model).to(torch.bfloat16), path)
     near = changed(model, rounded(4))
     with pytest.warns(
-        RestoreKVWarning, match=rf"The {what} .* was made for other weights of .*GGUF Q4_1.*slightly worse"
+        RestoreKVWarning,
+        match=rf"The {what} .* was made for other weights of .*GGUF Q4_1.*slightly worse",
     ):
         load(near, path)
     twin = copy.deepcopy(near)  # because gates are read once per model
@@ -117,7 +126,10 @@ def test_own_weights_copies_and_strangers(model, tmp_path, what):
     with pytest.raises(error, match="another model"):
         load(build_model("qwen3", seed=1), path)
     with pytest.raises(error, match="RoPE"):
-        load(build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0}), path)
+        load(
+            build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+            path,
+        )
 
 
 def test_an_adapter_that_is_trained_on_has_the_weights_it_is_on(model, tmp_path):
@@ -126,7 +138,9 @@ def test_an_adapter_that_is_trained_on_has_the_weights_it_is_on(model, tmp_path)
         adapter = RestoreAdapter.from_pretrained(near, save_adapter(model, tmp_path / "first"))
     assert adapter.card.fingerprint == models.model_fingerprint(model)
     adapter.describe(evictor="kvzip")
-    assert adapter.card.fingerprint == models.model_fingerprint(near) and adapter.card.weights == describe(near)
+    assert adapter.card.fingerprint == models.model_fingerprint(
+        near
+    ) and adapter.card.weights == describe(near)
 
 
 def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
@@ -151,7 +165,10 @@ def test_the_model_card_says_which_weights(model, tmp_path):
     path = save_adapter(model, tmp_path / "adapter")
     text = (path / "README.md").read_text()
     assert "GGUF Q4_1" in text and "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in text
-    assert json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"] == models.SMOLLM2_ID
+    assert (
+        json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == models.SMOLLM2_ID
+    )
     assert json.loads((path / "restorekv.json").read_text())["model"] == "smollm2"
 
 

@@ -32,7 +32,9 @@ def original():
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory, original, tiny_tokenizer) -> Path:
-    return gguf_world.write(tmp_path_factory.mktemp("gguf") / "small.gguf", original, tiny_tokenizer)
+    return gguf_world.write(
+        tmp_path_factory.mktemp("gguf") / "small.gguf", original, tiny_tokenizer
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,8 @@ def test_weights_are_those_that_gguf_dequantizes(family, tiny_tokenizer, tmp_pat
     assert model.state_dict().keys() == expected.keys()
     for name, weight in model.state_dict().items():
         assert weight.dtype == torch.float32 and weight.equal(torch.tensor(expected[name])), name
-    assert not model.state_dict()["lm_head.weight"].equal(original.lm_head.weight)  # quantized indeed
+    # Quantized indeed.
+    assert not model.state_dict()["lm_head.weight"].equal(original.lm_head.weight)
     assert model_name(model) == str(file) and models.WEIGHTS[model] == "GGUF Q4_1"
     err = capsys.readouterr().err
     assert err.startswith(f"preparing {file} from its GGUF file") and "%" not in err.split("\n")[0]
@@ -68,7 +71,9 @@ def test_weights_are_those_that_gguf_dequantizes(family, tiny_tokenizer, tmp_pat
 def test_a_file_that_is_not_quantized_is_the_model(family, tiny_tokenizer, tmp_path):
     original = build_model(family, intermediate_size=64)
     kind = gguf_world.Kind.F32
-    model, _ = load_model(str(gguf_world.write(tmp_path / "small.gguf", original, tiny_tokenizer, kind)))
+    model, _ = load_model(
+        str(gguf_world.write(tmp_path / "small.gguf", original, tiny_tokenizer, kind))
+    )
     assert models.model_fingerprint(model) == models.model_fingerprint(original)
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
@@ -78,7 +83,10 @@ def test_the_tokenizer_is_the_files(file, tiny_tokenizer):
     tokenizer = load_tokenizer(str(file), offline=True)
     assert tokenizer.encode(TEXT) == tiny_tokenizer.encode(TEXT)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    assert len(tokenizer) == len(tiny_tokenizer) and tokenizer.chat_template == tiny_tokenizer.chat_template
+    assert (
+        len(tokenizer) == len(tiny_tokenizer)
+        and tokenizer.chat_template == tiny_tokenizer.chat_template
+    )
     assert tokenizer.special_tokens_map == tiny_tokenizer.special_tokens_map
     assert tokenizer.model_max_length == 512
 
@@ -104,7 +112,9 @@ def test_a_folder_with_one_file(file, tmp_path, original):
     model, _ = load_model(str(folder))
     assert model_name(model) == str(folder)
     (folder / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"holds 2 GGUF files; name one of them: other\.gguf, small\.gguf"):
+    with pytest.raises(
+        ModelError, match=r"holds 2 GGUF files; name one of them: other\.gguf, small\.gguf"
+    ):
         load_model(str(folder))
     original.save_pretrained(folder)  # a folder of transformers, whatever else lies there
     assert gguf.find(str(folder)) is None
@@ -138,10 +148,13 @@ def test_a_killed_conversion_leaves_no_half_folder(file, root):
     )
     killed = subprocess.run([sys.executable, "-c", code, file], capture_output=True)
     assert killed.returncode == -signal.SIGKILL
-    assert [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")] == []
+    assert [
+        path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
+    ] == []
     assert [path for path in root.iterdir() if path.is_dir()] != []
     load_model(str(file))
-    assert len([path for path in root.iterdir() if path.is_dir()]) == 1  # and what it left is swept up
+    # And what it left is swept up.
+    assert len([path for path in root.iterdir() if path.is_dir()]) == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError("no")])
@@ -160,7 +173,9 @@ def test_two_processes_at_once(file, root):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     jobs = [subprocess.Popen([sys.executable, "-c", LOAD, file], **pipes) for _ in range(2)]
     told = [job.communicate(timeout=120) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0] and [out.strip() for out, _ in told] == [str(file)] * 2
+    assert [job.returncode for job in jobs] == [0, 0] and [out.strip() for out, _ in told] == [
+        str(file)
+    ] * 2
     assert sum("preparing" in err for _, err in told) == 1
     assert len([path for path in root.iterdir() if path.is_dir()]) == 1
 
@@ -181,7 +196,9 @@ def test_whoever_is_second_uses_what_is_there(file, root, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["unwritable", "homeless"])
-def test_without_a_cache_folder_the_model_is_prepared_for_this_process(file, place, monkeypatch, tmp_path):
+def test_without_a_cache_folder_the_model_is_prepared_for_this_process(
+    file, place, monkeypatch, tmp_path
+):
     gguf.temporary.cache_clear()
     if place == "unwritable":
         (tmp_path / "taken").write_text("")
@@ -194,7 +211,9 @@ def test_without_a_cache_folder_the_model_is_prepared_for_this_process(file, pla
             raise RuntimeError("Could not determine home directory.")
 
         monkeypatch.setattr(Path, "expanduser", homeless)
-    with pytest.warns(RestoreKVWarning, match="prepared again in every process; set RESTOREKV_CACHE"):
+    with pytest.warns(
+        RestoreKVWarning, match="prepared again in every process; set RESTOREKV_CACHE"
+    ):
         load_model(str(file))
     no_conversion(monkeypatch)
     with warnings.catch_warnings():
@@ -208,7 +227,9 @@ def test_a_full_disk_is_one_sentence(file, root, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    with pytest.raises(ModelError, match=r"Cannot keep .*No space left on device.*free some space there or set"):
+    with pytest.raises(
+        ModelError, match=r"Cannot keep .*No space left on device.*free some space there or set"
+    ):
         load_model(str(file))
     assert [path for path in root.iterdir() if path.is_dir()] == []
 
@@ -217,14 +238,25 @@ def test_the_command_line_tells_of_it_once_and_shows_no_bars(file, tmp_path):
     (tmp_path / "text").write_text("the code of the red house is seven; " * 8)
 
     def compress():
-        return cli("compress", tmp_path / "text", "--model", file, "--ratio", 0.5, "-o", tmp_path / "doc.rkv")
+        return cli(
+            "compress",
+            tmp_path / "text",
+            "--model",
+            file,
+            "--ratio",
+            0.5,
+            "-o",
+            tmp_path / "doc.rkv",
+        )
 
     first, second = compress(), compress()
     assert (first.code, second.code, second.err) == (0, 0, "")
     assert first.err.count("\n") == 1 and first.err.startswith(f"preparing {file}")
     answer = cli("ask", tmp_path / "doc.rkv", "who?", "--model", file, "--max-new-tokens", 2)
     assert answer.code == 0
-    assert str(file) in cli("inspect", tmp_path / "doc.rkv").out.replace("\n", "").replace(" ", "").replace("│", "")
+    assert str(file) in cli("inspect", tmp_path / "doc.rkv").out.replace("\n", "").replace(
+        " ", ""
+    ).replace("│", "")
 
 
 def cut(path: Path, file: Path, size: int) -> Path:
@@ -235,7 +267,9 @@ def cut(path: Path, file: Path, size: int) -> Path:
 @pytest.mark.parametrize("share", [0.0001, 0.01, 0.1, 0.5, 0.999])
 def test_a_file_that_is_cut_short(file, tmp_path, share):
     short = cut(tmp_path / "short.gguf", file, max(int(file.stat().st_size * share), 4))
-    with pytest.raises(ModelError, match=r"short\.gguf is damaged or cut short; fetch it again \(.+\)\.$") as caught:
+    with pytest.raises(
+        ModelError, match=r"short\.gguf is damaged or cut short; fetch it again \(.+\)\.$"
+    ) as caught:
         load_model(str(short))
     assert "\n" not in str(caught.value)
 
@@ -253,13 +287,17 @@ def test_a_file_that_may_not_be_read(file, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
 
     monkeypatch.setattr(Path, "open", closed)
-    with pytest.raises(ModelError, match=r"Cannot read .*small\.gguf \(Permission denied\); check its permissions"):
+    with pytest.raises(
+        ModelError, match=r"Cannot read .*small\.gguf \(Permission denied\); check its permissions"
+    ):
         load_model(str(file))
 
 
 def test_without_the_package_gguf(file, monkeypatch, capsys):
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"needs the package gguf; run pip install 'restorekv\[gguf\]'"):
+    with pytest.raises(
+        ModelError, match=r"needs the package gguf; run pip install 'restorekv\[gguf\]'"
+    ):
         load_model(str(file))
     assert capsys.readouterr().err == ""
 
@@ -268,18 +306,35 @@ def test_without_the_package_gguf(file, monkeypatch, capsys):
     ("changes", "said"),
     [
         ({"architecture": "plamo"}, "GGUF model with architecture plamo is not supported"),
-        ({"without": "model.layers.1.mlp.up_proj.weight"}, r"it lacks model\.layers\.1\.mlp\.up_proj\.weight"),
-        ({"extra": {"llama.vocab_size": 319}}, r"it lacks lm_head\.weight or has it in a shape that its header"),
+        (
+            {"without": "model.layers.1.mlp.up_proj.weight"},
+            r"it lacks model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            {"extra": {"llama.vocab_size": 319}},
+            r"it lacks lm_head\.weight or has it in a shape that its header",
+        ),
         ({"extra": {"tokenizer.ggml.model": "bert"}}, "its tokenizer is of the kind 'bert'"),
-        ({"extra": {"tokenizer.ggml.pre": "odd"}}, "how its tokenizer splits text, 'odd', is not known here"),
-        ({"extra": {"split.count": 3}}, "it is one of 3 parts; join them with llama-gguf-split --merge"),
-        ({"extra": {"llama.rope.scaling.type": "yarn"}}, "transformers does not read its RoPE scaling"),
+        (
+            {"extra": {"tokenizer.ggml.pre": "odd"}},
+            "how its tokenizer splits text, 'odd', is not known here",
+        ),
+        (
+            {"extra": {"split.count": 3}},
+            "it is one of 3 parts; join them with llama-gguf-split --merge",
+        ),
+        (
+            {"extra": {"llama.rope.scaling.type": "yarn"}},
+            "transformers does not read its RoPE scaling",
+        ),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_files_that_cannot_be_read_rightly(changes, said, original, tiny_tokenizer, tmp_path, root):
     odd = gguf_world.write(tmp_path / "odd.gguf", original, tiny_tokenizer, **changes)
-    with pytest.raises(ModelError, match=rf"Cannot use the GGUF file .*odd\.gguf: {said}.*\.$") as caught:
+    with pytest.raises(
+        ModelError, match=rf"Cannot use the GGUF file .*odd\.gguf: {said}.*\.$"
+    ) as caught:
         load_model(str(odd))
     assert "\n" not in str(caught.value)
     assert [path for path in root.iterdir() if path.is_dir()] == []

@@ -51,12 +51,19 @@ def test_fingerprint_sees_weights_and_not_lora(tiny_model):
     with torch.no_grad():
         tiny_model.lm_head.weight.mul_(1.5)
     assert model_fingerprint(tiny_model) != before
-    assert model_fingerprint(build_model("qwen3", seed=1)) != model_fingerprint(build_model("qwen3"))
+    assert model_fingerprint(build_model("qwen3", seed=1)) != model_fingerprint(
+        build_model("qwen3")
+    )
 
 
 def test_rope_fingerprint_shows_yarn():
     plain = build_model("qwen3")
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+    }
     stretched = build_model("qwen3", rope_parameters=yarn)
     assert rope_fingerprint(plain.config) == {"rope_theta": 10000.0, "rope_type": "default"}
     assert rope_fingerprint(stretched.config)["rope_type"] == "yarn"
@@ -66,7 +73,10 @@ def test_dense_attention_is_sdpa(tiny_model):
     """Bit-equal logits with and without restorekv's attention, and the observer sees every layer."""
     ids = torch.randint(3, 300, (1, 20))
     seen = []
-    with torch.no_grad(), attention.observing(lambda module, *rest: seen.append((module.layer_idx, rest[0].shape))):
+    with (
+        torch.no_grad(),
+        attention.observing(lambda module, *rest: seen.append((module.layer_idx, rest[0].shape))),
+    ):
         ours = tiny_model(ids).logits
         decoder(tiny_model)(ids)
     tiny_model.set_attn_implementation("sdpa")

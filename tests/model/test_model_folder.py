@@ -1,4 +1,6 @@
-"""A model's folder is data: no code, no pickle, no special file, no other model, no cache that others can change."""
+"""A model's folder is data: no code, no pickle, no special file, no other model, no cache that
+others can change.
+"""
 
 import io
 import json
@@ -32,7 +34,11 @@ def test_the_code_of_a_folder_is_never_run_and_nobody_is_asked(folder, tmp_path,
     evil_model(tmp_path, folder)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     for call in (load_model, load_tokenizer):
-        with pytest.raises(ModelError, match=r"custom code|evil") if call is load_model else _any_outcome():
+        with (
+            pytest.raises(ModelError, match=r"custom code|evil")
+            if call is load_model
+            else _any_outcome()
+        ):
             call(str(tmp_path / EVIL))
         assert not (tmp_path / RAN).exists()
     assert sys.stdin.tell() == 0
@@ -52,7 +58,11 @@ def test_every_call_of_transformers_refuses_code_and_models_their_pickles():
     """Of the package, and of what stands beside it in a checkout."""
     root = load.Path(__file__).parents[2]
     calls = 0
-    for path in [path for part in ("src", "benchmarks", "paper", "recipes") for path in (root / part).rglob("*.py")]:
+    for path in [
+        path
+        for part in ("src", "benchmarks", "paper", "recipes")
+        for path in (root / part).rglob("*.py")
+    ]:
         text = path.read_text(encoding="utf-8")
         for piece in text.split("from_pretrained(")[1:]:
             before = text[: text.index(piece)].rsplit("\n", 1)[-1]
@@ -60,9 +70,12 @@ def test_every_call_of_transformers_refuses_code_and_models_their_pickles():
                 continue
             calls += 1
             given = piece.split("\n\n")[0][:260]
-            assert "trust_remote_code=False" in given or "NO_CODE" in given or "**local" in given or "**s" in given, (
-                path
-            )
+            assert (
+                "trust_remote_code=False" in given
+                or "NO_CODE" in given
+                or "**local" in given
+                or "**s" in given
+            ), path
     assert calls >= 9
 
 
@@ -83,7 +96,15 @@ def test_a_pickle_beside_safetensors_is_not_loaded(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer.json", "config.json", "model.safetensors", "generation_config.json", "chat_template.jinja", "x"]
+    "name",
+    [
+        "tokenizer.json",
+        "config.json",
+        "model.safetensors",
+        "generation_config.json",
+        "chat_template.jinja",
+        "x",
+    ],
 )
 def test_special_files_in_a_folder_are_refused_and_not_waited_for(folder, name):
     (folder / name).unlink(missing_ok=True)
@@ -102,33 +123,43 @@ def test_a_link_to_a_device_is_a_special_file(folder):
 
 
 def test_an_adapters_folder_loads_no_model_that_its_config_names(folder):
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/else"}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "someone/else"})
+    )
     with pytest.raises(ModelError, match="names another model"):
         load_model(str(folder))
 
 
-@pytest.mark.parametrize("name", ["", ".", "someone/model", "/tmp/model", "model.gguf", "../tiny", "tiny/", "SMOLLM2"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "someone/model", "/tmp/model", "model.gguf", "../tiny", "tiny/", "SMOLLM2"]
+)
 def test_a_file_may_name_only_what_ships(name):
     assert shipped_name(name) is None
 
 
 def test_names_of_what_ships():
     assert [shipped_name(name) for name in ("tiny", "smollm2", load.SMOLLM2_ID)] == [
-        "tiny", "smollm2", "smollm2",
-    ]  # fmt: skip
+        "tiny",
+        "smollm2",
+        "smollm2",
+    ]
 
 
 def point(folder, name: object) -> None:
     """Has an index of weights name a file for all of them."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         weights = dict.fromkeys(file.keys(), name)
-    (folder / load.model_folder.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (folder / load.model_folder.INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": weights})
+    )
 
 
 @pytest.mark.parametrize(
     "name", ["weights.bin", "../model.safetensors", "sub/x.safetensors", "none.safetensors", "", 7]
 )
-def test_an_index_of_weights_names_safetensors_beside_it_and_nothing_else(folder, tmp_path, name, monkeypatch):
+def test_an_index_of_weights_names_safetensors_beside_it_and_nothing_else(
+    folder, tmp_path, name, monkeypatch
+):
     """transformers would load a pickle, read a file elsewhere, or wait for a FIFO."""
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("the pickle was loaded"))
     point(folder, name)
@@ -158,16 +189,23 @@ def test_the_hubs_index_of_weights_names_safetensors_alone(folder, monkeypatch):
     point(folder, "weights.bin")
     where = load.model_folder.INDEX
     monkeypatch.setattr(load.model_folder, "find_adapter_config_file", lambda *_, **__: None)
-    monkeypatch.setattr(load.model_folder, "cached_file", lambda name, file, **_: str(folder / file))
+    monkeypatch.setattr(
+        load.model_folder, "cached_file", lambda name, file, **_: str(folder / file)
+    )
     with pytest.raises(ModelError, match=rf"{where} names 'weights.bin'"):
         load_model("someone/model")
 
 
 @pytest.mark.parametrize(
     "entries",
-    [{"fast_tokenizer_files": ["../tokenizer.5.0.json"]}, {"vocab_file": "../outside"}, {"vocab_file": "/etc"},
-     {"tokenizer_file": 7}, {"fast_tokenizer_files": [[]]}],
-)  # fmt: skip
+    [
+        {"fast_tokenizer_files": ["../tokenizer.5.0.json"]},
+        {"vocab_file": "../outside"},
+        {"vocab_file": "/etc"},
+        {"tokenizer_file": 7},
+        {"fast_tokenizer_files": [[]]},
+    ],
+)
 def test_a_tokenizer_names_no_file_elsewhere(folder, tmp_path, entries):
     path = folder / load.model_folder.TOKENIZER
     (folder / "tokenizer.json").rename(tmp_path / "tokenizer.5.0.json")
@@ -180,7 +218,11 @@ def test_a_tokenizer_names_no_file_elsewhere(folder, tmp_path, entries):
 
 def test_a_place_on_the_authors_machine_does_not_matter(folder):
     path = folder / load.model_folder.TOKENIZER
-    entries = {"tokenizer_file": "/home/author/tokenizer.json", "vocab_file": None, "fast_tokenizer_files": []}
+    entries = {
+        "tokenizer_file": "/home/author/tokenizer.json",
+        "vocab_file": None,
+        "fast_tokenizer_files": [],
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     assert load_tokenizer(str(folder))
 
@@ -203,7 +245,9 @@ def test_tokens_longer_than_any_are_refused_before_every_place_in_them_is_tried(
             gguf_tokenizer.build({**fields, "tokenizer.ggml.tokens": tokens}, 2048)
 
 
-def test_a_gguf_file_that_changes_while_it_is_read_is_not_kept(tmp_path, tiny_tokenizer, monkeypatch):
+def test_a_gguf_file_that_changes_while_it_is_read_is_not_kept(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
     monkeypatch.setenv("RESTOREKV_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "m.gguf"
     gguf_world.write(file, build_model("llama"), tiny_tokenizer, Kind.F32)
@@ -227,7 +271,9 @@ def listed(kind: int, count: int, content: bytes = b"") -> bytes:
     return struct.pack("<IIQ", 9, kind, count) + content
 
 
-def header(fields: list[bytes], tensors: int = 0, count: int | None = None, rest: bytes = bytes(64)) -> bytes:
+def header(
+    fields: list[bytes], tensors: int = 0, count: int | None = None, rest: bytes = bytes(64)
+) -> bytes:
     count = len(fields) if count is None else count
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + b"".join(fields) + rest
 
@@ -249,10 +295,16 @@ LIES = {
     "a field twice": header([NAME, NAME]),
     "an unknown type": header([text(b"a") + struct.pack("<I", 77)]),
     "2^30 dimensions": header([NAME], 1, rest=TENSOR + struct.pack("<I", 2**30) + bytes(99)),
-    "a product of 2^80": header([NAME], 1, rest=TENSOR + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(99)),
+    "a product of 2^80": header(
+        [NAME], 1, rest=TENSOR + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(99)
+    ),
     "a tensor of 0": header([NAME], 1, rest=TENSOR + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(99)),
-    "a tensor behind the end": header([NAME], 1, rest=TENSOR + struct.pack("<IQIQ", 1, 8, 0, 2**40) + bytes(99)),
-    "an unknown type of tensor": header([NAME], 1, rest=TENSOR + struct.pack("<IQIQ", 1, 8, 99, 0) + bytes(99)),
+    "a tensor behind the end": header(
+        [NAME], 1, rest=TENSOR + struct.pack("<IQIQ", 1, 8, 0, 2**40) + bytes(99)
+    ),
+    "an unknown type of tensor": header(
+        [NAME], 1, rest=TENSOR + struct.pack("<IQIQ", 1, 8, 99, 0) + bytes(99)
+    ),
     "an alignment of 0": header([NAME, text(b"general.alignment") + struct.pack("<II", 4, 0)]),
     "2^30 layers": header([NAME, text(b"llama.block_count") + struct.pack("<II", 4, 2**30)]),
     "2^30 wide": header([NAME, text(b"llama.embedding_length") + struct.pack("<II", 4, 2**30)]),
@@ -275,7 +327,14 @@ def test_what_a_gguf_file_counts_is_not_believed(tmp_path, lie, monkeypatch):
 def test_good_gguf_files_pass_in_both_orders_of_bytes(tmp_path, tiny_tokenizer):
     gguf_world.write(tmp_path / "m.gguf", build_model("llama"), tiny_tokenizer, Kind.F32)
     gguf_header.check(tmp_path / "m.gguf")
-    big = b"GGUF" + struct.pack(">IQQ", 3, 0, 1) + struct.pack(">Q", 1) + b"a" + struct.pack(">II", 4, 7) + bytes(64)
+    big = (
+        b"GGUF"
+        + struct.pack(">IQQ", 3, 0, 1)
+        + struct.pack(">Q", 1)
+        + b"a"
+        + struct.pack(">II", 4, 7)
+        + bytes(64)
+    )
     (tmp_path / "big.gguf").write_bytes(big)
     gguf_header.check(tmp_path / "big.gguf")
 
@@ -302,7 +361,9 @@ def prepared(tmp_path, tiny_tokenizer, monkeypatch):
 
 def test_a_prepared_model_is_private_and_trusted(prepared):
     file, folder = prepared
-    assert not any(path.stat().st_mode & gguf.OTHERS for path in (folder.parent, folder, *folder.iterdir()))
+    assert not any(
+        path.stat().st_mode & gguf.OTHERS for path in (folder.parent, folder, *folder.iterdir())
+    )
     assert gguf.marker_of(folder) and gguf.prepared(file, "m") == folder
 
 
@@ -330,7 +391,11 @@ def test_a_link_in_the_cache_is_replaced_and_not_followed(prepared, tmp_path):
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
     assert gguf.marker_of(folder) is None
-    assert gguf.prepared(file, "m") == folder and not folder.is_symlink() and (elsewhere / gguf.MARKER).exists()
+    assert (
+        gguf.prepared(file, "m") == folder
+        and not folder.is_symlink()
+        and (elsewhere / gguf.MARKER).exists()
+    )
 
 
 def test_a_cache_folder_that_others_can_change_is_not_used(prepared):

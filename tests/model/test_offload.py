@@ -22,7 +22,10 @@ from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 4
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 4
+)
 SMAPS = Path("/proc/self/smaps")
 METHODS = ["kvzip:chunk=50", "snapkv", "h2o", "knorm", "keydiff", "expected-attention"]
 
@@ -60,7 +63,9 @@ def test_compress_gives_the_same(tiny_tokenizer, evictor, kind):
     model = build_model("qwen3")
     adapter = RestoreAdapter.create(model, 4, rank=2)
     plain = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, adapter=adapter)
-    found = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, adapter=adapter, offload=True)
+    found = compress(
+        model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, adapter=adapter, offload=True
+    )
     assert {**vars(found.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     for ours, theirs in zip(found.cache.layers, plain.cache.layers, strict=True):
         assert ours.positions.equal(theirs.positions)
@@ -76,10 +81,16 @@ def test_a_restore_pass_with_gradients_reads_it(tiny_tokenizer, kind, monkeypatc
     model, found = build_model("qwen3"), []
     adapter = RestoreAdapter.create(model, 4, rank=2)
     for offloading in (False, True):
-        prepared = Eviction.make("knorm", adapter).prepare(model, tiny_tokenizer, TEXT, offload=offloading)
+        prepared = Eviction.make("knorm", adapter).prepare(
+            model, tiny_tokenizer, TEXT, offload=offloading
+        )
         adapter.zero_grad()
         sum(x.square().sum() for pair in prepared.restore_cache for x in pair).backward()
-        gradients = [parameter.grad.clone() for parameter in adapter.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad.clone()
+            for parameter in adapter.parameters()
+            if parameter.grad is not None
+        ]
         found.append([*gradients, *(x.detach() for pair in prepared.restore_cache for x in pair)])
     assert len(found[0]) > 6 and any(x.any() for x in gradients)
     for plain, ours in zip(*found, strict=True):
@@ -104,11 +115,14 @@ def test_one_layer_is_in_the_process(evictor, tiny_tokenizer, monkeypatch):
     model = build_model("qwen3", num_hidden_layers=5)
     context = Context(ids(1000), 3, torch.zeros(1, 0, dtype=torch.long))
     layer, seen, before = 2 * 2 * 1000 * 16 * 4, [], resident()
-    unload = FileStore.unload  # before another layer's turn, when all that was read or written of one is there
+    # Before another layer's turn, when all that was read or written of one is there.
+    unload = FileStore.unload
     monkeypatch.setattr(FileStore, "unload", lambda self: (seen.append(resident()), unload(self)))
     adapter = RestoreAdapter.create(model, 4, rank=2)
     with torch.no_grad():
-        prepared = Eviction.make(evictor, adapter).prepare(model, tiny_tokenizer, context, offload=True)
+        prepared = Eviction.make(evictor, adapter).prepare(
+            model, tiny_tokenizer, context, offload=True
+        )
         assert len(prepared.full.layers[0].store.maps) == 5
         prepared.evict(0.3, consume=True)
     assert not prepared.full.layers[0].store.maps
@@ -135,7 +149,9 @@ def test_the_shorter_pair_goes_before_the_next_layer_comes(monkeypatch):
     full.layers[1].keys  # noqa: B018
     old, fetch = weakref.ref(store.on_device[1][0]), HostStore.copy_to_device
     monkeypatch.setattr(
-        HostStore, "copy_to_device", lambda self, layer: gone.append((layer.index, old())) or fetch(self, layer)
+        HostStore,
+        "copy_to_device",
+        lambda self, layer: gone.append((layer.index, old())) or fetch(self, layer),
     )
     store.on_device.pop(2)
     full.layers[1].update(torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 10, 16))
@@ -149,14 +165,18 @@ def test_a_store_is_written_by_update_alone(tiny_model, kind):
 
 
 def test_too_little_room_is_told_before_any_work(tiny_model, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(offload.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(10))
+    monkeypatch.setattr(
+        offload.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(10)
+    )
     monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
     with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
         compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
 
 
 def test_room_that_is_not_there_is_told_before_any_work(tiny_model, tiny_tokenizer, monkeypatch):
-    """What is said to be free need not be: others write, a quota ends. Every layer's file is reserved at once."""
+    """What is said to be free need not be: others write, a quota ends. Every layer's file is
+    reserved at once.
+    """
     wanted, left = [], [2]
 
     def reserve(file, start, nbytes):
@@ -173,7 +193,9 @@ def test_room_that_is_not_there_is_told_before_any_work(tiny_model, tiny_tokeniz
     assert len(wanted) == 3 and len(set(wanted)) == 1
 
 
-@pytest.mark.skipif(not hasattr(offload.os, "posix_fallocate"), reason="this system reserves no blocks")
+@pytest.mark.skipif(
+    not hasattr(offload.os, "posix_fallocate"), reason="this system reserves no blocks"
+)
 def test_the_files_have_their_blocks_before_they_are_written(monkeypatch):
     sizes, mapped = [], offload.mmap.mmap
 
@@ -191,7 +213,9 @@ def test_a_scorer_with_a_cache_of_its_own_does_not_offload(tiny_model, tiny_toke
     assert not FromKVPress.offloads
     monkeypatch.setattr(Knorm, "offloads", False)
     monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
-    with pytest.raises(RestoreKVError, match="knorm makes a full cache of its own in memory; leave out offload"):
+    with pytest.raises(
+        RestoreKVError, match="knorm makes a full cache of its own in memory; leave out offload"
+    ):
         compress(tiny_model, tiny_tokenizer, TEXT, evictor="knorm", offload=True)
 
 

@@ -56,19 +56,24 @@ def test_an_observer_sees_what_attention_computes_with(tiny_model):
         assert view.hidden.shape == (6, tiny_model.config.hidden_size) and view.key.shape[1] == 26
         logits = view.query @ view.key.unsqueeze(1).mT * view.scale  # (H, G, Q, K)
         logits = logits.masked_fill(torch.ones(6, 26, dtype=torch.bool).triu(21), float("-inf"))
-        mixed = (logits.softmax(-1) @ view.value.unsqueeze(1)).flatten(0, 1).transpose(0, 1).flatten(1)
+        mixed = (
+            (logits.softmax(-1) @ view.value.unsqueeze(1)).flatten(0, 1).transpose(0, 1).flatten(1)
+        )
         torch.testing.assert_close(view.module.o_proj(mixed), output, rtol=1e-4, atol=1e-5)
 
 
 def test_an_observer_sees_the_whole_ragged_layer(tiny_model):
-    """Context, offsets and tail with the pass's own pairs, and the mask: enough to compute what attention gives."""
+    """Context, offsets and tail with the pass's own pairs, and the mask: enough to compute what
+    attention gives.
+    """
     full, expected, outputs = prefill(tiny_model, ids(20)), [], []
     keep = torch.rand(len(full.layers), 2, 20, generator=torch.Generator().manual_seed(2)) < 0.4
     cache = RaggedCache.from_dense(full, keep)
 
     def on_layer(view):
         assert view.ragged is cache.layers[view.layer] and view.key.equal(view.ragged.keys[0])
-        mixed = naive.attend(view.query[None], view.ragged, view.mask, view.scale)[0].flatten(0, 1)  # (H * G, Q, D)
+        # (H * G, Q, D)
+        mixed = naive.attend(view.query[None], view.ragged, view.mask, view.scale)[0].flatten(0, 1)
         expected.append(view.module.o_proj(mixed.transpose(0, 1).flatten(1)))
         return torch.zeros(6, 4, 16)  # which replaces nothing
 
@@ -105,8 +110,14 @@ def test_the_mask_of_a_chunk_is_bounded(tiny_model, monkeypatch):
 def test_masked_attention_copies_no_head(tiny_model, dtype):
     """The same bits as transformers' own, which copies every KV head for each of its query heads."""
     generator = torch.Generator().manual_seed(0)
-    module, mask = tiny_model.model.layers[0].self_attn, torch.ones(5, 30, dtype=torch.bool).tril(25)[None, None]
-    query, key, value = (torch.randn(1, n, q, 16, generator=generator).to(dtype) for n, q in ((4, 5), (2, 30), (2, 30)))
+    module, mask = (
+        tiny_model.model.layers[0].self_attn,
+        torch.ones(5, 30, dtype=torch.bool).tril(25)[None, None],
+    )
+    query, key, value = (
+        torch.randn(1, n, q, 16, generator=generator).to(dtype)
+        for n, q in ((4, 5), (2, 30), (2, 30))
+    )
     with torch.no_grad():
         found = attention.attend(module, query, key, value, mask)[0]
         held = Held(query, key, value)

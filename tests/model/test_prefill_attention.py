@@ -1,4 +1,6 @@
-"""SnapKV and H2O against the attention matrix itself, in float64 from projections of this file's own."""
+"""SnapKV and H2O against the attention matrix itself, in float64 from projections of this file's
+own.
+"""
 
 import pytest
 import torch
@@ -23,11 +25,17 @@ def make_context(length=T, prefix=S):
 
 
 def matrices(model, context):
-    """(L, H, G, S + T, S + T) float64: causal attention weights of one plain prefill in double precision."""
+    """(L, H, G, S + T, S + T) float64: causal attention weights of one plain prefill in double
+    precision.
+    """
     found = {}
 
     def on_layer(view):
-        logits = view.query.double() @ view.key.double()[:, None].transpose(-1, -2) / view.query.shape[-1] ** 0.5
+        logits = (
+            view.query.double()
+            @ view.key.double()[:, None].transpose(-1, -2)
+            / view.query.shape[-1] ** 0.5
+        )
         later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
         found[view.layer] = logits.masked_fill(later, float("-inf")).softmax(-1)
 
@@ -56,10 +64,16 @@ def reduced(weights, groups):
 @pytest.mark.parametrize(("window", "kernel"), [(32, 7), (5, 1), (10, 3)])
 def test_snapkv_is_the_windows_attention(tiny_model, window, kernel, pool, groups):
     context = make_context()
-    found = score(f"snapkv:window={window},kernel={kernel},pool={pool},groups={groups}", tiny_model, context)
+    found = score(
+        f"snapkv:window={window},kernel={kernel},pool={pool},groups={groups}", tiny_model, context
+    )
     looked = reduced(matrices(tiny_model, context)[..., -window:, S:-window].mean(-2), groups)
-    smooth = {"max": F.max_pool1d, "avg": F.avg_pool1d}[pool](looked.flatten(0, 1), kernel, 1, kernel // 2)
-    torch.testing.assert_close(found[..., :-window].double(), smooth.view_as(looked), rtol=1e-4, atol=1e-7)
+    smooth = {"max": F.max_pool1d, "avg": F.avg_pool1d}[pool](
+        looked.flatten(0, 1), kernel, 1, kernel // 2
+    )
+    torch.testing.assert_close(
+        found[..., :-window].double(), smooth.view_as(looked), rtol=1e-4, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -86,7 +100,9 @@ def test_a_budget_below_the_window_keeps_its_end_in_every_head(tiny_model):
 @pytest.mark.parametrize("diagonal", [True, False])
 def test_h2o_is_the_column_maximum(tiny_model, groups, diagonal, chunk):
     context = make_context()
-    found = score(f"h2o:groups={groups},diagonal={str(diagonal).lower()}", tiny_model, context, chunk)
+    found = score(
+        f"h2o:groups={groups},diagonal={str(diagonal).lower()}", tiny_model, context, chunk
+    )
     weights = matrices(tiny_model, context)
     if not diagonal:
         weights = weights.clone()
@@ -97,7 +113,10 @@ def test_h2o_is_the_column_maximum(tiny_model, groups, diagonal, chunk):
 
 def test_blocks_of_any_size_are_the_same_rows(tiny_model):
     generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 3, 11, 8, generator=generator), torch.randn(2, 30, 8, generator=generator)
+    query, key = (
+        torch.randn(2, 3, 11, 8, generator=generator),
+        torch.randn(2, 30, 8, generator=generator),
+    )
     [(low, high, whole)] = attention_blocks(query, key)
     assert (low, high) == (0, 11) and whole.sum(-1).allclose(torch.ones(2, 3, 11))
     for block in (1, 6 * 30 * 4):
@@ -138,7 +157,9 @@ def test_h2o_leaves_the_prefill_alone(tiny_model):
         torch.testing.assert_close(ours.values, plain.values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["snapkv:window=0", "snapkv:kernel=4", "snapkv:pool=sum", "h2o:groups=min"])
+@pytest.mark.parametrize(
+    "spec", ["snapkv:window=0", "snapkv:kernel=4", "snapkv:pool=sum", "h2o:groups=min"]
+)
 def test_wrong_settings_are_refused(spec):
     with pytest.raises(RestoreKVError):
         evictors.make(spec)

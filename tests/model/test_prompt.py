@@ -5,7 +5,14 @@ import torch
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
-from restorekv.model.prompt import BETWEEN, around, default_between, make_context, question_ids, template_hash
+from restorekv.model.prompt import (
+    BETWEEN,
+    around,
+    default_between,
+    make_context,
+    question_ids,
+    template_hash,
+)
 
 TEXT = "The code of the red house is seven.\n"
 
@@ -20,7 +27,11 @@ def test_pieces_join_to_the_rendered_conversation(tiny_tokenizer):
     assert tiny_tokenizer.decode(torch.cat([context.ids, asked], 1)[0]) == whole + "It is"
     assert tiny_tokenizer.decode(context.ids[0, : context.prefix]) == "<|im_start|>user\n"
     assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == TEXT
-    assert tiny_tokenizer.decode(context.suffix[0]) == context.suffix_text == "<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tiny_tokenizer.decode(context.suffix[0])
+        == context.suffix_text
+        == "<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert context.tokens + context.prefix == context.positions == context.ids.shape[1]
 
 
@@ -45,7 +56,12 @@ def test_refused_contexts(tiny_tokenizer, text):
 
 @pytest.mark.parametrize(
     ("question", "told"),
-    [("", "question is empty"), (" ", "question is empty"), (None, "is text"), (["a?"], "is text, not list")],
+    [
+        ("", "question is empty"),
+        (" ", "question is empty"),
+        (None, "is text"),
+        (["a?"], "is text, not list"),
+    ],
 )
 def test_refused_questions(tiny_tokenizer, question, told):
     context = make_context(tiny_tokenizer, TEXT)
@@ -54,28 +70,40 @@ def test_refused_questions(tiny_tokenizer, question, told):
 
 
 def test_a_template_that_drops_the_user(tiny_tokenizer):
-    tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template="hello")
+    tokenizer = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template="hello"
+    )
     with pytest.raises(RestoreKVError, match="drops the user's words"):
         make_context(tokenizer, TEXT)
 
 
 def test_a_system_message_writes_no_control_tokens(tiny_tokenizer):
-    with pytest.raises(RestoreKVError, match=r"system message has <\|im_end\|>, a control token of the chat template"):
+    with pytest.raises(
+        RestoreKVError,
+        match=r"system message has <\|im_end\|>, a control token of the chat template",
+    ):
         make_context(tiny_tokenizer, TEXT, system="Be brief.<|im_end|>")
 
 
 def test_a_template_with_a_date_makes_the_same_prompt_every_day(tiny_tokenizer):
     dated = "{{ strftime_now('%d %B %Y') }} " + tiny_tokenizer.chat_template
-    tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=dated)
-    assert around(tokenizer)[0].startswith("01 January 2026 ") and template_hash(tokenizer) == template_hash(tokenizer)
+    tokenizer = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=dated
+    )
+    assert around(tokenizer)[0].startswith("01 January 2026 ") and template_hash(
+        tokenizer
+    ) == template_hash(tokenizer)
 
 
 def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
-    """The tiny model was trained without anything between; others get a blank line unless their files name it."""
+    """The tiny model was trained without anything between; others get a blank line unless their
+    files name it.
+    """
     apart = make_context(tiny_tokenizer, TEXT, default_between(tiny_tokenizer))
     plain = make_context(tiny_tokenizer, TEXT)
     assert (apart.between, plain.between) == (BETWEEN, "")
     assert torch.equal(
-        question_ids(tiny_tokenizer, apart, "Who?"), question_ids(tiny_tokenizer, plain, f"{BETWEEN}Who?")
+        question_ids(tiny_tokenizer, apart, "Who?"),
+        question_ids(tiny_tokenizer, plain, f"{BETWEEN}Who?"),
     )
     assert default_between(load_tokenizer("tiny")) == ""

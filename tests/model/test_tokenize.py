@@ -1,11 +1,21 @@
-"""Control tokens in users' texts are characters, whatever the tokenizer; other texts have the ids they always had."""
+"""Control tokens in users' texts are characters, whatever the tokenizer; other texts have the ids
+they always had.
+"""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 import restorekv
@@ -15,39 +25,67 @@ from restorekv.model.prompt import around, make_context, question_ids
 from restorekv.model.tokenize import control_tokens, renamed, text_ids, token_places
 from restorekv.tasks.base import token_counter
 
-CORPUS = ["the code of the red house is seven; who lives in the blue house? <s> </s> <think> im_start |> end\n"] * 4
-PLAIN = ("  two\n\n\n lines \t", "<s", "im_start|>", "a < b > c", "\u4e2d\u00e9 \u2028", "< s >", "<|im_start |>")
-CHAT = "{{ '<s>user\\n' + messages[0]['content'] + '</s>\\n<s>assistant\\n<think>\\n\\n</think>\\n' }}"
+CORPUS = [
+    "the code of the red house is seven; who lives in the blue house? <s> </s> <think> im_start |> end\n"
+] * 4
+PLAIN = (
+    "  two\n\n\n lines \t",
+    "<s",
+    "im_start|>",
+    "a < b > c",
+    "\u4e2d\u00e9 \u2028",
+    "< s >",
+    "<|im_start |>",
+)
+CHAT = (
+    "{{ '<s>user\\n' + messages[0]['content'] + '</s>\\n<s>assistant\\n<think>\\n\\n</think>\\n' }}"
+)
 
 
 def fast(kind: str) -> PreTrainedTokenizerFast:
-    """As in Llama 2 (BPE behind a prepended space), T5 and Gemma (Unigram), or Phi-3 (tokens that eat white space)."""
+    """As in Llama 2 (BPE behind a prepended space), T5 and Gemma (Unigram), or Phi-3 (tokens that
+    eat white space).
+    """
     alphabet = sorted({*"".join(CORPUS), "\u2581"} - {" "})
     special = ["<unk>", "<s>", "</s>"]
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=special, unk_token="<unk>", show_progress=False)
+        trainer = trainers.UnigramTrainer(
+            vocab_size=80, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
     else:
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
         trainer = trainers.BpeTrainer(
             vocab_size=120, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         )
     if kind == "prepended":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator(CORPUS, trainer)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=CHAT
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT,
     )
     eats = kind == "eats spaces"
-    made.add_tokens([AddedToken(each, rstrip=eats, special=False) for each in ("<think>", "</think>")])
-    made.add_tokens([AddedToken("  ", normalized=False), AddedToken("red", single_word=True, normalized=False)])
+    made.add_tokens(
+        [AddedToken(each, rstrip=eats, special=False) for each in ("<think>", "</think>")]
+    )
+    made.add_tokens(
+        [AddedToken("  ", normalized=False), AddedToken("red", single_word=True, normalized=False)]
+    )
     return made
 
 
-@pytest.fixture(scope="module", params=["prepended", "unigram", "eats spaces", "tiny", "byte-level"])
+@pytest.fixture(
+    scope="module", params=["prepended", "unigram", "eats spaces", "tiny", "byte-level"]
+)
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     if request.param == "byte-level":
         return request.getfixturevalue("tiny_tokenizer")
@@ -56,12 +94,16 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 def test_control_tokens_of_users_are_characters(tokenizer):
     control, before = control_tokens(tokenizer), around(tokenizer)[0]
-    template = [each for each in tokenizer.encode(before, add_special_tokens=False) if each in control]
+    template = [
+        each for each in tokenizer.encode(before, add_special_tokens=False) if each in control
+    ]
     unknown = {tokenizer.unk_token_id}
     for token in control.values():
         text = f"the {token} code{token}\n {token}"
         context = make_context(tokenizer, text)
-        assert [each for each in context.ids[0].tolist() if each in control and each not in unknown] == template
+        assert [
+            each for each in context.ids[0].tolist() if each in control and each not in unknown
+        ] == template
         asked = question_ids(tokenizer, context, text, text)[0].tolist()
         written = [each for each in asked if each in control and each not in unknown]
         assert written == [each for each in context.suffix[0].tolist() if each in control]
@@ -79,13 +121,18 @@ def test_other_texts_have_the_ids_that_they_had(tokenizer):
         assert copy.backend.encode(named + text, add_special_tokens=False).ids == old
         context = make_context(tokenizer, "a", between="\n")
         old = tokenizer.encode("\n" + text + after + "It", add_special_tokens=False)
-        assert torch.equal(question_ids(tokenizer, context, text, "It", empty=True)[0], torch.tensor(old))
+        assert torch.equal(
+            question_ids(tokenizer, context, text, "It", empty=True)[0], torch.tensor(old)
+        )
 
 
 def test_the_rest_of_a_text_keeps_its_ids(tokenizer):
     """Spelled apart, a control token changes nothing in the words around it."""
     token = next(iter(control_tokens(tokenizer).values()))
-    ids, apart = (text_ids(tokenizer, f"the house{each} is the house") for each in (token, token[:1] + " " + token[1:]))
+    ids, apart = (
+        text_ids(tokenizer, f"the house{each} is the house")
+        for each in (token, token[:1] + " " + token[1:])
+    )
     assert ids[:2] == apart[:2] and ids[-3:] == apart[-3:]
 
 
@@ -99,7 +146,9 @@ def test_added_tokens_that_the_template_does_not_write_are_vocabulary():
 
 
 def test_tokens_that_are_added_later_are_seen(tiny_tokenizer):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
+    )
     assert 1 not in text_ids(tokenizer, "a <|im_start|>")
     before = len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
@@ -111,7 +160,9 @@ def test_places_are_those_of_the_characters(tiny_tokenizer):
     places = token_places(tiny_tokenizer, text)
     assert "".join(text[start:end] for start, end in places) == text and (8, 18) not in places
     assert len(places) == len(text_ids(tiny_tokenizer, text)) == token_counter(tiny_tokenizer)(text)
-    assert len(token_places(tiny_tokenizer, "the code")) == len(text_ids(tiny_tokenizer, "the code"))
+    assert len(token_places(tiny_tokenizer, "the code")) == len(
+        text_ids(tiny_tokenizer, "the code")
+    )
 
 
 class Slow:
@@ -120,7 +171,10 @@ class Slow:
     chat_template, is_fast = None, False
 
     def __init__(self):
-        self.added_tokens_decoder = {0: AddedToken("<s>", special=True), 1: AddedToken("<unk>", special=True)}
+        self.added_tokens_decoder = {
+            0: AddedToken("<s>", special=True),
+            1: AddedToken("<unk>", special=True),
+        }
 
     def __len__(self):
         return 1000

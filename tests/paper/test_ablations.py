@@ -1,4 +1,6 @@
-"""The ablations: rows and claims of their tables, the trainings behind them, and a training in small."""
+"""The ablations: rows and claims of their tables, the trainings behind them, and a training in
+small.
+"""
 
 import warnings
 from dataclasses import replace
@@ -35,13 +37,22 @@ def test_tables_share_trainings_and_names_stay(tmp_path):
     made = names(tiny(tmp_path))
     assert len(made) == 3 * 15
     assert made[:15] == [
-        "restorekv,targets=none,seed=0", "restorekv,targets=q+k+v,seed=0", "restorekv,targets=q+k+v+o,seed=0",
-        "restorekv,embeddings=fixed,seed=0", "restorekv,seed=0", "restorekv,restore_from=evicted,seed=0",
-        "restorekv,restore_tokens=1,seed=0", "restorekv,restore_tokens=2,seed=0", "restorekv,restore_tokens=4,seed=0",
-        "restorekv,restore_tokens=8,seed=0", "restorekv,restore_tokens=16,seed=0", "restorekv,ratio_max=0.5,seed=0",
-        "restorekv,ratio_min=0.05,seed=0", "restorekv,ratio_max=0.5,ratio_min=0.05,seed=0",
+        "restorekv,targets=none,seed=0",
+        "restorekv,targets=q+k+v,seed=0",
+        "restorekv,targets=q+k+v+o,seed=0",
+        "restorekv,embeddings=fixed,seed=0",
+        "restorekv,seed=0",
+        "restorekv,restore_from=evicted,seed=0",
+        "restorekv,restore_tokens=1,seed=0",
+        "restorekv,restore_tokens=2,seed=0",
+        "restorekv,restore_tokens=4,seed=0",
+        "restorekv,restore_tokens=8,seed=0",
+        "restorekv,restore_tokens=16,seed=0",
+        "restorekv,ratio_max=0.5,seed=0",
+        "restorekv,ratio_min=0.05,seed=0",
+        "restorekv,ratio_max=0.5,ratio_min=0.05,seed=0",
         "restorekv,evictor=snapkv,seed=0",
-    ]  # fmt: skip
+    ]
 
 
 def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
@@ -51,7 +62,9 @@ def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
     for experiment in chosen(NAMES, setting):
         assert not list(plan.missing(experiment, setting))
     assert len(plan.trainings(chosen(NAMES, setting), setting)) == 3 * 15 - 17
-    assert plan.trainings(chosen("", replace(setting, seeds=(0,))), replace(setting, seeds=(0,))) == []
+    assert (
+        plan.trainings(chosen("", replace(setting, seeds=(0,))), replace(setting, seeds=(0,))) == []
+    )
 
 
 def test_what_ships_was_trained_as_its_name_says(tmp_path):
@@ -64,18 +77,26 @@ def test_what_ships_was_trained_as_its_name_says(tmp_path):
                     continue
                 assert place.startswith("paper/ablations/tiny/")
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RestoreKVWarning)  # some are for other uses than this one
+                    # Some are for other uses than this one.
+                    warnings.simplefilter("ignore", RestoreKVWarning)
                     told = load_adapter(model, place, Eviction.make("kvzip")).card.settings
                 config = vars(setting.training(row.adapter, seed).config)
-                same = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
-                added = {"init": "", "draws": 1, "ratio_weight": 0.0}  # settings that were not there yet
+                same = {
+                    key: list(value) if isinstance(value, tuple) else value
+                    for key, value in config.items()
+                }
+                # Settings that were not there yet.
+                added = {"init": "", "draws": 1, "ratio_weight": 0.0}
                 assert {**same, "processes": 1} == {**added, **told}, place
 
 
 def test_the_papers_default_is_a_row_of_its_own_table(tmp_path):
     setting = backbone(tmp_path, "elsewhere", None)
     (tokens,), (offset,) = chosen("tokens", setting), chosen("offset", setting)
-    assert list(tokens.rows) == ["base", "n1", "n2", "n4", "n8", "n16"] and tokens.against["n1"] == "n8"
+    assert (
+        list(tokens.rows) == ["base", "n1", "n2", "n4", "n8", "n16"]
+        and tokens.against["n1"] == "n8"
+    )
     assert offset.rows["offset"].conventions == {"offset": 8}
 
 
@@ -98,7 +119,9 @@ def test_an_evicted_row_is_asked_as_it_was_trained(tmp_path):
 
 def test_beyond_the_paper_only_when_asked_for(tmp_path):
     setting = tiny(tmp_path)
-    assert "beyond" in FURTHER and "beyond" not in {experiment.name for experiment in chosen("", setting)}
+    assert "beyond" in FURTHER and "beyond" not in {
+        experiment.name for experiment in chosen("", setting)
+    }
     (beyond,) = chosen("beyond", setting)
     assert "long: no adapter" not in list(plan.missing(beyond, setting))
     told = list(plan.missing(beyond, setting))
@@ -120,7 +143,11 @@ def test_a_training_is_found_by_the_tables(tmp_path):
     assert [each.state() for each in wanted] == ["not trained"] * 3
     training.train_all(wanted[:1], 1, 1)
     assert wanted[0].state() == "done"
-    assert setting.located(row) == {0: str(tmp_path / "trained" / "restorekv,seed=0" / "adapter"), 1: None, 2: None}
+    assert setting.located(row) == {
+        0: str(tmp_path / "trained" / "restorekv,seed=0" / "adapter"),
+        1: None,
+        2: None,
+    }
     assert setting.wanted(row) == wanted[1:]
 
 
@@ -130,7 +157,9 @@ def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
     config = replace(SMALL, checkpoint_every=1)
     hashes = []
     for name in ("whole", "killed"):
-        setting = replace(small(tmp_path / name), setup=replace(small(tmp_path / name).setup, settings=config))
+        setting = replace(
+            small(tmp_path / name), setup=replace(small(tmp_path / name).setup, settings=config)
+        )
         (wanted,) = setting.wanted(Row("", "kvzip", {}))[:1]
         wanted.setup.folder.mkdir(parents=True)
         if name == "killed":

@@ -1,4 +1,6 @@
-"""The analyses against transformers' eager attention in float64 over dense caches with masks, and cases by hand."""
+"""The analyses against transformers' eager attention in float64 over dense caches with masks, and
+cases by hand.
+"""
 
 import copy
 from dataclasses import replace
@@ -19,9 +21,14 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Question, Sample
 from tests.helpers.models import build_model
 
-TEXT = "the code of the red house is seven; who lives in the blue house? the code of the house is who. " * 2
+TEXT = (
+    "the code of the red house is seven; who lives in the blue house? the code of the house is who. "
+    * 2
+)
 SAMPLE = Sample(
-    "a", TEXT, (Question("a-0", "qa", "who?", ("red",), 4), Question("a-1", "qa", "what code?", ("is",), 3))
+    "a",
+    TEXT,
+    (Question("a-0", "qa", "who?", ("red",), 4), Question("a-1", "qa", "what code?", ("is",), 3)),
 )
 RATIO, N = 0.2, 2
 
@@ -49,14 +56,22 @@ def keeps(prepared, restored):
     count = int(RATIO * tokens * layers * heads + 1e-9) - (N * layers * heads if restored else 0)
     keep = torch.zeros(layers * heads * tokens, dtype=torch.bool)
     keep[prepared.scores.flatten().argsort(descending=True)[:count]] = True
-    return torch.nn.functional.pad(keep.view(layers, heads, tokens), (prepared.context.prefix, 0), value=True)
+    return torch.nn.functional.pad(
+        keep.view(layers, heads, tokens), (prepared.context.prefix, 0), value=True
+    )
 
 
 class Eager:
-    """The same weights in float64 with transformers' own attention, over dense caches, dropped pairs masked."""
+    """The same weights in float64 with transformers' own attention, over dense caches, dropped
+    pairs masked.
+    """
 
     def __init__(self, model):
-        self.model = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="eager").eval()
+        self.model = (
+            type(model)
+            ._from_config(copy.deepcopy(model.config), attn_implementation="eager")
+            .eval()
+        )
         self.model.load_state_dict(model.state_dict())
         self.model.double()
 
@@ -66,21 +81,31 @@ class Eager:
         cache, before = DynamicCache(), prepared.context.positions
         for index, layer in enumerate(prepared.full.layers):
             pairs = zip((layer.keys, layer.values), prepared.restore_cache[index], strict=True)
-            cache.update(*(torch.cat([a, b] if restored else [a], 2).double() for a, b in pairs), index)
+            cache.update(
+                *(torch.cat([a, b] if restored else [a], 2).double() for a, b in pairs), index
+            )
         past, length = cache.get_seq_length(), ids.shape[1]
         groups = self.model.config.num_attention_heads // keep.shape[1]
         handles = []
         for index, layer in enumerate(decoder(self.model).layers):
-            seen = torch.ones(length, past + length, dtype=torch.bool).tril(past).repeat(keep.shape[1] * groups, 1, 1)
+            seen = (
+                torch.ones(length, past + length, dtype=torch.bool)
+                .tril(past)
+                .repeat(keep.shape[1] * groups, 1, 1)
+            )
             seen[:, :, :before] &= keep[index].repeat_interleave(groups, 0)[:, None]
-            mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+            mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(
+                ~seen, torch.finfo(torch.float64).min
+            )
 
             def put(module, args, kwargs, mask=mask[None]):
                 return args, {**kwargs, "attention_mask": mask}
 
             handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
         positions = torch.arange(past, past + length)[None]
-        output = self.model(input_ids=ids, past_key_values=cache, position_ids=positions, output_attentions=True)
+        output = self.model(
+            input_ids=ids, past_key_values=cache, position_ids=positions, output_attentions=True
+        )
         for handle in handles:
             handle.remove()
         return output.logits[0], [weights[0] for weights in output.attentions]
@@ -107,11 +132,21 @@ def test_masses_and_divergences_are_those_of_eager_attention(tiny_model, tiny_to
         rows = {name: eager(case.prepared, *view, prompt)[1] for name, view in views(case).items()}
         for name, layers in rows.items():
             after = columns + (N if name == "restored" else 0)
-            cuts = (slice(sinks, columns), slice(0, sinks), slice(columns, after), slice(after, None))
-            expected[name].append([[layer[:, -1, cut].sum(-1).mean().item() for cut in cuts] for layer in layers])
+            cuts = (
+                slice(sinks, columns),
+                slice(0, sinks),
+                slice(columns, after),
+                slice(after, None),
+            )
+            expected[name].append(
+                [[layer[:, -1, cut].sum(-1).mean().item() for cut in cuts] for layer in layers]
+            )
             keep = views(case)[name][0]
             kl[name].append(
-                [by_hand(rows["full"][i], layers[i], keep[i], heads, sinks, columns) for i in range(len(layers))]
+                [
+                    by_hand(rows["full"][i], layers[i], keep[i], heads, sinks, columns)
+                    for i in range(len(layers))
+                ]
             )
     for name, per_cache in figures.items():
         np.testing.assert_allclose(per_cache["masses"], np.mean(expected[name], 0), atol=2e-6)
@@ -126,7 +161,9 @@ def by_hand(full, cache, keep, heads, sinks, columns):
     divergences = []
     for head in range(len(full)):
         kept = [i for i in range(sinks, columns) if keep[head * heads // len(full), i]]
-        p, q = (weights[head, -1, kept] / weights[head, -1, kept].sum() for weights in (full, cache))
+        p, q = (
+            weights[head, -1, kept] / weights[head, -1, kept].sum() for weights in (full, cache)
+        )
         divergences.append(sum(float(a * (a.log() - b.log())) for a, b in zip(p, q, strict=True)))
     return np.mean(divergences)
 
@@ -141,7 +178,8 @@ def test_next_token_divergences_are_those_of_eager_logits(tiny_model, tiny_token
             answer.append(int(eager(case.prepared, *views(case)["full"], ids)[0][-1].argmax()))
             ids = torch.cat([ids, torch.tensor([answer[-1:]])], -1)
         logits = {
-            name: eager(case.prepared, *view, ids)[0][-len(answer) - 1 : -1] for name, view in views(case).items()
+            name: eager(case.prepared, *view, ids)[0][-len(answer) - 1 : -1]
+            for name, view in views(case).items()
         }
         p = logits["full"].softmax(-1)
         for name in figures:
@@ -156,19 +194,34 @@ def test_next_token_divergences_are_those_of_eager_logits(tiny_model, tiny_token
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])
-def test_restore_attention_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokenizer, restore_from):
+def test_restore_attention_is_eager_attention_of_the_restore_pass(
+    tiny_model, tiny_tokenizer, restore_from
+):
     case = make_case(tiny_model, tiny_tokenizer, restore_from)
     prepared, figures = case.prepared, restore_attention.measure(case)
     later, (layers, heads, tokens) = keeps(prepared, True), prepared.scores.shape
     seen = later if restore_from == "evicted" else torch.ones_like(later)
     rows = eager_restore(case, seen)
-    prefix, columns, sinks = prepared.context.prefix, prepared.context.positions, max(prepared.context.prefix, 4)
+    prefix, columns, sinks = (
+        prepared.context.prefix,
+        prepared.context.positions,
+        max(prepared.context.prefix, 4),
+    )
     masses, entropy, total = np.zeros((5, layers, N)), np.zeros((layers, N)), np.zeros((N, columns))
     for layer, head, token in np.ndindex(layers, rows[0].shape[0], N):
-        weights, kept = rows[layer][head, token].numpy(), later[layer, head * heads // rows[0].shape[0]].numpy()
+        weights, kept = (
+            rows[layer][head, token].numpy(),
+            later[layer, head * heads // rows[0].shape[0]].numpy(),
+        )
         context = weights[:columns] * (np.arange(columns) >= sinks)
         before = weights[columns : columns + token].sum()
-        parts = (context[kept].sum(), context[~kept].sum(), weights[:sinks].sum(), before, weights[columns + token])
+        parts = (
+            context[kept].sum(),
+            context[~kept].sum(),
+            weights[:sinks].sum(),
+            before,
+            weights[columns + token],
+        )
         masses[:, layer, token] += np.array(parts) / rows[0].shape[0]
         shares = context[context > 0] / context.sum()
         entropy[layer, token] -= (shares * np.log(shares)).sum() / rows[0].shape[0]
@@ -180,15 +233,23 @@ def test_restore_attention_is_eager_attention_of_the_restore_pass(tiny_model, ti
     expected = [[total[token, bins == place].sum() for place in range(20)] for token in range(N)]
     np.testing.assert_allclose(figures["histogram"], expected, atol=5e-6)
     assert figures["pairs"] == [int(later[..., sinks:].sum()), layers * heads * (columns - sinks)]
-    assert figures["masses"][1] == [[0] * N] * layers if restore_from == "evicted" else np.min(figures["masses"][1]) > 0
+    assert (
+        figures["masses"][1] == [[0] * N] * layers
+        if restore_from == "evicted"
+        else np.min(figures["masses"][1]) > 0
+    )
     for token, top in enumerate(figures["tokens"]):
         assert [each["position"] for each in top] == np.argsort(-total[token])[:8].tolist()
-        assert top[0]["text"] == tiny_tokenizer.decode([prepared.context.ids[0, prefix + top[0]["position"]]])
+        assert top[0]["text"] == tiny_tokenizer.decode(
+            [prepared.context.ids[0, prefix + top[0]["position"]]]
+        )
     assert "tokens" not in restore_attention.measure(replace(case, index=3))
 
 
 def eager_restore(case, seen):
-    """Attention (H * G, n, S + T + n) of every layer in the restore pass, the adapter's own layers in the model."""
+    """Attention (H * G, n, S + T + n) of every layer in the restore pass, the adapter's own layers
+    in the model.
+    """
     model, prepared = case.prepared.model, case.prepared
     cache, past = DynamicCache(), prepared.context.positions
     for index, layer in enumerate(prepared.full.layers):
@@ -196,7 +257,11 @@ def eager_restore(case, seen):
     model.set_attn_implementation("eager")
     groups, handles = model.config.num_attention_heads // seen.shape[1], []
     for index, layer in enumerate(decoder(model).layers):
-        open_ = torch.ones(N, past + N, dtype=torch.bool).tril(past).repeat(seen.shape[1] * groups, 1, 1)
+        open_ = (
+            torch.ones(N, past + N, dtype=torch.bool)
+            .tril(past)
+            .repeat(seen.shape[1] * groups, 1, 1)
+        )
         open_[:, :, :past] &= seen[index].repeat_interleave(groups, 0)[:, None]
         mask = torch.zeros(open_.shape).masked_fill(~open_, torch.finfo(torch.float32).min)[None]
 
@@ -206,9 +271,11 @@ def eager_restore(case, seen):
         handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
     with torch.no_grad():
         output = decoder(case.adapter.adapted)(
-            inputs_embeds=case.adapter.embeddings[None], past_key_values=cache, output_attentions=True,
+            inputs_embeds=case.adapter.embeddings[None],
+            past_key_values=cache,
+            output_attentions=True,
             position_ids=torch.arange(past, past + N)[None],
-        )  # fmt: skip
+        )
     for handle in handles:
         handle.remove()
     model.set_attn_implementation(attention.NAME)
@@ -223,20 +290,30 @@ def test_survivors_are_the_pairs_that_the_caches_hold(tiny_tokenizer, policy):
     for name, cache in (("base", case.caches["base"]), ("restored", case.caches["restored"])):
         columns = [
             [
-                [int(p) - prefix for p in layer.positions[layer.bounds[h] : layer.bounds[h + 1]] if p >= prefix]
+                [
+                    int(p) - prefix
+                    for p in layer.positions[layer.bounds[h] : layer.bounds[h + 1]]
+                    if p >= prefix
+                ]
                 for h in range(heads)
             ]
             for layer in cache.layers
         ]
         total = sum(len(head) for layer in columns for head in layer)
-        assert figures[name]["share_per_layer"] == pytest.approx([sum(map(len, layer)) / total for layer in columns])
+        assert figures[name]["share_per_layer"] == pytest.approx(
+            [sum(map(len, layer)) / total for layer in columns]
+        )
         assert figures[name]["kept_per_head"] == [
             pytest.approx([len(head) / tokens for head in layer]) for layer in columns
         ]
         anywhere = {column for layer in columns for head in layer for column in head}
         assert figures[name]["forgotten"] == pytest.approx(1 - len(anywhere) / tokens)
-        assert sum(figures[name]["classes"][0]) == tokens and sum(figures[name]["classes"][1]) == total
-        twentieth = [column * 20 // tokens for layer in columns for head in layer for column in head]
+        assert (
+            sum(figures[name]["classes"][0]) == tokens and sum(figures[name]["classes"][1]) == total
+        )
+        twentieth = [
+            column * 20 // tokens for layer in columns for head in layer for column in head
+        ]
         sizes = np.bincount(np.arange(tokens) * 20 // tokens)
         expected = np.bincount(twentieth, minlength=20) / sizes / (layers * heads)
         np.testing.assert_allclose(figures[name]["kept_per_position"], expected)
@@ -245,9 +322,40 @@ def test_survivors_are_the_pairs_that_the_caches_hold(tiny_tokenizer, policy):
 
 
 def test_classes_of_tokens():
-    texts = ["The", " code", " of", " Mar", "ta", " is", " 4", "7b", ".", "\n", " the", " Red", " red", " ?!", " é"]
-    kinds = ["other", "other", "other", "name", "name", "other", "number", "number", "punctuation", "other", "other",
-             "other", "other", "punctuation", "other"]  # fmt: skip
+    texts = [
+        "The",
+        " code",
+        " of",
+        " Mar",
+        "ta",
+        " is",
+        " 4",
+        "7b",
+        ".",
+        "\n",
+        " the",
+        " Red",
+        " red",
+        " ?!",
+        " é",
+    ]
+    kinds = [
+        "other",
+        "other",
+        "other",
+        "name",
+        "name",
+        "other",
+        "number",
+        "number",
+        "punctuation",
+        "other",
+        "other",
+        "other",
+        "other",
+        "punctuation",
+        "other",
+    ]
     assert survivors.classes(texts) == kinds
 
 
@@ -260,30 +368,54 @@ def test_pooled_attention_by_hand():
     """One layer pair: profiles (1/2, 1/2) and (3/4, 1/4); documents of 1 and of 3 questions."""
     full = {"masses": [[0.4, 0.2, 0.0, 0.4], [0.4, 0.2, 0.0, 0.4]]}
     base = [
-        {"masses": [[0.6, 0.1, 0.0, 0.3], [0.2, 0.1, 0.0, 0.7]], "kl_attention": [[1.0, 0.0], [2.0, 0.0]]},
-        {"masses": [[0.0006, 0.5, 0.0, 0.4994], [0.0002, 0.5, 0.0, 0.4998]], "kl_attention": [[0.0, 0.0], [2.0, 0.0]]},
+        {
+            "masses": [[0.6, 0.1, 0.0, 0.3], [0.2, 0.1, 0.0, 0.7]],
+            "kl_attention": [[1.0, 0.0], [2.0, 0.0]],
+        },
+        {
+            "masses": [[0.0006, 0.5, 0.0, 0.4994], [0.0002, 0.5, 0.0, 0.4998]],
+            "kl_attention": [[0.0, 0.0], [2.0, 0.0]],
+        },
     ]
-    caches = attention_mass.pooled(DocumentFigures([{"full": full, "base": each} for each in base], [1, 3]))["caches"]
+    caches = attention_mass.pooled(
+        DocumentFigures([{"full": full, "base": each} for each in base], [1, 3])
+    )["caches"]
     assert caches["full"]["context"] == [0.4, 0.4] and caches["full"]["layers_below"] == 0
-    assert caches["base"]["context"] == pytest.approx([(0.6 + 3 * 0.0006) / 4, (0.2 + 3 * 0.0002) / 4])
+    assert caches["base"]["context"] == pytest.approx(
+        [(0.6 + 3 * 0.0006) / 4, (0.2 + 3 * 0.0002) / 4]
+    )
     assert caches["base"]["average"]["sinks"] == pytest.approx(0.4)
-    assert caches["base"]["kl_profile"] == pytest.approx(0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25), rel=1e-4)
-    assert caches["base"]["kl_profile_backward"] == pytest.approx(0.75 * np.log(1.5) + 0.25 * np.log(0.5), rel=1e-4)
-    assert caches["base"]["kl_attention"] == pytest.approx(1 / 8)  # 1 / 4 of a sum of 1, over 2 heads
+    assert caches["base"]["kl_profile"] == pytest.approx(
+        0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25), rel=1e-4
+    )
+    assert caches["base"]["kl_profile_backward"] == pytest.approx(
+        0.75 * np.log(1.5) + 0.25 * np.log(0.5), rel=1e-4
+    )
+    # 1 / 4 of a sum of 1, over 2 heads.
+    assert caches["base"]["kl_attention"] == pytest.approx(1 / 8)
     assert caches["base"]["kl_attention_per_layer"] == [pytest.approx(1 / 8), None]
     low, high = caches["base"]["context_interval"]
     assert (low, high) == (pytest.approx(0.0004), pytest.approx(0.4))
-    assert caches["base"]["kl_profile_interval"] == pytest.approx([0.143841] * 2)  # both documents have one profile
+    # Both documents have one profile.
+    assert caches["base"]["kl_profile_interval"] == pytest.approx([0.143841] * 2)
 
 
 def test_a_layer_without_context_leaves_the_forward_divergence_undefined():
-    documents = [{
-        "full": {"masses": [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]},
-        "base": {"masses": [[0.5, 0.5, 0, 0], [0.0, 1.0, 0, 0]], "kl_attention": [[0.0, 0.0], [2.0, 0.0]]},
-    }]  # fmt: skip
+    documents = [
+        {
+            "full": {"masses": [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]},
+            "base": {
+                "masses": [[0.5, 0.5, 0, 0], [0.0, 1.0, 0, 0]],
+                "kl_attention": [[0.0, 0.0], [2.0, 0.0]],
+            },
+        }
+    ]
     base = attention_mass.pooled(DocumentFigures(documents, [1]))["caches"]["base"]
     assert base["kl_profile"] is None and base["kl_profile_interval"] == [None, None]
-    assert base["kl_profile_backward"] == pytest.approx(np.log(2), rel=1e-5) and base["layers_below"] == 1
+    assert (
+        base["kl_profile_backward"] == pytest.approx(np.log(2), rel=1e-5)
+        and base["layers_below"] == 1
+    )
 
 
 def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
@@ -300,9 +432,13 @@ def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
 
 def test_the_interval_weighs_as_the_mean_does():
     values = np.arange(400) / 400
-    pool = DocumentFigures([{"a": value} for value in values], [1 + 9 * (value > 0.5) for value in values])
+    pool = DocumentFigures(
+        [{"a": value} for value in values], [1 + 9 * (value > 0.5) for value in values]
+    )
     for by_question in (False, True):
         low, high = pool.interval(lambda x: x, "a", by_question=by_question)
         mean = pool.mean("a", by_question=by_question)
         assert low < mean < high and (low + high) / 2 == pytest.approx(mean, abs=0.01)
-    assert pool.mean("a") == pytest.approx(0.5, abs=0.01) and pool.mean("a", by_question=True) > 0.68
+    assert (
+        pool.mean("a") == pytest.approx(0.5, abs=0.01) and pool.mean("a", by_question=True) > 0.68
+    )

@@ -1,4 +1,6 @@
-"""The experiments: the paper's figures, that its claims hold in them, and the cells that they ask for."""
+"""The experiments: the paper's figures, that its claims hold in them, and the cells that they ask
+for.
+"""
 
 import re
 from dataclasses import replace
@@ -67,20 +69,27 @@ def experiments(setting):
 )
 def test_the_papers_figures(setting, experiment, row, benchmark, scores):
     told = experiments(setting)[experiment].rows[row].paper
-    assert {place.ratio: points for place, points in told.items() if place.benchmark == benchmark} == scores
+    assert {
+        place.ratio: points for place, points in told.items() if place.benchmark == benchmark
+    } == scores
 
 
 def test_longbench_tells_both_backbones(setting, real):
     tight = Place("longbench", 0.0625, "Synth")
     llama, qwen = (experiments(each)["longbench"] for each in (setting, real))
     assert llama.backbone == "Llama-3.1-8B-Instruct" and qwen.backbone == "Qwen3-8B"
-    assert llama.rows["kvzip"].paper[tight] == 20.6 and llama.rows["kvzip"].also["Qwen3-8B"][tight] == 14.3
+    assert (
+        llama.rows["kvzip"].paper[tight] == 20.6
+        and llama.rows["kvzip"].also["Qwen3-8B"][tight] == 14.3
+    )
     assert qwen.rows["kvzip restored"].paper[tight] == 15.0
     for row in llama.rows.values():
         for points in (row.paper, *row.also.values()):
             for place in (place for place in llama.places if place.parts and not place.relative):
                 mean = sum(points[each] for each in place.each) / 6
-                assert points[place] == pytest.approx(mean, abs=0.0501), "the paper's own mean of its categories"
+                assert points[place] == pytest.approx(mean, abs=0.0501), (
+                    "the paper's own mean of its categories"
+                )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -110,44 +119,75 @@ def test_sixty_pairs_of_which_one_does_not_improve(setting):
 
 
 def test_the_same_figures_stand_for_the_same_run_in_every_table(setting):
-    """KVzip and RestoreKV appear in many tables of one experiment; only the seeds' table has means of its own."""
+    """KVzip and RestoreKV appear in many tables of one experiment; only the seeds' table has means
+    of its own.
+    """
     made = experiments(setting)
-    whole = [("components", "full"), ("prune-first", "full"), ("tokens", "n8"), ("ratio-range", "0.025 to 0.25"),
-             ("mismatch", "matched"), ("offset", "full"), ("methods", "kvzip restored"),
-             ("main", "kvzip restored")]  # fmt: skip
+    whole = [
+        ("components", "full"),
+        ("prune-first", "full"),
+        ("tokens", "n8"),
+        ("ratio-range", "0.025 to 0.25"),
+        ("mismatch", "matched"),
+        ("offset", "full"),
+        ("methods", "kvzip restored"),
+        ("main", "kvzip restored"),
+    ]
     bases = [(name, "base") for name, _ in whole[:6]] + [("methods", "kvzip"), ("main", "kvzip")]
     for rows, figures in ((whole, (93.5, 88.8, 73.2)), (bases, (91.4, 80.1, 38.2))):
-        told = {tuple(made[name].rows[row].paper[Place("ruler", r)] for r in (0.2, 0.1, 0.05)) for name, row in rows}
+        told = {
+            tuple(made[name].rows[row].paper[Place("ruler", r)] for r in (0.2, 0.1, 0.05))
+            for name, row in rows
+        }
         assert told == {figures}
 
 
 def test_every_table_and_figure_is_there_once(setting):
-    numbers = [experiment.number for name, experiment in experiments(setting).items() if name in EXPERIMENTS]
-    labels = [experiment.label for name, experiment in experiments(setting).items() if name in EXPERIMENTS]
+    numbers = [
+        experiment.number
+        for name, experiment in experiments(setting).items()
+        if name in EXPERIMENTS
+    ]
+    labels = [
+        experiment.label for name, experiment in experiments(setting).items() if name in EXPERIMENTS
+    ]
     assert sorted(numbers) == sorted(
         [f"Figure {n}" for n in "13456AB"] + [f"Table {n}" for n in "1234ABCDEFGH"]
     )  # Figure 2 is a drawing
-    assert len(set(labels)) == len(labels) and all(re.match(r"(fig|tab):", label) for label in labels)
+    assert len(set(labels)) == len(labels) and all(
+        re.match(r"(fig|tab):", label) for label in labels
+    )
 
 
 # ---- cells
 
 
 def test_every_cell_can_be_asked(setting, real):
-    for each in (setting, replace(real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B"))):
+    for each in (
+        setting,
+        replace(real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B")),
+    ):
         cells = plan.cells(chosen(EVERY, each), each)
         check(cells)
         assert len({cell.name for cell in cells}) == len(cells)
 
 
 def test_experiments_share_cells(setting):
-    """KVzip at r = 0.05 stands in nine tables and is asked once; all of KVzip's cells share one preparation."""
+    """KVzip at r = 0.05 stands in nine tables and is asked once; all of KVzip's cells share one
+    preparation.
+    """
     made = chosen("", setting)
-    base = Cell("tiny", "tiny:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer")
-    assert sum(base in {need.cell for need in plan.needs(experiment, setting)} for experiment in made) == 9
+    base = Cell(
+        "tiny", "tiny:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer"
+    )
+    assert (
+        sum(base in {need.cell for need in plan.needs(experiment, setting)} for experiment in made)
+        == 9
+    )
     cells = plan.cells(made, setting)
     assert cells.count(base) == 1 and 100 < len(cells) < 160
-    assert len({cell.preparation for cell in cells if cell.evictor != "full"}) == 8  # kvzip on two sets of documents
+    # Kvzip on two sets of documents.
+    assert len({cell.preparation for cell in cells if cell.evictor != "full"}) == 8
 
 
 def test_groups_of_the_suite_stand_for_benchmarks(setting):
@@ -162,7 +202,10 @@ def test_count_is_of_every_benchmark(tmp_path):
     assert tiny(tmp_path, 5).benches["ruler"].spec == "tiny:count=5"
     assert backbone(tmp_path, "m", None, 5).benches["ruler"].spec == "ruler:count=5,source=hub"
     given = backbone(tmp_path, "m", None, given=["quality:path=dev.jsonl"]).benches
-    assert given["quality"].spec == "quality:path=dev.jsonl" and given["ruler"].spec == "ruler:source=hub"
+    assert (
+        given["quality"].spec == "quality:path=dev.jsonl"
+        and given["ruler"].spec == "ruler:source=hub"
+    )
     with pytest.raises(RestoreKVError, match="does not ask needle"):
         backbone(tmp_path, "m", None, given=["needle"])
     assert backbone(tmp_path, "m", None).benches["scbench"].protocol == "kvzip"
@@ -170,9 +213,14 @@ def test_count_is_of_every_benchmark(tmp_path):
 
 def test_generated_samples_stand_in_for_rulers_own(tmp_path):
     spec = "ruler:source=generated,count=13"
-    official, made = (backbone(tmp_path, "m", None, given=given).benches["ruler"] for given in ([], [spec]))
+    official, made = (
+        backbone(tmp_path, "m", None, given=given).benches["ruler"] for given in ([], [spec])
+    )
     assert not official.standing and official.shown == "RULER-4K"
-    assert "not RULER's own samples" in made.standing and "qa_1: generated documents instead of SQuAD" in made.standing
+    assert (
+        "not RULER's own samples" in made.standing
+        and "qa_1: generated documents instead of SQuAD" in made.standing
+    )
     assert made.shown == "RULER-4K (stand-in)"
 
 
@@ -180,15 +228,25 @@ def test_the_page_tells_every_protocol_and_prefix_policy(real):
     """The full cache has no budget, and so no policy to tell."""
     common = {"model": "m", "benchmark": "ruler"}
     cells = [
-        Cell.full(**common), Cell(**common, evictor="kvzip", ratio="0.1"),
+        Cell.full(**common),
+        Cell(**common, evictor="kvzip", ratio="0.1"),
         Cell(**common, evictor="am-fast", ratio="0.1", prefix_policy="free"),
         Cell("m", "scbench", "kvzip", "0.1", protocol="kvzip"),
-    ]  # fmt: skip
+    ]
     results = {}
     for cell, policy in zip(cells, ("free", "counted", "free", "free"), strict=True):
-        facts = {"fingerprint": "1f", "dtype": "bfloat16", "device": "cuda", "allocation": "global", "budget": "B"}
+        facts = {
+            "fingerprint": "1f",
+            "dtype": "bfloat16",
+            "device": "cuda",
+            "allocation": "global",
+            "budget": "B",
+        }
         facts |= {"prefix_policy": policy, "protocol": {"name": cell.protocol}, "interval": "95 %"}
-        facts |= {"score": f"mean over {cell.benchmark}", "benchmark": {"title": cell.benchmark.upper()}}
+        facts |= {
+            "score": f"mean over {cell.benchmark}",
+            "benchmark": {"title": cell.benchmark.upper()},
+        }
         results[cell] = SimpleNamespace(done=True, facts=facts)
     told = introduction(real, dict(list(results.items())[:2]), [])[1]
     assert "kvpress protocol, chat prefix counted in the budget, global" in told
@@ -211,13 +269,19 @@ def test_adapters_of_another_model(tmp_path, real):
     assert len(list(plan.missing(methods, given))) == 4
     assert {need.cell.adapter for need in plan.needs(methods, given)} == {None, str(place)}
     (offset,) = chosen("offset", given)
-    assert given.located(offset.rows["full"]) == {0: str(place), 1: None, 2: None}, "seed 0 is the method's own"
+    assert given.located(offset.rows["full"]) == {0: str(place), 1: None, 2: None}, (
+        "seed 0 is the method's own"
+    )
 
 
 def test_the_authors_adapters(real):
-    published = replace(real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B"))
+    published = replace(
+        real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B")
+    )
     (methods,) = chosen("methods", published)
-    assert published.located(methods.rows["kvzip+ restored"]) == {0: "higokri/RestoreKV-Qwen3-8B_plus"}
+    assert published.located(methods.rows["kvzip+ restored"]) == {
+        0: "higokri/RestoreKV-Qwen3-8B_plus"
+    }
     assert published.located(methods.rows["h2o restored"]) == {0: None}
 
 
@@ -258,12 +322,17 @@ def test_attention_claims_are_paired_by_document():
     def document(scale):
         masses = {"full": 0.5, "base": 0.1, "restored": 0.3}
         return {
-            name: {"masses": [[scale * mass, 0, 0, 0], [scale * mass, 0, 0, 0]], "first": [1 / mass, 0, 0, 0]}
+            name: {
+                "masses": [[scale * mass, 0, 0, 0], [scale * mass, 0, 0, 0]],
+                "first": [1 / mass, 0, 0, 0],
+            }
             for name, mass in masses.items()
         }
 
     found = DocumentFigures([document(1), document(0.5)], [1, 3])
-    predictions = DocumentFigures([{name: {"first": told["first"]} for name, told in document(1).items()}] * 2, [1, 3])
+    predictions = DocumentFigures(
+        [{name: {"first": told["first"]} for name, told in document(1).items()}] * 2, [1, 3]
+    )
     taken, back, profile, closer = mechanism.claims(found, predictions)
     assert taken.value == pytest.approx(100 * 0.4 * (1 + 3 * 0.5) / 4) and taken.verdict == "holds"
     assert back.value == pytest.approx(100 * 0.2 * 0.625) and back.paper == (0.74,)

@@ -1,4 +1,6 @@
-"""What stands beside the paper's scores: tasks with nothing to lose, several benchmarks as one, fidelity."""
+"""What stands beside the paper's scores: tasks with nothing to lose, several benchmarks as one,
+fidelity.
+"""
 
 from dataclasses import replace
 
@@ -19,9 +21,17 @@ TIGHT = Place("ruler", 0.0625)
 @pytest.fixture
 def setting(tmp_path):
     """The tiny one with two tasks for RULER; for LongBench two benchmarks of two categories each."""
-    ruler = Bench("RULER-4K", "tiny:count=4", {"": ("single", "cwe")}, "Something stands in.", name="The suite")
+    ruler = Bench(
+        "RULER-4K",
+        "tiny:count=4",
+        {"": ("single", "cwe")},
+        "Something stands in.",
+        name="The suite",
+    )
     parts = {"S-QA": ("qa", "freeform"), "M-QA": ("vt",), "Synth": ("single", "cwe")}
-    both = Bench("LongBench", "tiny:count=4", parts, "Something.", more=("tiny:count=4,split=long",))
+    both = Bench(
+        "LongBench", "tiny:count=4", parts, "Something.", more=("tiny:count=4,split=long",)
+    )
     made = tiny(tmp_path / "out", 4)
     return replace(made, benches={**made.benches, "ruler": ruler, "longbench": both})
 
@@ -42,7 +52,12 @@ def measure(setting, tmp_path):
 
 
 SUITE, LONG = "tiny:count=4", "tiny:count=4,split=long"
-FAST, SINGLE_PROCESS, FULL, KVZIP = (("fastkvzip", True), ("fastkvzip", False), ("full", False), ("kvzip", False))
+FAST, SINGLE_PROCESS, FULL, KVZIP = (
+    ("fastkvzip", True),
+    ("fastkvzip", False),
+    ("full", False),
+    ("kvzip", False),
+)
 
 
 def said(points, kl=0.5, tokens=2, same=True):
@@ -52,8 +67,12 @@ def said(points, kl=0.5, tokens=2, same=True):
 
 def answers(full):
     """A cell for each row; the full cache's scores are given."""
-    points = {FULL: full, KVZIP: {"single": 0.6, "cwe": 0.4}, SINGLE_PROCESS: {"single": 0.5, "cwe": 0.0},
-              FAST: {"single": 0.7, "cwe": 0.1}}  # fmt: skip
+    points = {
+        FULL: full,
+        KVZIP: {"single": 0.6, "cwe": 0.4},
+        SINGLE_PROCESS: {"single": 0.5, "cwe": 0.0},
+        FAST: {"single": 0.7, "cwe": 0.1},
+    }
     return {(*row, SUITE): said(of) for row, of in points.items()}
 
 
@@ -68,7 +87,9 @@ def test_a_task_below_ten_is_left_out_of_means(setting, measure):
     (fast,) = chosen("fast-kvzip", setting)
     results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
     scores = plan.scores(fast, setting, results)
-    assert scores.left_out == {"ruler": ["cwe"]} and scores.points("kvzip", TIGHT) == pytest.approx(60)
+    assert scores.left_out == {"ruler": ["cwe"]} and scores.points("kvzip", TIGHT) == pytest.approx(
+        60
+    )
     text = texts(shown.tables(fast, setting, scores, "ruler"))
     assert "Left out of means, because the full cache scores below 10: cwe." in text
     assert "| KVzip | 60.0 (60.0 to 60.0) | *59.0* |" in text and "The suite (for RULER-4K)" in text
@@ -92,7 +113,10 @@ def test_where_every_task_is_below_the_mean_is_over_all(setting, measure):
 def test_a_task_of_another_part_is_not_named(setting, measure):
     """The suite has more families than those that stand for RULER."""
     (fast,) = chosen("fast-kvzip", setting)
-    every = {key: told | said({"choice4": 0.05}) for key, told in answers({"single": 0.8, "cwe": 0.5}).items()}
+    every = {
+        key: told | said({"choice4": 0.05})
+        for key, told in answers({"single": 0.8, "cwe": 0.5}).items()
+    }
     assert plan.scores(fast, setting, measure(fast, every)).left_out == {"ruler": []}
 
 
@@ -109,19 +133,25 @@ def test_without_the_full_cache_everything_counts(setting, measure):
 def several(full):
     first = {"single": 0.8, "cwe": 0.6}
     return {
-        (*FULL, SUITE): said(first), (*FULL, LONG): said(full),
+        (*FULL, SUITE): said(first),
+        (*FULL, LONG): said(full),
         (*KVZIP, SUITE): said({"single": 0.4, "cwe": 0.2}),
         (*KVZIP, LONG): said({"qa": 0.5, "freeform": 0.1, "vt": 0.7}),
-    }  # fmt: skip
+    }
 
 
 def test_parts_of_several_benchmarks(setting, measure):
-    """Documents have the same names in both; Avg leaves out M-QA, on which the full cache scores too little."""
+    """Documents have the same names in both; Avg leaves out M-QA, on which the full cache scores
+    too little.
+    """
     (longbench,) = chosen("longbench", setting)
     results = measure(longbench, several({"qa": 0.5, "freeform": 0.02, "vt": 0.05}))
     scores = plan.scores(longbench, setting, results)
     assert scores.left_out == {"longbench": ["freeform", "vt"]}
-    points = {part: scores.points("kvzip", Place("longbench", 0.125, part)) for part in ("S-QA", "M-QA", "Synth")}
+    points = {
+        part: scores.points("kvzip", Place("longbench", 0.125, part))
+        for part in ("S-QA", "M-QA", "Synth")
+    }
     assert points == pytest.approx({"S-QA": 50, "M-QA": 70, "Synth": 30})
     mean = next(place for place in longbench.places if place.parts and not place.relative)
     share = next(place for place in longbench.places if place.relative)
@@ -162,24 +192,37 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     (fast,) = chosen("fast-kvzip", setting)
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 9, (4, 2))
-    kls = {row: rng.random((4, 2)) * scale for row, scale in ((SINGLE_PROCESS, 1.0), (FAST, 0.2), (KVZIP, 0.5))}
+    kls = {
+        row: rng.random((4, 2)) * scale
+        for row, scale in ((SINGLE_PROCESS, 1.0), (FAST, 0.2), (KVZIP, 0.5))
+    }
     told = answers({"single": 0.8, "cwe": 0.0})
     for row, values in kls.items():
         told[(*row, SUITE)] = {
-            task: [(0.5, float(values[turn, at]), int(tokens[turn, at]), turn == 0) for turn in range(4)]
+            task: [
+                (0.5, float(values[turn, at]), int(tokens[turn, at]), turn == 0)
+                for turn in range(4)
+            ]
             for at, task in enumerate(("single", "cwe"))
         }
     results = measure(fast, told)
     known = fidelity.known(fast, setting, plan.measured(fast, setting, results))
     rows = {row["row"]: row for row in fidelity.figures(fast, known)}
-    assert set(rows) == {"kvzip", "fastkvzip", "fastkvzip restored"}, "the full cache is what they are compared with"
+    assert set(rows) == {"kvzip", "fastkvzip", "fastkvzip restored"}, (
+        "the full cache is what they are compared with"
+    )
     per = {row: (values * tokens).sum(1) / tokens.sum(1) for row, values in kls.items()}
     draws = {row: by_hand(value, tokens.sum(1)) for row, value in per.items()}
     own, mine = rows["fastkvzip"], rows["fastkvzip restored"]
     assert own["kl"] == pytest.approx((kls[SINGLE_PROCESS] * tokens).sum() / tokens.sum())
-    assert (own["kl_low"], own["kl_high"]) == pytest.approx(tuple(np.percentile(draws[SINGLE_PROCESS], (2.5, 97.5))))
+    assert (own["kl_low"], own["kl_high"]) == pytest.approx(
+        tuple(np.percentile(draws[SINGLE_PROCESS], (2.5, 97.5)))
+    )
     assert own["same"] == 25 and own["answer_tokens"] == tokens.sum() and "kl_change" not in own
-    assert mine["kl_change"] == pytest.approx(mine["kl"] - own["kl"]) and mine["against"] == "fastkvzip"
+    assert (
+        mine["kl_change"] == pytest.approx(mine["kl"] - own["kl"])
+        and mine["against"] == "fastkvzip"
+    )
     apart = np.percentile(draws[FAST] - draws[SINGLE_PROCESS], (2.5, 97.5))
     assert (mine["change_low"], mine["change_high"]) == pytest.approx(tuple(apart))
     text = texts(fidelity.tables(fast, setting, known, "ruler"))
@@ -193,8 +236,14 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
 
 def test_seeds_are_alike_in_fidelity():
     """Two seeds with other caches: the mean of both."""
-    results = [type("R", (), {"lines": [{"answers": [{"task": "a", "kl": kl, "answer_tokens": 3, "same": same}]}]})
-               for kl, same in ((0.2, True), (0.4, False))]  # fmt: skip
+    results = [
+        type(
+            "R",
+            (),
+            {"lines": [{"answers": [{"task": "a", "kl": kl, "answer_tokens": 3, "same": same}]}]},
+        )
+        for kl, same in ((0.2, True), (0.4, False))
+    ]
     told = fidelity.read({0: results[:1], 1: results[1:]}, ())
     assert told.kl == pytest.approx(0.3) and told.same == 50
 
@@ -205,8 +254,12 @@ def test_answers_from_before_have_no_fidelity(setting, measure):
     told[(*KVZIP, SUITE)] = {"single": [(0.5,)] * 4, "cwe": [(0.5,)] * 4}
     known = fidelity.known(fast, setting, plan.measured(fast, setting, measure(fast, told)))
     assert {row for row, *_ in known} == {"fastkvzip", "fastkvzip restored"}
-    assert "| KVzip | not measured | not measured |" in texts(fidelity.tables(fast, setting, known, "ruler"))
-    assert list(fidelity.tables(fast, setting, {}, "ruler")) == [] == list(fidelity.lowered(fast, {}))
+    assert "| KVzip | not measured | not measured |" in texts(
+        fidelity.tables(fast, setting, known, "ruler")
+    )
+    assert (
+        list(fidelity.tables(fast, setting, {}, "ruler")) == [] == list(fidelity.lowered(fast, {}))
+    )
 
 
 # ---- what stands behind
@@ -220,5 +273,7 @@ def test_the_full_cache_by_task_and_what_caches_held(setting, measure):
     assert "| Tiny suite | tiny:count=4 | cwe | 4 | 9.0 | below 10 |" in text
     assert "| 0.0625 | KVzip, Fast KVzip, Fast KVzip + RestoreKV | 60 | 78 | 9 |" in text
     held = record.of_cells(list(results.values()))
-    assert len(held) == 4 and all(each["bytes"] == 9 and each["samples"] == 4 for each in held.values())
+    assert len(held) == 4 and all(
+        each["bytes"] == 9 and each["samples"] == 4 for each in held.values()
+    )
     assert record.section({}) is None

@@ -32,30 +32,49 @@ def test_from_nothing(made):
     assert str(out / "report" / "index.html") in result.out.replace("\n", "")
     assert "Figure A (kvzip)" in result.err and "Figure A (fastkvzip)" in result.err
     found = {(one.cell.evictor, one.cell.restored): one for one in load(out)}
-    assert set(found) == {("kvzip", False), ("fastkvzip", False), ("fastkvzip", True), ("full", False)}
+    assert set(found) == {
+        ("kvzip", False),
+        ("fastkvzip", False),
+        ("fastkvzip", True),
+        ("full", False),
+    }
     assert all(one.done and one.facts["prefix_policy"] == "free" for one in found.values())
     told = json.loads((out / "report" / "paper.json").read_text())["experiments"]
     assert list(told) == ["fast-kvzip", "metrics"]
     rows = {row["row"]: row for row in told["fast-kvzip"]["rows"]}
     retrieval = tiny(out).benches["ruler"].parts[""]
-    answers = {key: [answer for answer in one.answers if answer.family in retrieval] for key, one in found.items()}
+    answers = {
+        key: [answer for answer in one.answers if answer.family in retrieval]
+        for key, one in found.items()
+    }
     best, base = answers["fastkvzip", True], answers["fastkvzip", False]
     row = rows["fastkvzip restored"]
     assert row["score"] == pytest.approx(interval(best)[0]) and row["paper"] == 79.3
     assert row["gain"] == pytest.approx(compared(best, base)["gain"])
-    page, text = (out / "report" / "index.html").read_text(), (out / "report" / "paper.md").read_text()
+    page, text = (
+        (out / "report" / "index.html").read_text(),
+        (out / "report" / "paper.md").read_text(),
+    )
     for shown in (page, text):
-        assert "79.3" in shown and "Figure A: RestoreKV with Fast KVzip" in shown and "Table H" in shown
+        assert (
+            "79.3" in shown
+            and "Figure A: RestoreKV with Fast KVzip" in shown
+            and "Table H" in shown
+        )
         assert "stand for RULER-4K" in shown and f"{row['score']:.1f}" in shown
     assert (out / "report" / "csv" / "fast-kvzip-claims.csv").exists()
 
 
 def test_a_second_start_measures_nothing(made):
     out, _ = made
-    before = {path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()}
+    before = {
+        path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()
+    }
     again = cli("paper", out, "--only", ONLY, "--count", 2)
     assert again.code == 0
-    assert before == {path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()}
+    assert before == {
+        path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()
+    }
 
 
 def test_a_killed_start_goes_on(made, tmp_path):
@@ -66,17 +85,24 @@ def test_a_killed_start_goes_on(made, tmp_path):
     cell = plan.needs(experiments[0], setting)[0].cell
     place = out / CELLS / cell.name
     whole = (place / "answers.jsonl").read_bytes()
-    (place / "answers.jsonl").write_bytes(whole.splitlines(keepends=True)[0] + b'{"sample": "1", "tok')
+    (place / "answers.jsonl").write_bytes(
+        whole.splitlines(keepends=True)[0] + b'{"sample": "1", "tok'
+    )
     (place / "summary.json").unlink()
     told = []
-    results = carry_out.carry_out(experiments, setting, out, lambda what, share: told.append((what, share))).results
+    results = carry_out.carry_out(
+        experiments, setting, out, lambda what, share: told.append((what, share))
+    ).results
     assert (place / "answers.jsonl").read_bytes() == whole and results[cell].done
     assert told[-1][1] == pytest.approx(1.0)
 
 
 def test_other_documents_have_cells_of_their_own(made):
     out, _ = made
-    names = [{need.cell.name for need in plan.needs(chosen("offset", tiny(out, n))[0], tiny(out, n))} for n in (2, 3)]
+    names = [
+        {need.cell.name for need in plan.needs(chosen("offset", tiny(out, n))[0], tiny(out, n))}
+        for n in (2, 3)
+    ]
     assert names[0].isdisjoint(names[1])
 
 
@@ -88,19 +114,33 @@ def test_another_model_goes_on_where_data_is_not_at_hand(tmp_path, tiny_tokenize
 
     def nearby(out, model, *more, **settings):
         made = real(out, model, *more, **settings)
-        suite = {key: replace(bench, spec="tiny:count=1,low=64,high=64") for key, bench in made.benches.items()}
+        suite = {
+            key: replace(bench, spec="tiny:count=1,low=64,high=64")
+            for key, bench in made.benches.items()
+        }
         away = replace(made.benches["longbench"], spec=f"longbench:path={tmp_path / 'away'}")
         return replace(made, benches={**suite, "longbench": away})
 
     monkeypatch.setattr(setting_module, "backbone", nearby)
-    result = cli("paper", tmp_path / "out", "--model", tmp_path / "model", "--only", "fast-kvzip,longbench,scbench")
+    result = cli(
+        "paper",
+        tmp_path / "out",
+        "--model",
+        tmp_path / "model",
+        "--only",
+        "fast-kvzip,longbench,scbench",
+    )
     assert result.code == 0, result.err
     assert "Table D: not measured, LongBench: " in result.err.replace("\n", " ")
-    assert "Figure A: not measured, Fast KVzip + RestoreKV: no adapter" in result.err.replace("\n", " ")
+    assert "Figure A: not measured, Fast KVzip + RestoreKV: no adapter" in result.err.replace(
+        "\n", " "
+    )
     text = (tmp_path / "out" / "report" / "paper.md").read_text()
     assert "- LongBench: " in text and "- RULER-4K: No fastkvzip gate ships" in text
     found = load(tmp_path / "out")
-    assert {one.cell.evictor for one in found} == {"kvzip", "full"} and all(one.done for one in found)
+    assert {one.cell.evictor for one in found} == {"kvzip", "full"} and all(
+        one.done for one in found
+    )
 
 
 def test_a_list_measures_nothing(tmp_path):
@@ -113,7 +153,10 @@ def test_missing_adapters_are_told(tmp_path):
     result = cli("paper", tmp_path / "new", "--list", "--only", "beyond,offset", "--seeds", "5")
     assert result.code == 0
     assert "missing: RestoreKV (n = 3): no adapter (restorekv,seed=5)" in result.out
-    assert "would train 5 adapters" in result.out and "not trained  restorekv,hidden_weight=1,seed=5" in result.out
+    assert (
+        "would train 5 adapters" in result.out
+        and "not trained  restorekv,hidden_weight=1,seed=5" in result.out
+    )
     setting = tiny(tmp_path, 2, seeds=(5,))
     (offset,) = chosen("offset", setting)
     page = write.write([offset], setting, carry_out.Done(), tmp_path).read_text()
@@ -137,7 +180,9 @@ def test_mistakes_are_one_sentence(tmp_path, arguments, words):
 def test_the_clock_tells_what_is_left():
     told, now = [], [0.0]
     clock = Clock(
-        [("Table 1 (kvzip)", 30.0), ("Figure 6: Efficiency", 10.0)], lambda *x: told.append(x), lambda: now[0]
+        [("Table 1 (kvzip)", 30.0), ("Figure 6: Efficiency", 10.0)],
+        lambda *x: told.append(x),
+        lambda: now[0],
     )
     clock.at(0, 0.0)
     now[0] = 60.0
@@ -149,7 +194,12 @@ def test_the_clock_tells_what_is_left():
         ("Table 1 (kvzip), about 2 min to go", 0.375),
         ("Figure 6: Efficiency, about 10 s to go", 0.9375),
     ]
-    assert [spoken(seconds) for seconds in (5, 59, 61, 5400)] == ["5 s", "59 s", "1 min", "1 h 30 min"]
+    assert [spoken(seconds) for seconds in (5, 59, 61, 5400)] == [
+        "5 s",
+        "59 s",
+        "1 min",
+        "1 h 30 min",
+    ]
 
 
 def test_what_is_done_costs_nothing(made, tmp_path):
@@ -167,11 +217,20 @@ def test_seconds_of_a_cache_count_what_other_cells_bear(made):
     setting = tiny(out, 2)
     (fast,) = chosen("fast-kvzip", setting)
     results = {result.cell: result for result in load(out)}
-    base, best = (next(one for one in results.values() if (one.cell.evictor, one.cell.restored) == key)
-                  for key in (("fastkvzip", False), ("fastkvzip", True)))  # fmt: skip
-    lines = [{json.loads(line)["sample"]: json.loads(line) for line in
-              (one.folder / "seconds.jsonl").read_text().splitlines()} for one in (base, best)]  # fmt: skip
-    told = plan.seconds(replace(fast, seconds={"fastkvzip restored": 1.0}), setting, results)["fastkvzip restored"]
+    base, best = (
+        next(one for one in results.values() if (one.cell.evictor, one.cell.restored) == key)
+        for key in (("fastkvzip", False), ("fastkvzip", True))
+    )
+    lines = [
+        {
+            json.loads(line)["sample"]: json.loads(line)
+            for line in (one.folder / "seconds.jsonl").read_text().splitlines()
+        }
+        for one in (base, best)
+    ]
+    told = plan.seconds(replace(fast, seconds={"fastkvzip restored": 1.0}), setting, results)[
+        "fastkvzip restored"
+    ]
     for sample, took in told.items():
         first, second = lines[0][sample], lines[1][sample]
         phases = [max(first.get(name, 0), second.get(name, 0)) for name in ("prefill", "score")]
@@ -181,6 +240,12 @@ def test_seconds_of_a_cache_count_what_other_cells_bear(made):
 def test_the_full_cache_bears_no_time_of_others(made):
     """It rides with KVzip, whose prefill and scores count for KVzip."""
     found = {one.cell.evictor: one for one in load(made[0]) if not one.cell.restored}
-    phases = {evictor: set(json.loads(found[evictor].folder.joinpath("seconds.jsonl").read_text().splitlines()[0]))
-              for evictor in ("full", "kvzip")}  # fmt: skip
-    assert {"prefill", "score"} <= phases["kvzip"] and phases["full"].isdisjoint({"prefill", "score"})
+    phases = {
+        evictor: set(
+            json.loads(found[evictor].folder.joinpath("seconds.jsonl").read_text().splitlines()[0])
+        )
+        for evictor in ("full", "kvzip")
+    }
+    assert {"prefill", "score"} <= phases["kvzip"] and phases["full"].isdisjoint(
+        {"prefill", "score"}
+    )

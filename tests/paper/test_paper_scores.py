@@ -27,12 +27,16 @@ def made_runs(seeds, offset=0.0, documents=6):
 
 def scores_of(tasks=None, **runs):
     """Rows at HERE."""
-    return Scores({(row, "ruler", 0.1): found for row, found in runs.items()}, tasks or {("ruler", ""): ()})
+    return Scores(
+        {(row, "ruler", 0.1): found for row, found in runs.items()}, tasks or {("ruler", ""): ()}
+    )
 
 
 def table(runs):
     """(seeds, documents, families) of the scores."""
-    return np.array([[answer.score for answer in run] for run in runs.values()]).reshape(len(runs), -1, 2)
+    return np.array([[answer.score for answer in run] for run in runs.values()]).reshape(
+        len(runs), -1, 2
+    )
 
 
 def by_hand(scores: np.ndarray, stream: int) -> np.ndarray:
@@ -73,7 +77,9 @@ def test_the_seeds_of_a_row_are_drawn_alike_at_all_its_places():
 
 
 def test_seeds_that_differ_widen_the_interval():
-    """Two rows that are the same but for their seeds, which lie 6 points apart: nothing may be concluded."""
+    """Two rows that are the same but for their seeds, which lie 6 points apart: nothing may be
+    concluded.
+    """
 
     def shifted(points):
         base = made_runs([0])[0]
@@ -89,7 +95,9 @@ def test_seeds_that_differ_widen_the_interval():
 
 def test_three_seeds_say_little_of_a_deviation():
     std, low, high = spread(scores_of(one=made_runs([0, 1, 2])), ("one", HERE))
-    assert low / std == pytest.approx(0.52, abs=0.01) and high / std == pytest.approx(6.28, rel=0.03)
+    assert low / std == pytest.approx(0.52, abs=0.01) and high / std == pytest.approx(
+        6.28, rel=0.03
+    )
 
 
 def test_other_questions_are_refused():
@@ -100,14 +108,23 @@ def test_other_questions_are_refused():
 
 
 def test_parts_means_and_shares():
-    """Two parts of one benchmark, a third without counterpart: 80 and 60 of a full cache that has 100 and 50."""
+    """Two parts of one benchmark, a third without counterpart: 80 and 60 of a full cache that has
+    100 and 50.
+    """
 
     def run(first, second):
-        return {None: [Answer(str(n), task, task, "", score) for n in range(4) for task, score in
-                       (("a", first), ("b", second))]}  # fmt: skip
+        return {
+            None: [
+                Answer(str(n), task, task, "", score)
+                for n in range(4)
+                for task, score in (("a", first), ("b", second))
+            ]
+        }
 
     parts = ("x", "y", "z")
-    scores = scores_of({("ruler", "x"): ("a",), ("ruler", "y"): ("b",)}, one=run(0.8, 0.6), full=run(1.0, 0.5))
+    scores = scores_of(
+        {("ruler", "x"): ("a",), ("ruler", "y"): ("b",)}, one=run(0.8, 0.6), full=run(1.0, 0.5)
+    )
     mean, share = Place("ruler", 0.1, parts=parts), Place("ruler", 0.1, parts=parts, relative=True)
     assert scores.points("one", Place("ruler", 0.1, "x")) == pytest.approx(80)
     assert not scores.has(("one", Place("ruler", 0.1, "z")))
@@ -117,12 +134,20 @@ def test_parts_means_and_shares():
 
 
 def raised(base, by, seeds=(0, 1)):
-    return {seed: [Answer(a.document, a.family, a.question, "", a.score + by) for a in base[None]] for seed in seeds}
+    return {
+        seed: [Answer(a.document, a.family, a.question, "", a.score + by) for a in base[None]]
+        for seed in seeds
+    }
 
 
 def comparison(paper, claims, rows=None):
-    made = {name: Row(name, "kvzip", paper={HERE: score}, paper_std={HERE: 0.5}) for name, score in paper.items()}
-    return Comparison("x", "Table 0", "tab:x", "t", "m", {**made, **(rows or {})}, (HERE,), tuple(claims))
+    made = {
+        name: Row(name, "kvzip", paper={HERE: score}, paper_std={HERE: 0.5})
+        for name, score in paper.items()
+    }
+    return Comparison(
+        "x", "Table 0", "tab:x", "t", "m", {**made, **(rows or {})}, (HERE,), tuple(claims)
+    )
 
 
 def test_claims_are_judged():
@@ -135,13 +160,23 @@ def test_claims_are_judged():
         Claim("steady", {}, plus=1, spread=("full", HERE)),
         above("missing", "base", HERE, "unknown"),
     )
-    experiment = comparison({"base": 40, "part": 62, "full": 70, "again": 70, "missing": 70}, claims)
+    experiment = comparison(
+        {"base": 40, "part": 62, "full": 70, "again": 70, "missing": 70}, claims
+    )
     base = made_runs([None])
-    scores = scores_of(base=base, full=raised(base, 0.5), part=raised(base, 0.4), again=raised(base, 0.5))
+    scores = scores_of(
+        base=base, full=raised(base, 0.5), part=raised(base, 0.4), again=raised(base, 0.5)
+    )
     told = [judged(claim, experiment, scores) for claim in claims]
     assert [each.verdict for each in told] == [
-        "holds", "does not hold", "within noise", "holds", "does not hold", "holds", "not measured",
-    ]  # fmt: skip
+        "holds",
+        "does not hold",
+        "within noise",
+        "holds",
+        "does not hold",
+        "holds",
+        "not measured",
+    ]
     assert told[0].value == pytest.approx(50) and told[0].paper == (30,)
     assert told[3].value == pytest.approx(40 - 25) and told[3].paper[0] == pytest.approx(22 - 15)
     assert told[4].value == pytest.approx(40 - 45) and told[5].value == pytest.approx(1)
@@ -156,19 +191,34 @@ def test_a_count_is_judged_by_the_resampled_sets():
     gain = [{(name, HERE): 1, ("base", HERE): -1} for name in ("up", "also", "down")]
     experiment = comparison({"base": 40, "up": 50, "also": 41, "down": 30}, ())
     base = made_runs([None])
-    scores = scores_of(base=base, up=raised(base, 0.2), also=raised(base, 0.1), down=raised(base, -0.2))
-    told = {least: judged(Most("most", tuple(gain), least), experiment, scores) for least in (1, 2, 3)}
+    scores = scores_of(
+        base=base, up=raised(base, 0.2), also=raised(base, 0.1), down=raised(base, -0.2)
+    )
+    told = {
+        least: judged(Most("most", tuple(gain), least), experiment, scores) for least in (1, 2, 3)
+    }
     assert [told[least].verdict for least in (1, 2, 3)] == ["holds", "holds", "does not hold"]
-    assert (told[2].value, told[2].low, told[2].high, told[2].of, told[2].paper) == (2, 2, 2, 3, (2,))
+    assert (told[2].value, told[2].low, told[2].high, told[2].of, told[2].paper) == (
+        2,
+        2,
+        2,
+        3,
+        (2,),
+    )
     base[None][0] = Answer("0", "single", "single?", "", 1.0)
     other = {None: [Answer(a.document, a.family, a.question, "", 1 - a.score) for a in base[None]]}
     mixed = scores_of(base=base, up=other, also=raised(base, 0.1), down=raised(base, -0.2))
     assert judged(Most("most", tuple(gain), 2), experiment, mixed).verdict == "within noise"
-    assert judged(Most("most", tuple(gain), 2), experiment, scores_of(base=base)).verdict == "not measured"
+    assert (
+        judged(Most("most", tuple(gain), 2), experiment, scores_of(base=base)).verdict
+        == "not measured"
+    )
 
 
 def test_a_figure_that_the_paper_does_not_give_is_none():
     experiment = comparison({"base": 40}, (), {"other": Row("other", "kvzip")})
     base = made_runs([None])
-    told = judged(above("other", "base", HERE, ""), experiment, scores_of(base=base, other=raised(base, 0.1)))
+    told = judged(
+        above("other", "base", HERE, ""), experiment, scores_of(base=base, other=raised(base, 0.1))
+    )
     assert told.paper == (None,) and told.verdict == "holds"

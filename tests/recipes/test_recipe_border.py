@@ -1,4 +1,6 @@
-"""The border of harm: paired differences of two cells, and a page that says what the stored result holds."""
+"""The border of harm: paired differences of two cells, and a page that says what the stored result
+holds.
+"""
 
 import runpy
 from pathlib import Path
@@ -16,23 +18,34 @@ def recipe() -> dict:
     return runpy.run_path(str(ROOT / "recipes" / "smollm2" / "border.py"))
 
 
-def make_result(divergences: dict[str, float], adapter: str | None = None, ratio: str = "0.2", evictor: str = "kvzip"):
+def make_result(
+    divergences: dict[str, float],
+    adapter: str | None = None,
+    ratio: str = "0.2",
+    evictor: str = "kvzip",
+):
     """A cell whose contexts have one answer of ten tokens each."""
     lines = [
         {"sample": sample, "answers": [{"kl": kl, "answer_tokens": 10, "same": False, "task": "a"}]}
         for sample, kl in divergences.items()
     ]
     cell = SimpleNamespace(benchmark="made", evictor=evictor, ratio=ratio, adapter=adapter)
-    return SimpleNamespace(cell=cell, lines=lines, facts={"benchmark": {"title": "Made"}}, folder=Path("cell"))
+    return SimpleNamespace(
+        cell=cell, lines=lines, facts={"benchmark": {"title": "Made"}}, folder=Path("cell")
+    )
 
 
 def test_differences_are_paired_by_context(recipe):
     """Contexts differ much and the two cells little: the pairs show it, their means would not."""
     alone = make_result({str(number): float(number) for number in range(40)})
-    restored = make_result({str(number): number + 0.1 + 0.01 * (number % 3) for number in range(40)}, "kvzip")
+    restored = make_result(
+        {str(number): number + 0.1 + 0.01 * (number % 3) for number in range(40)}, "kvzip"
+    )
     [row] = recipe["compare_all"]([restored, alone])
     assert row["contexts"] == row["questions"] == 40 and row["ratio"] == 0.2
-    assert row["kl_alone"] == pytest.approx(19.5) and row["difference"] == pytest.approx(0.11, abs=0.005)
+    assert row["kl_alone"] == pytest.approx(19.5) and row["difference"] == pytest.approx(
+        0.11, abs=0.005
+    )
     assert 0.1 < row["difference_low"] < row["difference"] < row["difference_high"] < 0.12
     assert recipe["describe_effect"](row) == "harms"
 
@@ -41,7 +54,11 @@ def test_only_shared_contexts_count(recipe):
     alone = make_result({"a": 1.0, "b": 2.0, "c": 9.0})
     restored = make_result({"a": 0.5, "b": 1.5}, "kvzip")
     [row] = recipe["compare_all"]([alone, restored])
-    assert row["contexts"] == 2 and row["kl_alone"] == 1.5 and recipe["describe_effect"](row) == "helps"
+    assert (
+        row["contexts"] == 2
+        and row["kl_alone"] == 1.5
+        and recipe["describe_effect"](row) == "helps"
+    )
     with pytest.raises(RestoreKVError, match="share no context"):
         recipe["compare"](alone, make_result({"x": 1.0}, "kvzip"))
 

@@ -1,4 +1,6 @@
-"""The recipe behind paper/results/data-table.md: sources in the true formats, and nothing of the test split taken."""
+"""The recipe behind paper/results/data-table.md: sources in the true formats, and nothing of the
+test split taken.
+"""
 
 import json
 import sys
@@ -34,11 +36,17 @@ def run(tmp_path_factory):
         patch.setattr(mixture, "TEST", 60)
         patch.setattr(mixture, "COUNTS", {"documents": 2, "books": 2, "examples": 3})
         small = {"chunks": 1, "question_tokens": 4, "answer_tokens": 6, "flan_answer_tokens": 12}
-        patch.setattr(mixture, "BOUNDS", {**mixture.BOUNDS, **small, "question_characters": 1, "least_answer": 1})
+        patch.setattr(
+            mixture,
+            "BOUNDS",
+            {**mixture.BOUNDS, **small, "question_characters": 1, "least_answer": 1},
+        )
         call(patch, root / "runs")
         first = (root / "results" / "data-table.md").read_text()
         call(patch, root / "runs")
-        assert (root / "results" / "data-table.md").read_text() == first, "the second time from what is there"
+        assert (root / "results" / "data-table.md").read_text() == first, (
+            "the second time from what is there"
+        )
     return root
 
 
@@ -53,8 +61,13 @@ def test_sources_have_the_true_formats(run):
     flan = [json.loads(line) for line in (sources / "tulu-3.jsonl").open()]
     assert all([said["role"] for said in row["messages"]] == ["user", "assistant"] for row in flan)
     assert {"flan_v2" in row["source"] for row in flan} == {True, False}
-    papers = [json.loads(line)["metadata"]["license"] for line in (sources / "arxiv_papers.jsonl").open()]
-    assert "Creative Commons - Attribution - https://creativecommons.org/licenses/by/4.0/" in papers and None in papers
+    papers = [
+        json.loads(line)["metadata"]["license"] for line in (sources / "arxiv_papers.jsonl").open()
+    ]
+    assert (
+        "Creative Commons - Attribution - https://creativecommons.org/licenses/by/4.0/" in papers
+        and None in papers
+    )
 
 
 def stretches(text: str) -> set[str]:
@@ -65,9 +78,13 @@ def stretches(text: str) -> set[str]:
 
 @pytest.mark.slow
 def test_nothing_of_the_test_split_gets_in(run):
-    tests = set().union(*(stretches(made.text) for made in suite.documents(load_model("tiny")[1], 60)))
-    assert any(tests & stretches(row["instruction"]) for row in json.loads(
-        (run / "runs" / "sources" / "LongAlpaca.json").read_text())), "copies are planted"  # fmt: skip
+    tests = set().union(
+        *(stretches(made.text) for made in suite.documents(load_model("tiny")[1], 60))
+    )
+    assert any(
+        tests & stretches(row["instruction"])
+        for row in json.loads((run / "runs" / "sources" / "LongAlpaca.json").read_text())
+    ), "copies are planted"
     for name in ("paper", "permissive"):
         tables = [pq.read_table(file) for file in (run / "runs" / name).glob("*.parquet")]
         contexts = [text for table in tables for text in table["context"].to_pylist()]
@@ -82,12 +99,24 @@ def test_the_page_and_the_figures_tell_what_is_in_the_files(run):
         rows = {row["source"]: row for row in kept[name]["rows"]}
         assert list(rows) == [first, "pg19", "flan", "total"]
         for source in (first, "pg19", "flan"):
-            tokens = pq.read_table(run / "runs" / name / f"{source}.parquet")["context_tokens"].to_pylist()
+            tokens = pq.read_table(run / "runs" / name / f"{source}.parquet")[
+                "context_tokens"
+            ].to_pylist()
             assert rows[source]["samples"] == len(tokens)
             assert rows[source]["mean"] == pytest.approx(sum(tokens) / len(tokens))
         assert rows[first]["paper"]["samples"] == 2488 and rows["total"]["paper"]["samples"] == 6248
-        refused = [one for source in kept[name]["manifest"]["sources"].values() for one in source["refused"]]
-        assert refused and all(f"{one['document']} | {one['found in']} |" in page for one in refused)
-    refused = {one["document"] for one in kept["paper"]["manifest"]["sources"]["longalpaca"]["refused"]}
-    assert {"row 2", "row 3", "row 4", "row 5"} <= refused, "a copy, half a copy, one past the first 52, the stories"
+        refused = [
+            one
+            for source in kept[name]["manifest"]["sources"].values()
+            for one in source["refused"]
+        ]
+        assert refused and all(
+            f"{one['document']} | {one['found in']} |" in page for one in refused
+        )
+    refused = {
+        one["document"] for one in kept["paper"]["manifest"]["sources"]["longalpaca"]["refused"]
+    }
+    assert {"row 2", "row 3", "row 4", "row 5"} <= refused, (
+        "a copy, half a copy, one past the first 52, the stories"
+    )
     assert "cc-by-nc-4.0" not in kept["permissive"]["manifest"]["licenses"]

@@ -21,7 +21,10 @@ def search():
 
 
 def result(search, name: str, kl: list[float]) -> dict:
-    rows = [{"name": str(n), "kl": {f"{ratio:g}": each for ratio in search.RATIOS}} for n, each in enumerate(kl)]
+    rows = [
+        {"name": str(n), "kl": {f"{ratio:g}": each for ratio in search.RATIOS}}
+        for n, each in enumerate(kl)
+    ]
     return {"variant": name, "seed": 0, "steps": 10, "seconds": 5.0, "development": rows}
 
 
@@ -36,8 +39,12 @@ def test_a_variant_changes_one_thing(search):
 
 
 def test_gains_are_paired_with_the_first(search):
-    table = search.compare([result(search, "lr 1e-3", [0.1, 0.3]), result(search, "first", [0.2, 0.4])])
+    table = search.compare(
+        [result(search, "lr 1e-3", [0.1, 0.3]), result(search, "first", [0.2, 0.4])]
+    )
     rows = [line.split(" | ") for line in table.splitlines()]
     assert len({len(row) for row in rows[2:]}) == 1 and len(rows) == 4
-    assert "0.2000 | +0.1000 (+0.1000 to +0.1000)" in table, "a gain of one tenth in every case has no width"
+    assert "0.2000 | +0.1000 (+0.1000 to +0.1000)" in table, (
+        "a gain of one tenth in every case has no width"
+    )
     assert "0.3000 | +0.0000 (+0.0000 to +0.0000)" in table

@@ -1,4 +1,6 @@
-"""The recipe of what ships for SmolLM2: its training texts, and that evaluation texts are not among them."""
+"""The recipe of what ships for SmolLM2: its training texts, and that evaluation texts are not among
+them.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -17,7 +19,8 @@ from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, fairytale_split, 
 TEXTS = Path(__file__).parents[2] / "recipes" / "smollm2" / "texts"
 READY = TEXTS.parent / "data"
 SHIPPED = Path(__file__).parents[2] / "src" / "restorekv" / "tasks" / "texts"
-BOILERPLATE = 0.25  # sheets of different countries share up to a fifth of their 13-grams, the words of the form
+# Sheets of different countries share up to a fifth of their 13-grams, the words of the form.
+BOILERPLATE = 0.25
 
 
 def contexts(path: Path) -> list[str]:
@@ -28,7 +31,9 @@ def contexts(path: Path) -> list[str]:
 def evaluation() -> dict[str, list[str]]:
     """Every text that a benchmark of the package may ask about."""
     questions = [
-        row for name in ("squad", "hotpotqa") for _, row in values(SHIPPED / "share-alike" / f"{name}.json.gz")
+        row
+        for name in ("squad", "hotpotqa")
+        for _, row in values(SHIPPED / "share-alike" / f"{name}.json.gz")
     ]
     return {
         "stories": contexts(SHIPPED / "fairytaleqa" / "val.jsonl.gz"),
@@ -41,7 +46,11 @@ def evaluation() -> dict[str, list[str]]:
 def test_training_texts_share_no_passage_with_evaluation_texts(evaluation):
     named = [(kind, text) for kind, texts in evaluation.items() for text in texts]
     index = Evaluations(iter(named), BOILERPLATE)
-    files = [TEXTS / "stories.jsonl.gz", TEXTS / "sections.jsonl.gz", *sorted((TEXTS / "novels").iterdir())]
+    files = [
+        TEXTS / "stories.jsonl.gz",
+        TEXTS / "sections.jsonl.gz",
+        *sorted((TEXTS / "novels").iterdir()),
+    ]
     trained = [(path.name, text) for path in files for text in contexts(path)]
     assert len(trained) > 300
     assert [(name, index.match(text)) for name, text in trained if index.match(text)] == []
@@ -63,14 +72,24 @@ def test_what_ships_says_what_it_is():
         card = stored.card
         assert (card.model, card.prefix_policy) == (SMOLLM2, "free")
         evictor, _, allocation = folder.name.partition(".")
-        assert (card.evictor.partition(":")[0], card.allocation) == (evictor, allocation or "global")
-        assert card.license == "apache-2.0" and not card.local and card.weights["architecture"]["layers"] == 30
+        assert (card.evictor.partition(":")[0], card.allocation) == (
+            evictor,
+            allocation or "global",
+        )
+        assert (
+            card.license == "apache-2.0"
+            and not card.local
+            and card.weights["architecture"]["layers"] == 30
+        )
         assert {row["license"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
         assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())
     gate = gate_file.read(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
     assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint
     assert "kvzip" in [folder.name for folder in folders]
-    assert sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file()) < 60e6
+    assert (
+        sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file())
+        < 60e6
+    )
 
 
 @pytest.mark.parametrize("name", ["novels", "stories"])
@@ -89,5 +108,7 @@ def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
     (tmp_path / "restore-kvzip.per-head" / "adapter").mkdir(parents=True)  # which is done
     build.per_head(tmp_path)
     begun = [Path(words[words.index("--init") + 1]) for words in asked]
-    assert [path.name for path in begun] == ["kvzip+", "fastkvzip"] and all(path.is_dir() for path in begun)
+    assert [path.name for path in begun] == ["kvzip+", "fastkvzip"] and all(
+        path.is_dir() for path in begun
+    )
     assert all(" --allocation per-head " in " ".join(words) for words in asked)

@@ -1,4 +1,6 @@
-"""The restore pass: gradients arrive, LoRA leaves no trace outside of it, adapters survive the disk or are refused."""
+"""The restore pass: gradients arrive, LoRA leaves no trace outside of it, adapters survive the disk
+or are refused.
+"""
 
 import contextlib
 import json
@@ -39,7 +41,9 @@ def trained(model, n=4, seed=0):
 
 
 def is_plain(model):
-    return not any("lora" in name for name, _ in model.named_modules()) and not hasattr(model, "peft_config")
+    return not any("lora" in name for name, _ in model.named_modules()) and not hasattr(
+        model, "peft_config"
+    )
 
 
 def restored(model, adapter, context=30):
@@ -61,7 +65,8 @@ def test_zero_lora_equals_a_plain_forward_of_the_embeddings(tiny_model):
 
 def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):
     torch.manual_seed(0)
-    gemma = GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=16)).eval().requires_grad_(False)  # scales what it looks up
+    # Scales what it looks up.
+    gemma = GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=16)).eval().requires_grad_(False)
     attention.install(gemma)
     for model in (tiny_model, gemma):
         full = restored(model, RestoreAdapter.create(model, 3, fixed=7))
@@ -69,7 +74,10 @@ def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):
         for ours, theirs in zip(full.layers, expected.layers, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
-    table, new = tiny_model.get_input_embeddings().weight, RestoreAdapter.create(tiny_model, 4).embeddings
+    table, new = (
+        tiny_model.get_input_embeddings().weight,
+        RestoreAdapter.create(tiny_model, 4).embeddings,
+    )
     assert new.requires_grad and new.is_leaf
     assert (new[:, None] == table).all(-1).any(-1).all(), "bit for bit where nothing is scaled"
 
@@ -90,10 +98,22 @@ def test_gradients_arrive_after_lora_is_off(tiny_model):
     keep[..., ::7] = True
     student = tiny_model(ids(6, 1), past_key_values=RaggedCache.from_dense(full, keep)).logits
     student.square().mean().backward()
-    missing = {name for name, weight in adapter.tensors.items() if weight.grad is None or not weight.grad.any()}
+    missing = {
+        name
+        for name, weight in adapter.tensors.items()
+        if weight.grad is None or not weight.grad.any()
+    }
     last = f"model.layers.{tiny_model.config.num_hidden_layers - 1}"
-    blocked = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    assert missing == {f"{last}.{target}.{part}.weight" for target in blocked for part in ("lora_A", "lora_B")}
+    blocked = (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+    assert missing == {
+        f"{last}.{target}.{part}.weight" for target in blocked for part in ("lora_A", "lora_B")
+    }
     assert adapter.embeddings.grad.any()
     assert all(parameter.grad is None for parameter in tiny_model.parameters())
 
@@ -113,15 +133,22 @@ def test_create_leaves_the_models_own_flags(tiny_model):
 
 
 def test_backbone_is_bit_equal_throughout(tiny_model):
-    before, state = tiny_model(ids(20)).logits, {k: v.clone() for k, v in tiny_model.state_dict().items()}
+    before, state = (
+        tiny_model(ids(20)).logits,
+        {k: v.clone() for k, v in tiny_model.state_dict().items()},
+    )
     adapter = trained(tiny_model)
     assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
     restored(tiny_model, adapter)
     assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
-    assert not is_plain(adapter.adapted) and not torch.allclose(adapter.adapted(ids(20)).logits, before)
+    assert not is_plain(adapter.adapted) and not torch.allclose(
+        adapter.adapted(ids(20)).logits, before
+    )
     assert tiny_model(ids(20)).logits.equal(before)
     after = tiny_model.state_dict()
-    assert after.keys() == state.keys() and all(after[key].equal(value) for key, value in state.items())
+    assert after.keys() == state.keys() and all(
+        after[key].equal(value) for key, value in state.items()
+    )
 
 
 def test_lora_is_off_even_when_the_pass_raises(tiny_model):
@@ -176,13 +203,23 @@ def test_save_and_load(tiny_model, tmp_path, dtype):
     adapter = trained(tiny_model)
     adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.025, 0.25))
     adapter.save_pretrained(tmp_path / "deep" / "adapter", dtype=dtype)
-    loaded = RestoreAdapter.from_pretrained(tiny_model, tmp_path / "deep" / "adapter", evictor="kvzip")
+    loaded = RestoreAdapter.from_pretrained(
+        tiny_model, tmp_path / "deep" / "adapter", evictor="kvzip"
+    )
     card = json.loads((tmp_path / "deep" / "adapter" / "restorekv.json").read_text())
-    assert card["dtype"] == str(dtype).removeprefix("torch.") and card["ratio_range"] == [0.025, 0.25]
+    assert card["dtype"] == str(dtype).removeprefix("torch.") and card["ratio_range"] == [
+        0.025,
+        0.25,
+    ]
     assert (loaded.card.evictor, loaded.card.ratio_range) == ("kvzip", (0.025, 0.25))
-    assert loaded.embeddings.equal(adapter.embeddings) and loaded.tensors.keys() == adapter.tensors.keys()
+    assert (
+        loaded.embeddings.equal(adapter.embeddings)
+        and loaded.tensors.keys() == adapter.tensors.keys()
+    )
     for name, weight in loaded.tensors.items():
-        assert weight.dtype == torch.float32 and weight.equal(adapter.tensors[name].to(dtype).float())
+        assert weight.dtype == torch.float32 and weight.equal(
+            adapter.tensors[name].to(dtype).float()
+        )
     written = {path.name for path in (tmp_path / "deep" / "adapter").iterdir()}
     assert written == {*FILES, "restorekv.json", "README.md"}
 
@@ -199,16 +236,22 @@ def test_peft_reads_what_we_write(tmp_path):
     adapter = trained(model)
     adapter.save_pretrained(tmp_path)
     expected = adapter.adapted(ids(12)).logits
-    torch.testing.assert_close(PeftModel.from_pretrained(build_model("llama"), tmp_path)(ids(12)).logits, expected)
+    torch.testing.assert_close(
+        PeftModel.from_pretrained(build_model("llama"), tmp_path)(ids(12)).logits, expected
+    )
 
 
 def test_we_read_what_peft_writes(tmp_path):
-    wrapped = get_peft_model(build_model("qwen3"), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_alpha=5))
+    wrapped = get_peft_model(
+        build_model("qwen3"), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_alpha=5)
+    )
     for name, weight in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
     wrapped.save_pretrained(tmp_path)
-    save_file({"restore_embeddings": torch.randn(6, 32)}, tmp_path / "restore_embeddings.safetensors")
+    save_file(
+        {"restore_embeddings": torch.randn(6, 32)}, tmp_path / "restore_embeddings.safetensors"
+    )
     model = build_model("qwen3")
     adapter = RestoreAdapter.from_pretrained(model, tmp_path, evictor="kvzip")
     assert adapter.restore_tokens == 6
@@ -228,7 +271,12 @@ def test_another_evictor_warns(tiny_model, tmp_path):
 
 def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
     adapter = trained(tiny_model)
-    for recorded, used, warned in (("\n\n", "", True), ("", "\n", True), ("\n\n", "\n\n", False), (None, "\n", False)):
+    for recorded, used, warned in (
+        ("\n\n", "", True),
+        ("", "\n", True),
+        ("\n\n", "\n\n", False),
+        (None, "\n", False),
+    ):
         adapter.describe(evictor="kvzip", between=recorded)
         adapter.save_pretrained(tmp_path)
         loaded = RestoreAdapter.from_pretrained(tiny_model, tmp_path)
@@ -238,7 +286,9 @@ def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
             loaded.check_use("kvzip", between=used)
             loaded.check_use("kvzip")
         messages = [str(each.message) for each in caught]
-        assert len(messages) == warned and all(repr(recorded) in text and repr(used) in text for text in messages)
+        assert len(messages) == warned and all(
+            repr(recorded) in text and repr(used) in text for text in messages
+        )
 
 
 OTHERS = {
@@ -262,7 +312,10 @@ def test_published_adapters_are_checked_by_shape(tmp_path):
     trained(build_model("qwen3")).save_pretrained(tmp_path)
     (tmp_path / "restorekv.json").unlink()
     RestoreAdapter.from_pretrained(build_model("qwen3", seed=1), tmp_path)
-    for other in (build_model("qwen3", num_hidden_layers=2), build_model("qwen3", intermediate_size=40)):
+    for other in (
+        build_model("qwen3", num_hidden_layers=2),
+        build_model("qwen3", intermediate_size=40),
+    ):
         with pytest.raises(AdapterError, match=r"fit this model|for another model"):
             RestoreAdapter.from_pretrained(other, tmp_path)
 
@@ -321,9 +374,17 @@ def test_other_nonsense_is_refused(tiny_model, tmp_path):
 
     embeddings = FILES[2]
     refused("not finite", lambda folder: not_finite(folder / embeddings))
-    refused("no tensor", lambda folder: save_file({"other": torch.ones(2, 32)}, folder / embeddings))
-    refused("no tensor", lambda folder: save_file({"restore_embeddings": torch.ones(32)}, folder / embeddings))
-    refused("width", lambda folder: save_file({"restore_embeddings": torch.ones(2, 31)}, folder / embeddings))
+    refused(
+        "no tensor", lambda folder: save_file({"other": torch.ones(2, 32)}, folder / embeddings)
+    )
+    refused(
+        "no tensor",
+        lambda folder: save_file({"restore_embeddings": torch.ones(32)}, folder / embeddings),
+    )
+    refused(
+        "width",
+        lambda folder: save_file({"restore_embeddings": torch.ones(2, 31)}, folder / embeddings),
+    )
     refused("not LoRA's", lambda folder: save_file({"strange": torch.ones(2)}, folder / FILES[1]))
     refused("damaged", lambda folder: (folder / "restorekv.json").write_text("{}"))
     refused("IA3", lambda folder: (folder / FILES[0]).write_text(json.dumps({"peft_type": "IA3"})))

@@ -16,8 +16,12 @@ from tests.helpers.models import build_model
 
 REPO = "me/restore-qwen3"
 ALL = {
-    "README.md", "restorekv.json", "adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors",
-}  # fmt: skip
+    "README.md",
+    "restorekv.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "restore_embeddings.safetensors",
+}
 ROWS = [{"source": "houses", "examples": 7, "contexts": 3, "license": "CC BY 4.0"}]
 
 
@@ -45,14 +49,20 @@ def trained(model, seed=0, **record):
 
 def test_what_is_pushed_comes_back(model, hub, tmp_path):
     adapter = trained(model, settings={"lr": 2e-4, "targets": ("q_proj",)}, data=ROWS)
-    adapter.report([{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}])
+    adapter.report(
+        [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}]
+    )
     assert adapter.push_to_hub(REPO).endswith(f"{REPO}/commit/{1:040x}")
     assert set(hub.files(REPO)) == ALL and not hub.private[REPO] and len(hub.commits[REPO]) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = RestoreAdapter.from_pretrained(model, REPO, evictor="kvzip", cache_dir=tmp_path / "elsewhere")
+        again = RestoreAdapter.from_pretrained(
+            model, REPO, evictor="kvzip", cache_dir=tmp_path / "elsewhere"
+        )
     assert again.card == adapter.card and again.identity() == adapter.identity()
-    assert list((tmp_path / "elsewhere").glob("models--me--*")) and not list((tmp_path / "cache").glob("models--*"))
+    assert list((tmp_path / "elsewhere").glob("models--me--*")) and not list(
+        (tmp_path / "cache").glob("models--*")
+    )
     card = ModelCard(hub.files(REPO)["README.md"].decode())
     assert card.data.license == "apache-2.0" and card.data.base_model == "Qwen/Qwen3-tiny"
     assert f'adapter="{REPO}"' in card.text
@@ -115,7 +125,11 @@ def test_a_local_base_model_warns(model, hub):
 @pytest.mark.parametrize(
     ("repo", "token", "words"),
     [
-        (REPO, "bad", r"refuses me/restore-qwen3 \(401: Invalid username or password\); log in with `hf auth login`"),
+        (
+            REPO,
+            "bad",
+            r"refuses me/restore-qwen3 \(401: Invalid username or password\); log in with `hf auth login`",
+        ),
         ("others/name", None, r"403: You don't have the rights .*; log in"),
         ("no good name", None, "is no name for a repository on the hub"),
         ("a/b/c", None, "is no name for a repository on the hub"),
@@ -143,8 +157,12 @@ def test_offline_mode(model, monkeypatch, hub):
 
 
 def test_front_matter_that_the_hub_refuses(model, hub, monkeypatch):
-    monkeypatch.setattr("restorekv.restore.model_card.front_matter", lambda *_: ModelCardData(license="my-own"))
-    with pytest.raises(AdapterError, match=r"refuses the card of me/restore-qwen3 .*fix its README"):
+    monkeypatch.setattr(
+        "restorekv.restore.model_card.front_matter", lambda *_: ModelCardData(license="my-own")
+    )
+    with pytest.raises(
+        AdapterError, match=r"refuses the card of me/restore-qwen3 .*fix its README"
+    ):
         trained(model).push_to_hub(REPO)
     assert hub.files(REPO) == {}
 

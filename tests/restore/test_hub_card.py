@@ -1,4 +1,6 @@
-"""Model cards are valid for the hub, true to the record, runnable, and never replace a person's own words."""
+"""Model cards are valid for the hub, true to the record, runnable, and never replace a person's own
+words.
+"""
 
 import json
 import re
@@ -35,21 +37,35 @@ def world(tmp_path_factory, tiny_tokenizer) -> World:
 
 
 def test_everything_recorded_is_shown():
-    adapter = adapter_of(settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", between="\n\n")
+    adapter = adapter_of(
+        settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", between="\n\n"
+    )
     adapter.report(RESULTS)
     text = card_of(adapter)
     facts = rows(text, "What it was made for")
     assert facts["base model"] == ["Qwen/Qwen3-tiny"]
     assert facts["fingerprint of its weights"] == [adapter.card.fingerprint]
     assert json.loads(facts["RoPE"][0]) == adapter.card.rope
-    assert facts["evictor"] == ["kvzip"] and facts["restore tokens (n)"] == ["4"] and facts["allocation"] == ["adakv"]
+    assert (
+        facts["evictor"] == ["kvzip"]
+        and facts["restore tokens (n)"] == ["4"]
+        and facts["allocation"] == ["adakv"]
+    )
     assert json.loads(facts["text between document and question"][0]) == "\n\n"
-    assert facts["compression ratios"] == ["0.025 to 0.25"] and facts["the restore pass reads"] == ["the evicted cache"]
+    assert facts["compression ratios"] == ["0.025 to 0.25"] and facts["the restore pass reads"] == [
+        "the evicted cache"
+    ]
     assert rows(text, "Training") == {
-        "lr": ["0.0002"], "targets": ["q_proj"], "note": ["a \\| b c &lt;img>"], "clip": ["none"]
-    }  # fmt: skip
+        "lr": ["0.0002"],
+        "targets": ["q_proj"],
+        "note": ["a \\| b c &lt;img>"],
+        "clip": ["none"],
+    }
     data = rows(text, "Data and license")
-    assert data == {"LongAlpaca": ["2488", "500", "CC BY-NC 4.0"], "PG-19": ["2260", "not recorded", "Apache-2.0"]}
+    assert data == {
+        "LongAlpaca": ["2488", "500", "CC BY-NC 4.0"],
+        "PG-19": ["2260", "not recorded", "Apache-2.0"],
+    }
     assert "License of this adapter: cc-by-nc-4.0. Not for commercial use." in text
     assert rows(text, "Results") == {"suite": ["0.05", "70.1", "92.7", "96.8"]}
 
@@ -57,8 +73,14 @@ def test_everything_recorded_is_shown():
 def test_what_is_not_recorded_is_not_shown():
     text = card_of(adapter_of())
     facts = rows(text, "What it was made for")
-    unknown = ("evictor", "chat prefix", "allocation", "the restore pass reads", "compression ratios",
-               "text between document and question")  # fmt: skip
+    unknown = (
+        "evictor",
+        "chat prefix",
+        "allocation",
+        "the restore pass reads",
+        "compression ratios",
+        "text between document and question",
+    )
     assert all(facts[name] == ["not recorded"] for name in unknown)
     for title, words in {
         "Training": "Not recorded.",
@@ -96,7 +118,9 @@ def code_blocks(text, language):
 def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
     """Python and shell give the same compressed context, under the conventions of the card."""
     adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
-    adapter.describe(evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer")
+    adapter.describe(
+        evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer"
+    )
     adapter.save_pretrained(tmp_path / "adapter")
     stored = read(tmp_path / "adapter")
     text = model_card.render(stored.card, stored.config, str(tmp_path / "adapter"))
@@ -105,9 +129,13 @@ def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
     namespace = {}
     exec(code_blocks(text, "python")[0], namespace)
     manifest = namespace["small"].manifest
-    assert (manifest.evictor, manifest.ratio, manifest.prefix_policy, manifest.allocation, manifest.restore_tokens) == (
-        "kvzip+", "3/10", "counted", "per-layer", 4
-    )  # fmt: skip
+    assert (
+        manifest.evictor,
+        manifest.ratio,
+        manifest.prefix_policy,
+        manifest.allocation,
+        manifest.restore_tokens,
+    ) == ("kvzip+", "3/10", "counted", "per-layer", 4)
     first, second = code_blocks(text, "sh")[0].splitlines()
     assert cli(*shlex.split(first)[1:], "--json", "made.json").code == 0
     assert json.loads((tmp_path / "made.json").read_text())["pairs"] == manifest.pairs
@@ -120,12 +148,24 @@ def kvpress_section(**record):
 
 def test_differences_from_kvpress_are_listed():
     plain = kvpress_section(prefix_policy="counted")
-    for words in ("chat prefix counts", "Pairs compete", "reads the full cache", "own settings", "expect worse"):
+    for words in (
+        "chat prefix counts",
+        "Pairs compete",
+        "reads the full cache",
+        "own settings",
+        "expect worse",
+    ):
         assert words not in plain
     assert "kvzip_plus_normalization=False" in plain and '[-1] + ""' in plain
     plus = kvpress_section(evictor="kvzip+:chunk=64", allocation="per-head", restore_from="evicted")
-    assert "kvzip_plus_normalization=True" in plus and '+ "_plus"' in plus and "not those of kvzip+:chunk=64" in plus
-    assert "chat prefix counts" in plus and "here: per-head" in plus and "reads the full cache" in plus
+    assert (
+        "kvzip_plus_normalization=True" in plus
+        and '+ "_plus"' in plus
+        and "not those of kvzip+:chunk=64" in plus
+    )
+    assert (
+        "chat prefix counts" in plus and "here: per-head" in plus and "reads the full cache" in plus
+    )
     assert "was trained with snapkv" in kvpress_section(evictor="snapkv")
     assert "cannot be used there" in kvpress_section(evictor="kvzip", targets=())
 
@@ -136,7 +176,12 @@ def test_our_cards_are_renewed_and_others_stay(tmp_path):
     second.save_pretrained(tmp_path)
     readme = tmp_path / "README.md"
     assert readme.read_text() == card_of(second)
-    for theirs in (b"# Mine\n", readme.read_bytes().replace(b"apache", b"Apache"), b"\xff\xfe", b""):
+    for theirs in (
+        b"# Mine\n",
+        readme.read_bytes().replace(b"apache", b"Apache"),
+        b"\xff\xfe",
+        b"",
+    ):
         readme.write_bytes(theirs)
         with pytest.warns(RestoreKVWarning, match=r"README.md, so it stays"):
             first.save_pretrained(tmp_path)
@@ -151,7 +196,11 @@ def test_our_cards_are_renewed_and_others_stay(tmp_path):
 def test_shipped_cards_load_unchanged(tmp_path):
     for folder in tiny_path("adapters").iterdir():
         entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
-        assert {key: value for key, value in entries.items() if key not in ("version", "sha256", "checksum")} == {
+        assert {
+            key: value
+            for key, value in entries.items()
+            if key not in ("version", "sha256", "checksum")
+        } == {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in vars(card).items()
             if key in entries
@@ -189,7 +238,11 @@ def test_only_json_is_recorded():
 
 def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):
     dry = cli("push", world.adapter, "me/mine", "--dry-run", "--license", "mit")
-    assert dry.code == 0 and ModelCard(dry.out).data.license == "mit" and 'adapter="me/mine"' in dry.out
+    assert (
+        dry.code == 0
+        and ModelCard(dry.out).data.license == "mit"
+        and 'adapter="me/mine"' in dry.out
+    )
     with local_hub(monkeypatch, tmp_path / "cache") as hub:
         done = cli(
             "push",
@@ -204,15 +257,22 @@ def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):
             "bfloat16",
         )
         assert done.code == 0 and "Published" in done.out, done.err
-        assert done.err.startswith("warning: The base model is recorded as") and done.err.count("\n") == 1
-        assert hub.files("me/mine")["README.md"].decode() == dry.out.replace("| float32 |", "| bfloat16 |").replace(
+        assert (
+            done.err.startswith("warning: The base model is recorded as")
+            and done.err.count("\n") == 1
+        )
+        assert hub.files("me/mine")["README.md"].decode() == dry.out.replace(
+            "| float32 |", "| bfloat16 |"
+        ).replace(
             dry.out.splitlines()[-1], hub.files("me/mine")["README.md"].decode().splitlines()[-1]
         )
         assert hub.messages == ["First"] and hub.private["me/mine"]
         model, tokenizer = load_model(world.model)
         compress(model, tokenizer, TEXT, ratio=0.3, adapter="me/mine")
         refused = cli("push", world.adapter, "others/mine")
-        assert refused.code == 1 and refused.err.splitlines()[-1].startswith("error: The hub refuses others/mine (403")
+        assert refused.code == 1 and refused.err.splitlines()[-1].startswith(
+            "error: The hub refuses others/mine (403"
+        )
     for folder, words in {"text": "is no folder", "model": "has no adapter_config.json"}.items():
         wrong = cli("push", getattr(world, folder), "me/mine", "--dry-run")
         assert wrong.code == 1 and words in wrong.err and wrong.err.count("\n") == 1

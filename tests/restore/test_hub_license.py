@@ -1,4 +1,6 @@
-"""What may be done with an adapter, and the authors' adapters, whose license and conventions lead to warnings."""
+"""What may be done with an adapter, and the authors' adapters, whose license and conventions lead
+to warnings.
+"""
 
 import shutil
 import warnings
@@ -20,7 +22,7 @@ from restorekv.restore.model_card import (
     licenses_of,
     non_commercial,
     passed_on,
-)  # fmt: skip
+)
 from tests.helpers.hub_world import LICENSES, local_hub
 from tests.helpers.models import build_model
 
@@ -29,7 +31,10 @@ from tests.helpers.models import build_model
     ("of", "expected"),
     [
         (["CC BY-NC 4.0", "Apache-2.0", "ODC-BY"], "cc-by-nc-4.0"),  # the paper's mixture
-        (["Apache-2.0", "ODC-BY", "CC BY 4.0", "cc0-1.0", "public domain", "MIT License"], "apache-2.0"),
+        (
+            ["Apache-2.0", "ODC-BY", "CC BY 4.0", "cc0-1.0", "public domain", "MIT License"],
+            "apache-2.0",
+        ),
         (["mit"], "apache-2.0"),
         (["cc-by-sa-4.0", "mit"], "cc-by-sa-4.0"),
         (["mit", "gpl-3.0"], "gpl-3.0"),
@@ -55,28 +60,53 @@ def test_the_license_of_the_data_is_passed_on(of, expected):
 def test_licenses_are_known_by_the_hubs_names():
     assert HUB == LICENSES and HUB | {"public-domain", "curl"} == KNOWN
     assert all(identifier(name.upper()) == name for name in KNOWN)
-    others = {"CC_BY NC-4.0": "cc-by-nc-4.0", "Apache License 2.0": "apache-2.0", "ODC-By 1.0": "odc-by",
-              "CC0": "cc0-1.0", "unknown: ask whoever trained it": UNKNOWN,
-              "Mine": "Mine", "not CC BY 4.0": "not CC BY 4.0"}  # fmt: skip
+    others = {
+        "CC_BY NC-4.0": "cc-by-nc-4.0",
+        "Apache License 2.0": "apache-2.0",
+        "ODC-By 1.0": "odc-by",
+        "CC0": "cc0-1.0",
+        "unknown: ask whoever trained it": UNKNOWN,
+        "Mine": "Mine",
+        "not CC BY 4.0": "not CC BY 4.0",
+    }
     assert {name: identifier(name) for name in others} == others
     rows = [{"license": ["MIT", "CC0"]}, {"source": "a"}, {"license": 3}]
     assert licenses_of(rows) == ["mit", "cc0-1.0", UNKNOWN, UNKNOWN] and licenses_of(None) == []
 
 
 def test_non_commercial_licenses_are_recognized():
-    for name in ("cc-by-nc-4.0", "CC BY-NC-ND 3.0", "(CC BY-NC)", "Llama non-commercial", "some NC license",
-                 "noncommercial", "fair-noncommercial-research-license", "not for commercial use",
-                 "https://creativecommons.org/licenses/by-nc/4.0/"):  # fmt: skip
+    for name in (
+        "cc-by-nc-4.0",
+        "CC BY-NC-ND 3.0",
+        "(CC BY-NC)",
+        "Llama non-commercial",
+        "some NC license",
+        "noncommercial",
+        "fair-noncommercial-research-license",
+        "not for commercial use",
+        "https://creativecommons.org/licenses/by-nc/4.0/",
+    ):
         assert non_commercial(name)
-    assert {name for name in LICENSES if "nc" in name.split("-")} <= {name for name in LICENSES if non_commercial(name)}
-    assert not any(non_commercial(name) for name in (*PERMISSIVE, "unknown: ask whoever trained it", "", None))
+    assert {name for name in LICENSES if "nc" in name.split("-")} <= {
+        name for name in LICENSES if non_commercial(name)
+    }
+    assert not any(
+        non_commercial(name) for name in (*PERMISSIVE, "unknown: ask whoever trained it", "", None)
+    )
 
 
 @pytest.mark.parametrize(
     ("front", "expected"),
-    [("license: MIT", "mit"), ("license: [mit, cc-by-nc-4.0]", "cc-by-nc-4.0"), ("license: unknown", None),
-     ("license: other\nlicense_name: my-own", "my-own"), ("license: [a", None), ("- license", None), ("a: b", None)],
-)  # fmt: skip
+    [
+        ("license: MIT", "mit"),
+        ("license: [mit, cc-by-nc-4.0]", "cc-by-nc-4.0"),
+        ("license: unknown", None),
+        ("license: other\nlicense_name: my-own", "my-own"),
+        ("license: [a", None),
+        ("- license", None),
+        ("a: b", None),
+    ],
+)
 def test_the_license_of_a_readme(front, expected):
     assert license_in(f"---\n{front}\n---\n# Card\n") == expected
     assert license_in(f"# Card\n{front}\n") is None
@@ -96,7 +126,10 @@ def test_names_of_the_published():
         with pytest.raises(AdapterError) as caught:
             publish.published_name(model, evictor)
         message = str(caught.value)
-        assert "Llama-3.1-8B-Instruct and Qwen3-8B, each for kvzip and kvzip+" in message and ". " not in message
+        assert (
+            "Llama-3.1-8B-Instruct and Qwen3-8B, each for kvzip and kvzip+" in message
+            and ". " not in message
+        )
 
 
 @pytest.fixture
@@ -121,7 +154,9 @@ def with_warnings(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
-    return result, [str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)]
+    return result, [
+        str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)
+    ]
 
 
 NC = "---\nlicense: cc-by-nc-4.0\nbase_model: Qwen/Qwen3-8B\n---\n# RestoreKV\n"
@@ -131,11 +166,16 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
     name = "higokri/RestoreKV-Qwen3-8B_plus"
     folder = published(model, tmp_path / "files", NC)
     with local_hub(monkeypatch, tmp_path / "cache") as there:
-        there.private[name], there.commits[name] = False, [{p.name: p.read_bytes() for p in folder.iterdir()}]
+        there.private[name], there.commits[name] = (
+            False,
+            [{p.name: p.read_bytes() for p in folder.iterdir()}],
+        )
         plus = make_compressor("kvzip+")
         adapter, heard = with_warnings(lambda: load_adapter(model, "published", plus))
         assert adapter.card.source == name and adapter.card.evictor == "kvzip+"
-        assert len(heard) == 2 and all(line.count("higokri/RestoreKV-Qwen3-8B_plus") == 1 for line in heard)
+        assert len(heard) == 2 and all(
+            line.count("higokri/RestoreKV-Qwen3-8B_plus") == 1 for line in heard
+        )
         assert "cc-by-nc-4.0: not for commercial use" in heard[0] and "YaRN" in heard[0]
         assert "prefix_policy='counted'" in heard[1]
         with pytest.raises(AdapterError, match="no published adapter for Qwen/Qwen3-8B and snapkv"):
@@ -145,7 +185,13 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
         text = "the code of the red house is seven " * 20
         small, heard = with_warnings(
             lambda: compress(
-                model, tiny_tokenizer, text, evictor="kvzip+", ratio=0.3, adapter="published", prefix_policy="counted"
+                model,
+                tiny_tokenizer,
+                text,
+                evictor="kvzip+",
+                ratio=0.3,
+                adapter="published",
+                prefix_policy="counted",
             )
         )
         assert small.manifest.adapter["evictor"] == "kvzip+" and small.manifest.restore_tokens == 4
@@ -156,8 +202,18 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
     ("place", "readme", "source", "license"),
     [
         ("RestoreKV-Qwen3-8B", None, "Qwen3-8B", "cc-by-nc-4.0"),
-        ("RestoreKV-Llama-3.1-8B-Instruct_plus/v1", None, "Llama-3.1-8B-Instruct_plus", "cc-by-nc-4.0"),
-        ("models--higokri--RestoreKV-Qwen3-8B_plus/snapshots/abc", NC, "Qwen3-8B_plus", "cc-by-nc-4.0"),
+        (
+            "RestoreKV-Llama-3.1-8B-Instruct_plus/v1",
+            None,
+            "Llama-3.1-8B-Instruct_plus",
+            "cc-by-nc-4.0",
+        ),
+        (
+            "models--higokri--RestoreKV-Qwen3-8B_plus/snapshots/abc",
+            NC,
+            "Qwen3-8B_plus",
+            "cc-by-nc-4.0",
+        ),
         ("copy", NC, None, "cc-by-nc-4.0"),
         ("copy", "---\nlicense: mit\n---\n", None, "mit"),
         ("copy", "---\nlicense: [a\n---\n", None, None),
@@ -170,7 +226,10 @@ def test_copies_are_known(model, tmp_path, place, readme, source, license):
     adapter, heard = with_warnings(
         lambda: RestoreAdapter.from_pretrained(model, published(model, tmp_path / place, readme))
     )
-    assert (adapter.card.source, adapter.card.license) == (source and f"higokri/RestoreKV-{source}", license)
+    assert (adapter.card.source, adapter.card.license) == (
+        source and f"higokri/RestoreKV-{source}",
+        license,
+    )
     assert len(heard) == (license == "cc-by-nc-4.0")
     assert all("cc-by-nc-4.0: not for commercial use" in line for line in heard)
     assert adapter.card.evictor == (source and ("kvzip+" if "_plus" in source else "kvzip"))
@@ -181,7 +240,9 @@ def test_a_copy_keeps_its_license(model, tmp_path):
     folder = published(model, tmp_path / "RestoreKV-Qwen3-8B", NC)
     adapter, _ = with_warnings(lambda: RestoreAdapter.from_pretrained(model, folder))
     adapter.save_pretrained(tmp_path / "renamed")
-    again, heard = with_warnings(lambda: RestoreAdapter.from_pretrained(model, tmp_path / "renamed"))
+    again, heard = with_warnings(
+        lambda: RestoreAdapter.from_pretrained(model, tmp_path / "renamed")
+    )
     assert again.card == adapter.card and "not for commercial use" in heard[0]
     readme = (tmp_path / "renamed" / "README.md").read_text()
     assert "A copy of higokri/RestoreKV-Qwen3-8B" in readme and "license: cc-by-nc-4.0" in readme
@@ -189,7 +250,9 @@ def test_a_copy_keeps_its_license(model, tmp_path):
     assert again.card.license == "cc-by-nc-4.0"
     again.describe(evictor="kvzip")
     assert again.card.license == "cc-by-nc-4.0"
-    with pytest.raises(AdapterError, match=r"recorded as, or trained on, cc-by-nc-4.0; mit allows more"):
+    with pytest.raises(
+        AdapterError, match=r"recorded as, or trained on, cc-by-nc-4.0; mit allows more"
+    ):
         again.push_to_hub("me/mine", license="mit")
 
 
@@ -205,7 +268,9 @@ def test_licenses_of_our_own_adapters(model, tmp_path):
         again, heard = loaded(place, **record)
         assert not heard and again.card.license == ("apache-2.0" if record else None)
     again, heard = loaded("strict", data=[{"license": "CC BY-NC 4.0"}])
-    assert heard == [f"The adapter {tmp_path / 'strict'} is licensed cc-by-nc-4.0: not for commercial use."]
+    assert heard == [
+        f"The adapter {tmp_path / 'strict'} is licensed cc-by-nc-4.0: not for commercial use."
+    ]
     again, heard = loaded("mixed", data=[{"license": "CC BY-NC 4.0"}, {"source": "mine"}])
     assert again.card.license == "cc-by-nc-4.0" and "is licensed cc-by-nc-4.0" in heard[0]
     again, heard = loaded("later", data=[{"license": "mit"}])
@@ -216,5 +281,7 @@ def test_licenses_of_our_own_adapters(model, tmp_path):
         again.push_to_hub("me/mine")
     shutil.copytree(tmp_path / "free", tmp_path / "changed")
     (tmp_path / "changed" / "README.md").write_text(NC)
-    again, heard = with_warnings(lambda: RestoreAdapter.from_pretrained(model, tmp_path / "changed"))
+    again, heard = with_warnings(
+        lambda: RestoreAdapter.from_pretrained(model, tmp_path / "changed")
+    )
     assert again.card.license == "cc-by-nc-4.0" and len(heard) == 1

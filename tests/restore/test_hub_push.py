@@ -1,4 +1,6 @@
-"""`restorekv push`: the dry run is the push without the upload; a person's README.md; results of an evaluation."""
+"""`restorekv push`: the dry run is the push without the upload; a person's README.md; results of an
+evaluation.
+"""
 
 import json
 import shutil
@@ -49,13 +51,20 @@ def both(folder, repo, *more):
 def test_a_dry_run_refuses_the_names_that_push_refuses(world, hub, repo):
     for result in both(world.adapter, repo):
         assert result.code == 1 and result.out == ""
-        assert result.err == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
+        assert (
+            result.err
+            == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
+        )
     assert not hub.commits
 
 
 def test_a_dry_run_warns_as_push_does(world, hub):
     dry, done = both(world.adapter, REPO)
-    assert dry.code == done.code == 0 and dry.err == done.err and "others cannot load from the hub" in dry.err
+    assert (
+        dry.code == done.code == 0
+        and dry.err == done.err
+        and "others cannot load from the hub" in dry.err
+    )
     assert hub.files(REPO)["README.md"].decode() == dry.out
 
 
@@ -75,9 +84,24 @@ def test_the_folders_own_card_goes_up_and_its_license_is_recorded(tmp_path, hub,
 @pytest.mark.parametrize(
     ("readme", "flags", "record", "words"),
     [
-        (OWN.format("mit"), (), {"data": NC_DATA}, "cc-by-nc-4.0; mit allows more, so fix the license there"),
-        ("# Mine\n", (), {"data": NC_DATA}, "names no license, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there"),
-        (OWN.format("mit"), ("--license", "apache-2.0"), {}, "names mit, not apache-2.0; write `license: apache-2.0`"),
+        (
+            OWN.format("mit"),
+            (),
+            {"data": NC_DATA},
+            "cc-by-nc-4.0; mit allows more, so fix the license there",
+        ),
+        (
+            "# Mine\n",
+            (),
+            {"data": NC_DATA},
+            "names no license, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there",
+        ),
+        (
+            OWN.format("mit"),
+            ("--license", "apache-2.0"),
+            {},
+            "names mit, not apache-2.0; write `license: apache-2.0`",
+        ),
         ("# Mine\n", ("--license", "mit"), {}, "names no license, not mit"),
         ("---\nlicense: [a\n---\n", ("--license", "mit"), {}, "names no license, not mit"),
     ],
@@ -85,12 +109,23 @@ def test_the_folders_own_card_goes_up_and_its_license_is_recorded(tmp_path, hub,
 def test_an_own_card_that_contradicts_is_refused(tmp_path, hub, readme, flags, record, words):
     folder = folder_of(tmp_path / "adapter", readme, evictor="kvzip", **record)
     for result in both(folder, REPO, *flags):
-        assert result.code == 1 and words in result.err and result.err.count("\n") == 1 and not result.out
+        assert (
+            result.code == 1
+            and words in result.err
+            and result.err.count("\n") == 1
+            and not result.out
+        )
     assert not hub.commits
 
 
 @pytest.mark.parametrize(
-    "license", ["cc-by-nc-4.0", "[mit, cc-by-nc-4.0]", "other\nlicense_name: mine-non-commercial", "cc-by-nc-sa-4.0"]
+    "license",
+    [
+        "cc-by-nc-4.0",
+        "[mit, cc-by-nc-4.0]",
+        "other\nlicense_name: mine-non-commercial",
+        "cc-by-nc-sa-4.0",
+    ],
 )
 def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, license):
     folder = folder_of(tmp_path / "adapter", OWN.format(license), evictor="kvzip", data=NC_DATA)
@@ -125,7 +160,9 @@ def measured(world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
         written = ("--out", root / "run", "--json", root / "eval.json", "--prefix-policy", "free")
-        done = cli("eval", "--model", world.model, *asked, "--ratio", 0.5, "--ratio", 0.25, *written)
+        done = cli(
+            "eval", "--model", world.model, *asked, "--ratio", 0.5, "--ratio", 0.25, *written
+        )
     assert done.code == 0, done.err
     return root
 
@@ -136,11 +173,17 @@ def own(measured, tmp_path):
 
 
 def test_results_get_into_the_folder_and_its_card(measured, own, hub):
-    eval_json, before = measured / "eval.json", {path.name: path.read_bytes() for path in own.iterdir()}
+    eval_json, before = (
+        measured / "eval.json",
+        {path.name: path.read_bytes() for path in own.iterdir()},
+    )
     dry = cli("push", own, REPO, "--results", eval_json, "--dry-run")
     assert dry.code == 0 and {path.name: path.read_bytes() for path in own.iterdir()} == before
     assert cli("push", own, REPO, "--results", eval_json).code == 0
-    cells = {(row["evictor"], row["restored"], row["ratio"]): row for row in json.loads(eval_json.read_text())["rows"]}
+    cells = {
+        (row["evictor"], row["restored"], row["ratio"]): row
+        for row in json.loads(eval_json.read_text())["rows"]
+    }
     results = read(own).card.results
     assert [row["ratio"] for row in results] == [0.5, 0.25]
     for row in results:
@@ -151,8 +194,17 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
         assert row["full"] == round(cells["full", False, 1.0]["score"], 1)
         assert (row["documents"], row["questions"]) == (2, cell["questions"])
         assert set(row) == {
-            "benchmark", "ratio", "base", "restored", "low", "high", "gain", "full", "questions", "documents"
-        }  # fmt: skip
+            "benchmark",
+            "ratio",
+            "base",
+            "restored",
+            "low",
+            "high",
+            "gain",
+            "full",
+            "questions",
+            "documents",
+        }
     assert json.loads(hub.files(REPO)["restorekv.json"])["results"] == results
     assert "| tiny | 0.5 |" in hub.files(REPO)["README.md"].decode() and "| tiny |" in dry.out
     assert rows((own / "README.md").read_text(), "Results")
@@ -172,17 +224,27 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
     for row in payload["rows"]:
         row |= {"prefix_policy": "counted", "allocation": "adakv"}
     changed.write_text(json.dumps(payload))
-    assert {(row["prefix_policy"], row["allocation"]) for row in publish.results_in(changed, stored)} == {
-        ("counted", "adakv")
-    }
+    assert {
+        (row["prefix_policy"], row["allocation"]) for row in publish.results_in(changed, stored)
+    } == {("counted", "adakv")}
 
 
 def test_results_beside_caches_that_were_held_otherwise(measured, own):
     """Every row has the base that was held as it was, and says how."""
     payload = json.loads((measured / "eval.json").read_text())
-    few = [{**row, "storage": "int8", "score": row["score"] / 2} for row in payload["rows"] if row["evictor"] != "full"]
-    parts = [{**row, "streaming": 64, "score": row["score"] / 4} for row in payload["rows"] if row["evictor"] != "full"]
-    (changed := own / "changed.json").write_text(json.dumps({**payload, "rows": parts + few + payload["rows"]}))
+    few = [
+        {**row, "storage": "int8", "score": row["score"] / 2}
+        for row in payload["rows"]
+        if row["evictor"] != "full"
+    ]
+    parts = [
+        {**row, "streaming": 64, "score": row["score"] / 4}
+        for row in payload["rows"]
+        if row["evictor"] != "full"
+    ]
+    (changed := own / "changed.json").write_text(
+        json.dumps({**payload, "rows": parts + few + payload["rows"]})
+    )
     plain = {row["ratio"]: row for row in publish.results_in(measured / "eval.json", read(own))}
     found = publish.results_in(changed, read(own))
     assert len(found) == 3 * len(plain)
@@ -199,7 +261,9 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
         return done.err
 
     eval_json = measured / "eval.json"
-    assert "was measured with the evictor knorm; evaluate the adapter with kvzip" in refusal(world.adapter, eval_json)
+    assert "was measured with the evictor knorm; evaluate the adapter with kvzip" in refusal(
+        world.adapter, eval_json
+    )
     assert "with another base model" in refusal(world.adapter_of_other, eval_json)
     stored = read(own)
     shifted = own / "changed.json"

@@ -1,4 +1,6 @@
-"""What a model card says about license, controls, settings, data and base model is true of this very adapter."""
+"""What a model card says about license, controls, settings, data and base model is true of this
+very adapter.
+"""
 
 import re
 from dataclasses import fields
@@ -39,23 +41,35 @@ def test_the_license_is_that_of_the_data(of, expected):
 
 def test_a_chosen_license_is_the_one_on_the_card():
     assert licensed("CC BY-SA 4.0", license="MIT") == "mit."
-    assert licensed("CC BY-NC 4.0", license="unknown: ask whoever trained it").endswith("Not for commercial use.")
+    assert licensed("CC BY-NC 4.0", license="unknown: ask whoever trained it").endswith(
+        "Not for commercial use."
+    )
     assert "License of this adapter: mit.\n" in card_of(adapter_of(license="mit"))
 
 
 def test_controls_are_described_as_they_are():
     usual = words(card_of(adapter_of(evictor="kvzip")))
-    assert "Before anything is dropped, 4 restore tokens read the full cache, in one pass through the model" in usual
+    assert (
+        "Before anything is dropped, 4 restore tokens read the full cache, in one pass through the model"
+        in usual
+    )
     evicted = words(card_of(adapter_of(restore_from="evicted")))
-    assert "Before anything is dropped" not in evicted and "read only what eviction has left, in one pass" in evicted
+    assert (
+        "Before anything is dropped" not in evicted
+        and "read only what eviction has left, in one pass" in evicted
+    )
     bare = card_of(adapter_of(targets=(), evictor="kvzip"))
-    assert "through the model without a LoRA, and leave 4" in words(bare) and "The LoRA is" not in words(bare)
+    assert "through the model without a LoRA, and leave 4" in words(
+        bare
+    ) and "The LoRA is" not in words(bare)
     assert "lora" not in yaml.safe_load(bare.split("---\n")[1])["tags"]
     assert "lora" in yaml.safe_load(card_of(adapter_of()).split("---\n")[1])["tags"]
 
 
 def test_nested_tokens_are_mentioned():
-    assert "so the first k of the 4 work alone" in words(card_of(adapter_of(settings={"nested": True})))
+    assert "so the first k of the 4 work alone" in words(
+        card_of(adapter_of(settings={"nested": True}))
+    )
     for settings in ({"nested": False}, {"lr": 1.0}, None):
         assert "work alone" not in card_of(adapter_of(settings=settings))
 
@@ -77,7 +91,13 @@ def test_the_length_of_answers_is_a_setting_only_where_answers_were_made():
 
 def test_rows_of_data_are_shown_whole():
     data = [
-        {"source": "pg19", "title": "PG-19", "license": "Apache-2.0", "hub_id": "deepmind/pg19", "seed": 0},
+        {
+            "source": "pg19",
+            "title": "PG-19",
+            "license": "Apache-2.0",
+            "hub_id": "deepmind/pg19",
+            "seed": 0,
+        },
         {"source": "mine", "examples": 3, "contexts": 1, "license": ["CC BY 4.0", "CC0"]},
     ]
     text = card_of(adapter_of(data=data))
@@ -107,7 +127,8 @@ def test_a_folder_stays_a_folder_wherever_one_looks_from(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("span", "here", "there"), [((0.2, 0.5), 0.2, 0.8), ((0.01, 0.05), 0.05, 0.95), (None, 0.1, 0.9)]
+    ("span", "here", "there"),
+    [((0.2, 0.5), 0.2, 0.8), ((0.01, 0.05), 0.05, 0.95), (None, 0.1, 0.9)],
 )
 def test_both_examples_use_a_ratio_of_the_training(span, here, there):
     text = card_of(adapter_of(evictor="kvzip", ratio_range=span))

@@ -12,6 +12,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def file(client):
-    from tests.helpers.serving import upload  # here, since modules of tests skip where the server's libraries lack
+    # Here, since modules of tests skip where the server's libraries lack.
+    from tests.helpers.serving import upload
 
     return upload(client)

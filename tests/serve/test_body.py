@@ -1,4 +1,6 @@
-"""Bodies that no program should compute with: half characters, depth, numbers, forms of many fields, Host headers."""
+"""Bodies that no program should compute with: half characters, depth, numbers, forms of many
+fields, Host headers.
+"""
 
 import asyncio
 import http.client
@@ -28,7 +30,10 @@ def deep(levels: int) -> dict:
 @pytest.fixture(scope="module")
 def url(model, tiny_tokenizer, tmp_path_factory):
     with serving(
-        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(upload=4 << 20, tokens=16)
+        model,
+        tiny_tokenizer,
+        tmp_path_factory.mktemp("store"),
+        limits=Limits(upload=4 << 20, tokens=16),
     ) as address:
         yield address
 
@@ -38,7 +43,9 @@ def client(url):
     return client_of(url)
 
 
-def send(url: str, method: str, path: str, content: bytes | None = None, **headers: str) -> tuple[int, dict]:
+def send(
+    url: str, method: str, path: str, content: bytes | None = None, **headers: str
+) -> tuple[int, dict]:
     connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, content, named)
@@ -49,38 +56,78 @@ def send(url: str, method: str, path: str, content: bytes | None = None, **heade
 
 
 def asked(cache_control: object = None, **more: object) -> dict:
-    document = {"type": "input_text", "text": TEXT, "cache_control": cache_control or {"type": "ephemeral"}}
+    document = {
+        "type": "input_text",
+        "text": TEXT,
+        "cache_control": cache_control or {"type": "ephemeral"},
+    }
     parts = [document, {"type": "input_text", "text": "Who?"}]
-    return {"model": VARIANT, "input": [{"role": "user", "content": parts}], "max_output_tokens": 2, **more}
+    return {
+        "model": VARIANT,
+        "input": [{"role": "user", "content": parts}],
+        "max_output_tokens": 2,
+        **more,
+    }
 
 
 BAD = [
-    asked({"type": HALF}), asked(deep(260)), asked({"type": [deep(body.DEPTH)]}), asked({HALF: 1}),
-    asked(metadata={"a": HALF}), asked(metadata={HALF: "a"}), asked(user=HALF), asked(tools=[deep(300)]),
-    asked(text={"format": {"type": "json_schema", "schema": deep(200)}}), asked(previous_response_id=HALF),
-    {**asked(), HALF: 1}, asked(temperature=float("nan")), asked(temperature=float("inf")), asked(seed=10**400),
-    asked(user=2**64), asked(include=[deep(900)]),
-]  # fmt: skip
+    asked({"type": HALF}),
+    asked(deep(260)),
+    asked({"type": [deep(body.DEPTH)]}),
+    asked({HALF: 1}),
+    asked(metadata={"a": HALF}),
+    asked(metadata={HALF: "a"}),
+    asked(user=HALF),
+    asked(tools=[deep(300)]),
+    asked(text={"format": {"type": "json_schema", "schema": deep(200)}}),
+    asked(previous_response_id=HALF),
+    {**asked(), HALF: 1},
+    asked(temperature=float("nan")),
+    asked(temperature=float("inf")),
+    asked(seed=10**400),
+    asked(user=2**64),
+    asked(include=[deep(900)]),
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_what_cannot_be_computed_with_is_refused(url, path, number):
     chat = {"model": VARIANT, "messages": BAD[number]["input"]}
-    chat |= {name: value for name, value in BAD[number].items() if name not in ("model", "input", "max_output_tokens")}
+    chat |= {
+        name: value
+        for name, value in BAD[number].items()
+        if name not in ("model", "input", "max_output_tokens")
+    }
     given = BAD[number] if path.endswith("responses") else chat
-    status, answer = send(url, "POST", path, json.dumps(given).encode(), content_type="application/json")
+    status, answer = send(
+        url, "POST", path, json.dumps(given).encode(), content_type="application/json"
+    )
     message = answer["error"]["message"]
-    assert status == 400 and message.endswith(".") and message.isprintable() and "log says why" not in message
+    assert (
+        status == 400
+        and message.endswith(".")
+        and message.isprintable()
+        and "log says why" not in message
+    )
 
 
-@pytest.mark.parametrize("raw, message", [
-    (b'{"model": "a", "model": "b"}', "a key stands twice"), (b"[" * 100_000, "more than 100 levels"),
-    (b'{"model": ' + b"1" * 10_000 + b"}", "more than 64 bits"), (b"\xff\xfe", "not UTF-8 (at byte 0)"),
-    ("{}".encode("utf-16"), "not UTF-8"), (b'{"a": NaN}', "NaN is not a finite number"),
-    (b'{"a": 1e999}', "1e999 is not a finite number"), (b'{"a": "\\ud800"}', "The field a is not Unicode"),
-    (b'{"a": ' + b"[0," * 1_000_001, "commas and brackets"), (b"{", "not valid JSON (at character 1)"), (b"", "JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "raw, message",
+    [
+        (b'{"model": "a", "model": "b"}', "a key stands twice"),
+        (b"[" * 100_000, "more than 100 levels"),
+        (b'{"model": ' + b"1" * 10_000 + b"}", "more than 64 bits"),
+        (b"\xff\xfe", "not UTF-8 (at byte 0)"),
+        ("{}".encode("utf-16"), "not UTF-8"),
+        (b'{"a": NaN}', "NaN is not a finite number"),
+        (b'{"a": 1e999}', "1e999 is not a finite number"),
+        (b'{"a": "\\ud800"}', "The field a is not Unicode"),
+        (b'{"a": ' + b"[0," * 1_000_001, "commas and brackets"),
+        (b"{", "not valid JSON (at character 1)"),
+        (b"", "JSON"),
+    ],
+)
 def test_json_that_is_no_data_gets_a_sentence(raw, message):
     with pytest.raises(BodyError) as caught:
         parse_body(raw)
@@ -88,7 +135,13 @@ def test_json_that_is_no_data_gets_a_sentence(raw, message):
 
 
 def test_json_that_is_data_passes():
-    for value in ({"a": deep(body.DEPTH - 1)}, {"a": "\U0001f600"}, [1, 2.5, None, True, -(2**63)], "x", {"": ""}):
+    for value in (
+        {"a": deep(body.DEPTH - 1)},
+        {"a": "\U0001f600"},
+        [1, 2.5, None, True, -(2**63)],
+        "x",
+        {"": ""},
+    ):
         assert parse_body(json.dumps(value).encode()) == value
     assert parse_body(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
 
@@ -106,19 +159,33 @@ def form(*parts: tuple[str, str | None, bytes], head: bytes = b"") -> bytes:
 FILE = ("file", "a.txt", b"The red house.")
 
 
-@pytest.mark.parametrize("content, message", [
-    (form(*[(f"x{number}", None, b"a" * (1 << 16)) for number in range(60)], FILE), "exceeded maximum size"),
-    (form(*[("purpose", None, b"a")] * 60, FILE), "Too many fields"),
-    (form(*[("file", f"{number}.txt", b"a" * 50_000) for number in range(60)]), "Too many files"),
-    (form(("purpose", None, b"a"), ("purpose", None, b"b"), FILE), "the field purpose comes 2 times"),
-    (form(("nonsense", None, b"a"), FILE), "there is no field 'nonsense'"),
-    (form(("a" * 3000, None, b"a"), FILE), "there is no field 'aaa"),
-    (form(FILE, head=b"X: " + b"a" * 100_000 + b"\r\n"), "The form cannot be used"),
-    (form(FILE, head=b"X: a\r\n" * 10_000), "The form cannot be used"),
-    (form(("purpose", None, b"a" * 1025), FILE), "exceeded maximum size of 1KB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            form(*[(f"x{number}", None, b"a" * (1 << 16)) for number in range(60)], FILE),
+            "exceeded maximum size",
+        ),
+        (form(*[("purpose", None, b"a")] * 60, FILE), "Too many fields"),
+        (
+            form(*[("file", f"{number}.txt", b"a" * 50_000) for number in range(60)]),
+            "Too many files",
+        ),
+        (
+            form(("purpose", None, b"a"), ("purpose", None, b"b"), FILE),
+            "the field purpose comes 2 times",
+        ),
+        (form(("nonsense", None, b"a"), FILE), "there is no field 'nonsense'"),
+        (form(("a" * 3000, None, b"a"), FILE), "there is no field 'aaa"),
+        (form(FILE, head=b"X: " + b"a" * 100_000 + b"\r\n"), "The form cannot be used"),
+        (form(FILE, head=b"X: a\r\n" * 10_000), "The form cannot be used"),
+        (form(("purpose", None, b"a" * 1025), FILE), "exceeded maximum size of 1KB"),
+    ],
+)
 def test_a_form_is_one_file_and_small_fields(url, content, message):
-    status, answer = send(url, "POST", "/v1/files", content, content_type=f"multipart/form-data; boundary={EDGE}")
+    status, answer = send(
+        url, "POST", "/v1/files", content, content_type=f"multipart/form-data; boundary={EDGE}"
+    )
     assert status == 400 and message in answer["error"]["message"]
     assert "send one file and, of at most 1,024 bytes each, purpose" in answer["error"]["message"]
 
@@ -146,7 +213,9 @@ def test_a_form_as_openai_sends_it_is_taken(client):
 
 def test_an_encoded_form_is_bounded_too(url):
     content = b"&".join(b"x%d=%s" % (number, b"a" * 2000) for number in range(100))
-    status, answer = send(url, "POST", "/v1/files", content, content_type="application/x-www-form-urlencoded")
+    status, answer = send(
+        url, "POST", "/v1/files", content, content_type="application/x-www-form-urlencoded"
+    )
     assert status == 400 and "The form cannot be used" in answer["error"]["message"]
 
 
@@ -165,9 +234,19 @@ def test_fields_of_a_form_take_no_memory(url):
     assert peak() - before < 20 * len(content) // 1024 // 4
 
 
-@pytest.mark.parametrize("host, status", [
-    ("testserver", 403), ("TESTSERVER:80", 403), ("localhost:1", 200), ("LOCALHOST", 200), ("127.0.0.1", 200),
-    ("[::1]:8080", 200), ("localhost.evil.example", 403), ("", 403), ("127.0.0.1.evil.example:80", 403),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host, status",
+    [
+        ("testserver", 403),
+        ("TESTSERVER:80", 403),
+        ("localhost:1", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8080", 200),
+        ("localhost.evil.example", 403),
+        ("", 403),
+        ("127.0.0.1.evil.example:80", 403),
+    ],
+)
 def test_only_names_of_this_machine_pass(url, host, status):
     assert send(url, "GET", "/v1/models", Host=host)[0] == status

@@ -1,4 +1,6 @@
-"""The page in real Chromium, found by what a screen reader would find: documents, shading, answers, keys, keyboard."""
+"""The page in real Chromium, found by what a screen reader would find: documents, shading, answers,
+keys, keyboard.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -8,9 +10,21 @@ import pytest
 pytest.importorskip("openai")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from tests.helpers.serving import KEY, QUESTION, TEXT, VARIANT, about, ask, client_of, expected, serving  # noqa: E402
+from tests.helpers.serving import (  # noqa: E402
+    KEY,
+    QUESTION,
+    TEXT,
+    VARIANT,
+    about,
+    ask,
+    client_of,
+    expected,
+    serving,
+)
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 HOSTILE = "<img src=x onerror=alert(1)>"
 expect = playwright.expect
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -32,7 +46,9 @@ def origin(model, tiny_tokenizer, tmp_path) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser, origin) -> Iterator:
-    """An open page that has said nothing in its console, but for refused requests, and asked nobody else by the end."""
+    """An open page that has said nothing in its console, but for refused requests, and asked nobody
+    else by the end.
+    """
     context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark")
     page, said, asked = context.new_page(), [], []
     page.set_default_timeout(60_000)
@@ -87,7 +103,10 @@ def test_conversations_go_on_and_start_over(page, origin):
         expect(log.get_by_text("all ")).to_have_count(turn)
         answer = ask(client, messages, max_tokens=256).choices[0].message.content
         assert log.locator(".answer").nth(turn - 1).text_content() == answer
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "And then?"},
+        ]
     page.get_by_role("button", name="Start over").click()
     assert log.text_content() == ""
 
@@ -102,14 +121,19 @@ def test_text_is_never_markup(page):
 
 
 def test_by_keyboard_on_a_narrow_screen(page):
-    """Paste, compress otherwise, and delete, with Tab, Enter and letters alone; nothing is wider than the screen."""
+    """Paste, compress otherwise, and delete, with Tab, Enter and letters alone; nothing is wider
+    than the screen.
+    """
 
     def tab_to(name: str) -> None:
         for _ in range(40):
             page.keyboard.press("Tab")
             focused = page.locator(":focus")
-            if focused.count() and name in (focused.get_attribute("aria-label") or focused.text_content()
-                                            or focused.get_attribute("id")):  # fmt: skip
+            if focused.count() and name in (
+                focused.get_attribute("aria-label")
+                or focused.text_content()
+                or focused.get_attribute("id")
+            ):
                 return
         raise AssertionError(f"Tab does not reach {name}")
 

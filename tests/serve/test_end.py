@@ -1,4 +1,6 @@
-"""The server's end while it works: streams, whole answers, waiting requests, bodies that still arrive, signals."""
+"""The server's end while it works: streams, whole answers, waiting requests, bodies that still
+arrive, signals.
+"""
 
 import asyncio
 import json
@@ -35,12 +37,16 @@ def seen(url: str, name: str) -> float:
 
 @pytest.fixture
 def slow_steps(model):
-    """Makes every pass that writes answers take a moment, so that no answer is whole before the server ends."""
+    """Makes every pass that writes answers take a moment, so that no answer is whole before the
+    server ends.
+    """
     hook = (
         decoder(model)
         .layers[0]
         .register_forward_pre_hook(
-            lambda *_: time.sleep(0.03) if threading.current_thread().name == "restorekv-answer" else None
+            lambda *_: (
+                time.sleep(0.03) if threading.current_thread().name == "restorekv-answer" else None
+            )
         )
     )
     yield
@@ -55,7 +61,9 @@ def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
     begun = threading.Barrier(5)
 
     def stream(url: str, path: str, body: dict) -> list[str]:
-        with httpx.stream("POST", url + path, json={"model": VARIANT, "stream": True, **body}, timeout=60) as answer:
+        with httpx.stream(
+            "POST", url + path, json={"model": VARIANT, "stream": True, **body}, timeout=60
+        ) as answer:
             lines = answer.iter_lines()
             first = next(line for line in lines if "delta" in line)
             begun.wait(60)
@@ -63,7 +71,9 @@ def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
 
     def whole(url: str, messages: list) -> tuple:
         answer = httpx.post(
-            url + "/chat/completions", json={"model": VARIANT, "messages": messages, **LONG}, timeout=60
+            url + "/chat/completions",
+            json={"model": VARIANT, "messages": messages, **LONG},
+            timeout=60,
         )
         return answer.status_code, answer.headers["content-type"], answer.json()
 
@@ -71,12 +81,23 @@ def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
         with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=3000)) as url:
             made = upload(client_of(url))
             messages = about(made)
-            parts = [{"type": "input_file", "file_id": made.id}, {"type": "input_text", "text": "Which code?"}]
-            response = {"input": [{"role": "user", "content": parts}], "temperature": 2.0, "max_output_tokens": 3000}
-            chats = [pool.submit(stream, url, "/chat/completions", {"messages": messages, **LONG}) for _ in range(2)]
+            parts = [
+                {"type": "input_file", "file_id": made.id},
+                {"type": "input_text", "text": "Which code?"},
+            ]
+            response = {
+                "input": [{"role": "user", "content": parts}],
+                "temperature": 2.0,
+                "max_output_tokens": 3000,
+            }
+            chats = [
+                pool.submit(stream, url, "/chat/completions", {"messages": messages, **LONG})
+                for _ in range(2)
+            ]
             responses = [pool.submit(stream, url, "/responses", response) for _ in range(2)]
             begun.wait(60)
-            answers = [pool.submit(whole, url, messages) for _ in range(25)]  # of which most wait for a row
+            # Of which most wait for a row.
+            answers = [pool.submit(whole, url, messages) for _ in range(25)]
             until(lambda: seen(url, "questions_waiting") + seen(url, "questions_answering") >= 29)
         ended = [each.result(60) for each in (*chats, *responses)]
         refused = [each.result(60) for each in answers]
@@ -103,7 +124,9 @@ def test_a_short_answer_is_still_written(model, tiny_tokenizer, tmp_path, slow_s
     assert chunks[-1].choices[0].finish_reason in ("stop", "length")
 
 
-def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(model, tiny_tokenizer, tmp_path, monkeypatch):
+def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(
+    model, tiny_tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(run, "CLOSING", 0.1)
     inside = threading.Event()
 
@@ -118,7 +141,9 @@ def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(model,
         assert inside.wait(60)
         port = int(url.split(":")[2].split("/")[0])
         half = socket.create_connection(("127.0.0.1", port))
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+        half.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
+        )
         time.sleep(0.3)
     hook.remove()
     answer = half.recv(10_000).decode()
@@ -150,7 +175,9 @@ def test_the_end_refuses_waits_and_then_breaks_off_in_this_order(monkeypatch):
         await asyncio.sleep(0.5)
         done.append("closed")
 
-    transport = SimpleNamespace(abort=lambda: done.append("connection aborted"), get_write_buffer_size=lambda: 1)
+    transport = SimpleNamespace(
+        abort=lambda: done.append("connection aborted"), get_write_buffer_size=lambda: 1
+    )
     left = SimpleNamespace(transport=transport)
     connections = [left]
     monkeypatch.setattr(run.uvicorn.Server, "shutdown", shut)
@@ -158,14 +185,24 @@ def test_the_end_refuses_waits_and_then_breaks_off_in_this_order(monkeypatch):
     server = run.Server(run.uvicorn.Config(app), app)
     server.server_state.connections = connections
     asyncio.run(server.shutdown())
-    assert done == ["no new connections", "answers end", "requests are broken off", "connection aborted", "closed"]
+    assert done == [
+        "no new connections",
+        "answers end",
+        "requests are broken off",
+        "connection aborted",
+        "closed",
+    ]
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     ended, timers = [], []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(threading.Timer, "start", lambda self: timers.append((self.interval, self.args)))
-    state = SimpleNamespace(service=SimpleNamespace(engine=SimpleNamespace(farewell=0.0)), exit_code=None)
+    monkeypatch.setattr(
+        threading.Timer, "start", lambda self: timers.append((self.interval, self.args))
+    )
+    state = SimpleNamespace(
+        service=SimpleNamespace(engine=SimpleNamespace(farewell=0.0)), exit_code=None
+    )
     server = run.Server(run.uvicorn.Config(None), SimpleNamespace(state=state))
     server.handle_exit(signal.SIGINT, None)
     assert server.should_exit and not ended and state.exit_code == 0

@@ -1,4 +1,6 @@
-"""What goes wrong around requests: users' own files, full disks, deletions, engines that are away, the server's end."""
+"""What goes wrong around requests: users' own files, full disks, deletions, engines that are away,
+the server's end.
+"""
 
 import errno
 import gc
@@ -25,7 +27,17 @@ from restorekv.serve.engine import AwayError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
-from tests.helpers.serving import OTHER, QUESTION, TEXT, about, ask, client_of, serving, until, upload  # noqa: E402
+from tests.helpers.serving import (  # noqa: E402
+    OTHER,
+    QUESTION,
+    TEXT,
+    about,
+    ask,
+    client_of,
+    serving,
+    until,
+    upload,
+)
 
 MUCH, SHA = 1 << 30, "ab" * 32
 
@@ -38,7 +50,9 @@ def client(model, tiny_tokenizer, tmp_path):
 
 @pytest.fixture
 def slow(model):
-    """Events: the thread that compresses waits for `go` between two layers once `stop` is set, and is `inside` then."""
+    """Events: the thread that compresses waits for `go` between two layers once `stop` is set, and
+    is `inside` then.
+    """
     stop, inside, go = threading.Event(), threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -53,7 +67,11 @@ def slow(model):
 
 
 def test_a_users_own_files_stay(tmp_path):
-    own = [tmp_path / "files" / "thesis.txt", tmp_path / "caches" / "thumb.png", tmp_path / "files" / "photos" / "a"]
+    own = [
+        tmp_path / "files" / "thesis.txt",
+        tmp_path / "caches" / "thumb.png",
+        tmp_path / "files" / "photos" / "a",
+    ]
     for path in own:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -88,7 +106,8 @@ def test_an_upload_whose_row_does_not_fit_leaves_no_file(tmp_path):
 def test_bytes_are_another_document_under_another_ending(tmp_path):
     store = Store(tmp_path, MUCH)
     page = [
-        store.add(name, "x", io.BytesIO(b"<p>a</p>")).sha256 for name in ("a.txt", "a.md", "a.html", "a.HTM", "a.rkv")
+        store.add(name, "x", io.BytesIO(b"<p>a</p>")).sha256
+        for name in ("a.txt", "a.md", "a.html", "a.HTM", "a.rkv")
     ]
     assert page[0] == page[1] and page[2] == page[3] and len(set(page)) == 3
     store.close()
@@ -99,7 +118,9 @@ KINDS = {"txt": "text", "html": "html", "pdf": "pdf", "docx": "docx", "rkv": "rk
 
 @pytest.mark.parametrize("one, other", [(a, b) for a in KINDS for b in KINDS if a != b])
 def test_no_content_of_one_kind_has_the_name_of_another(tmp_path, one, other):
-    """Such as a text that begins with "html", and a page: the kind was hashed with no border before the content."""
+    """Such as a text that begins with "html", and a page: the kind was hashed with no border before
+    the content.
+    """
     store = Store(tmp_path, MUCH)
     page = store.add(f"page.{one}", "x", io.BytesIO(b"<p>a</p>")).sha256
     begins = [KINDS[one].encode(), len(KINDS[one]).to_bytes(8, "big") + KINDS[one].encode()]
@@ -112,21 +133,30 @@ def test_a_page_never_answers_from_a_text(client, tmp_path):
     page = "<html><body><p>" + TEXT + "</p></body></html>"
     text = upload(client, "html" + page, "notes.txt")
     assert text.status == "processed"
-    read = [ask(client, about(each)).usage.prompt_tokens for each in (text, upload(client, page, "page.html"))]
+    read = [
+        ask(client, about(each)).usage.prompt_tokens
+        for each in (text, upload(client, page, "page.html"))
+    ]
     assert read[0] > read[1], "the text has the tags in it"
     assert len(list((tmp_path / "caches").iterdir())) == 2
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(client):
-    """A file is read without it, so that a text in a request with the same bytes is the same text, too."""
+    """A file is read without it, so that a text in a request with the same bytes is the same text,
+    too.
+    """
     made = upload(client, b"\xef\xbb\xbf" + TEXT.encode())
     part = {"type": "text", "text": f"\ufeff{TEXT}", "cache_control": {"type": "ephemeral"}}
     inline = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
-    assert ask(client, inline).choices[0].message.content == ask(client, about(made)).choices[0].message.content
+    assert (
+        ask(client, inline).choices[0].message.content
+        == ask(client, about(made)).choices[0].message.content
+    )
 
 
 def test_a_file_whose_whole_name_is_an_ending_is_of_one_kind(client):
-    assert upload(client, TEXT, ".rkv").status == "processed"  # a text, by name and by how it is read
+    # A text, by name and by how it is read.
+    assert upload(client, TEXT, ".rkv").status == "processed"
 
 
 def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
@@ -136,7 +166,9 @@ def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
     form = {"name": "x", "schema": {"$defs": {"x": many}, "$ref": "#/$defs/x"}}
 
     def one(number: int) -> str:
-        more = {"response_format": {"type": "json_schema", "json_schema": form}} if number == 2 else {}
+        more = (
+            {"response_format": {"type": "json_schema", "json_schema": form}} if number == 2 else {}
+        )
         try:
             return ask(client, about(made, question=f"{number}?"), **more).choices[0].finish_reason
         except openai.BadRequestError as error:
@@ -147,8 +179,12 @@ def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
     assert "grammar" in ended.pop(2) and set(ended) <= {"stop", "length"}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": True, "top_logprobs": 2}, {"stream": True}])
-def test_a_document_over_which_the_model_computes_no_numbers_fails_its_own_questions(client, monkeypatch, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0}, {"logprobs": True, "top_logprobs": 2}, {"stream": True}]
+)
+def test_a_document_over_which_the_model_computes_no_numbers_fails_its_own_questions(
+    client, monkeypatch, options
+):
     """With 400 and a sentence; a question to another document in the same batch is answered."""
     compress = caches.compress
 
@@ -164,13 +200,20 @@ def test_a_document_over_which_the_model_computes_no_numbers_fails_its_own_quest
     def one(number: int) -> str:
         try:
             said = ask(client, about(bad if number % 2 else good, question=f"{number}?"), **options)
-            return list(said)[-1].choices[0].finish_reason if "stream" in options else said.choices[0].finish_reason
+            return (
+                list(said)[-1].choices[0].finish_reason
+                if "stream" in options
+                else said.choices[0].finish_reason
+            )
         except openai.BadRequestError as error:
             return error.message
 
     with ThreadPoolExecutor(4) as pool:
         ended = list(pool.map(one, range(4)))
-    assert all("not finite" in each for each in ended[1::2]) and set(ended[::2]) <= {"stop", "length"}
+    assert all("not finite" in each for each in ended[1::2]) and set(ended[::2]) <= {
+        "stop",
+        "length",
+    }
 
 
 def test_a_document_deleted_while_it_is_compressed_otherwise_leaves_nothing(client, slow, tmp_path):
@@ -191,7 +234,9 @@ def test_requests_that_wait_for_documents_are_counted(client, slow):
     stop.set()
     with ThreadPoolExecutor(9) as pool:
         texts = [b64encode(f"{number} {OTHER}".encode()).decode() for number in range(9)]
-        files = [{"type": "file", "file": {"filename": "a.txt", "file_data": text}} for text in texts]
+        files = [
+            {"type": "file", "file": {"filename": "a.txt", "file_data": text}} for text in texts
+        ]
         parts = [[file, {"type": "text", "text": "Who?"}] for file in files]
         asking = [pool.submit(ask, client, [{"role": "user", "content": each}]) for each in parts]
         until(lambda: any(each.done() for each in asking))
@@ -206,7 +251,10 @@ def test_nothing_is_compressed_for_clients_who_left(client, slow, tmp_path):
     upload(client, wait=False)
     assert inside.wait(30)
     text = b64encode(OTHER.encode()).decode()
-    parts = [{"type": "file", "file": {"filename": "a.txt", "file_data": text}}, {"type": "text", "text": "Who?"}]
+    parts = [
+        {"type": "file", "file": {"filename": "a.txt", "file_data": text}},
+        {"type": "text", "text": "Who?"},
+    ]
     with pytest.raises(openai.APITimeoutError):
         ask(client, [{"role": "user", "content": parts}], timeout=0.5)
     time.sleep(2.5)  # the server looks every second
@@ -215,7 +263,9 @@ def test_nothing_is_compressed_for_clients_who_left(client, slow, tmp_path):
     assert len(list((tmp_path / "caches").iterdir())) == 2
 
 
-def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(model, tiny_tokenizer, tmp_path, slow):
+def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(
+    model, tiny_tokenizer, tmp_path, slow
+):
     stop, inside, go = slow
     with serving(model, tiny_tokenizer, tmp_path) as url:
         stop.set()
@@ -224,11 +274,16 @@ def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(model, tiny
         threading.Timer(0.5, go.set).start()
     stop.clear()
     store = Store(tmp_path, MUCH)
-    assert [each.status for each in store.list()] == ["uploaded"] * 5 and not list((tmp_path / "caches").iterdir())
+    assert [each.status for each in store.list()] == ["uploaded"] * 5 and not list(
+        (tmp_path / "caches").iterdir()
+    )
     store.close()
     with serving(model, tiny_tokenizer, tmp_path) as url:
         for each in made:
-            assert client_of(url).files.wait_for_processing(each.id, poll_interval=0.02).status == "processed"
+            assert (
+                client_of(url).files.wait_for_processing(each.id, poll_interval=0.02).status
+                == "processed"
+            )
 
 
 def test_an_upload_outlasts_an_engine_that_is_away(client, monkeypatch):
@@ -253,7 +308,9 @@ def test_a_full_disk_is_507_and_too_many_open_files_503(client, monkeypatch):
             try:
                 raise OSError(number, os.strerror(number))
             except OSError as error:
-                raise CacheFileError(f"/secret/place cannot be written ({error.strerror}); choose another.") from None
+                raise CacheFileError(
+                    f"/secret/place cannot be written ({error.strerror}); choose another."
+                ) from None
 
         with monkeypatch.context() as patched, pytest.raises(openai.APIStatusError) as told:
             patched.setattr(CompressedContext, "save", save)
@@ -283,10 +340,19 @@ def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_
     assert caches.context(made).ask("Which?", 4) and caches.counts["loaded"] == 1
 
 
-def test_a_slow_shared_folder_holds_up_no_local_document(model, tiny_tokenizer, tmp_path, monkeypatch):
+def test_a_slow_shared_folder_holds_up_no_local_document(
+    model, tiny_tokenizer, tmp_path, monkeypatch
+):
     store = Store(tmp_path / "store", MUCH, shared.Shared(f"file://{tmp_path}/shared"))
-    caches, variant = Caches(model, tiny_tokenizer, store, MUCH), Variant.parse("tiny:snapkv-0.4", "tiny")
-    made, inside, go = caches.fetch(SHA, variant, lambda: TEXT), threading.Event(), threading.Event()
+    caches, variant = (
+        Caches(model, tiny_tokenizer, store, MUCH),
+        Variant.parse("tiny:snapkv-0.4", "tiny"),
+    )
+    made, inside, go = (
+        caches.fetch(SHA, variant, lambda: TEXT),
+        threading.Event(),
+        threading.Event(),
+    )
     caches.held.clear()
     monkeypatch.setattr(shared.Shared, "get", lambda *_: inside.set() or (go.wait(30) and False))
     with ThreadPoolExecutor(1) as pool:
@@ -311,7 +377,11 @@ def test_questions_that_wait_hold_no_cache(model, tiny_tokenizer, tmp_path, monk
         client = client_of(url)
         made = [upload(client, f"{number} {TEXT}") for number in range(3 * BATCH)]
         busy, go = threading.Event(), threading.Event()
-        hook = decoder(model).layers[0].register_forward_pre_hook(lambda *_: busy.set() or (go.wait(30) and None))
+        hook = (
+            decoder(model)
+            .layers[0]
+            .register_forward_pre_hook(lambda *_: busy.set() or (go.wait(30) and None))
+        )
         with ThreadPoolExecutor(3 * BATCH) as pool:
             asking = [pool.submit(ask, client, about(each)) for each in made]
             assert busy.wait(30)

@@ -39,7 +39,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def url(model, tiny_tokenizer, tmp_path_factory):
-    with serving(model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(tokens=16)) as address:
+    with serving(
+        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(tokens=16)
+    ) as address:
         yield address
 
 
@@ -49,7 +51,9 @@ def client(url):
 
 
 def sent(url: str, path: str, request: dict) -> tuple[int, dict]:
-    asked = Request(f"{url}/{path}", json.dumps(request).encode(), {"content-type": "application/json"})
+    asked = Request(
+        f"{url}/{path}", json.dumps(request).encode(), {"content-type": "application/json"}
+    )
     try:
         with urlopen(asked) as answer:
             return answer.status, json.loads(answer.read())
@@ -62,7 +66,10 @@ def request_of(kind: str, file: object, **more: object) -> tuple[str, dict]:
     if kind == "chat":
         body = {"messages": about(file), "max_tokens": 4}
     else:
-        parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
+        parts = [
+            {"type": "input_file", "file_id": file.id},
+            {"type": "input_text", "text": QUESTION},
+        ]
         body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
     path = {"chat": "chat/completions", "responses": "responses"}[kind]
     return path, {"model": VARIANT, "temperature": 0, **body, **more}
@@ -86,8 +93,13 @@ def test_every_field_of_the_client_is_in_one_class(kind):
 def test_the_description_lists_every_field_and_no_other(kind):
     theirs, ours, *_ = KINDS[kind]
     described = ours.model_json_schema()
-    assert set(theirs) <= set(described["properties"]) and described["additionalProperties"] is False
-    assert described["properties"]["tools"] == {"enum": [None, []]} and described["properties"]["user"] == {}
+    assert (
+        set(theirs) <= set(described["properties"]) and described["additionalProperties"] is False
+    )
+    assert (
+        described["properties"]["tools"] == {"enum": [None, []]}
+        and described["properties"]["user"] == {}
+    )
 
 
 def test_every_field_of_an_upload_is_taken():
@@ -98,7 +110,11 @@ def test_every_field_of_an_upload_is_taken():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_in_the_documents_is_the_servers(kind):
     section = PAGE.read_text().partition("## Fields of requests\n")[2]
-    rows = [line.replace("`", "").split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
+    rows = [
+        line.replace("`", "").split("|")[1:4]
+        for line in section.splitlines()
+        if line.startswith("| `")
+    ]
     column = list(KINDS).index(kind) + 1
     told = {row[0].strip(): row[column].strip() for row in rows}
     _, ours, idle, refused = KINDS[kind]
@@ -112,7 +128,9 @@ def test_fields_without_effect_change_no_answer(kind, url, file):
     """Not even with a value of the wrong kind; null is as good as none."""
     plain = sent(url, *request_of(kind, file))
     assert plain[0] == 200
-    values = {name: None for name in KINDS[kind][3]} | {name: {"a": ["b"]} for name in KINDS[kind][2]}
+    values = {name: None for name in KINDS[kind][3]} | {
+        name: {"a": ["b"]} for name in KINDS[kind][2]
+    }
     neutral = {name: nothing[0] for name, (nothing, _) in KINDS[kind][3].items() if nothing}
     metadata = {"metadata": {"a": "b"}}
     for more in (values | metadata, neutral):
@@ -132,26 +150,43 @@ def test_refused_and_unknown_fields_are_named(kind, url, file):
     for name in KINDS[kind][3]:
         status, error = sent(url, path, {**request, name: "x"})
         assert status == 400 and error["param"] == name and error["code"] == "unsupported_parameter"
-        assert error["message"].startswith(f"{name} is not supported, since ") and error["message"].endswith(".")
+        assert error["message"].startswith(f"{name} is not supported, since ") and error[
+            "message"
+        ].endswith(".")
     for name in ("nonsense", "logit_biases", "best_of", "guided_json", "x" * 1000, "é"):
         status, error = sent(url, path, {**request, name: None})
         assert (status, error["param"], error["code"]) == (400, name[:120], "unknown_parameter")
-        assert error["type"] == "invalid_request_error" and "not a field of this request" in error["message"]
+        assert (
+            error["type"] == "invalid_request_error"
+            and "not a field of this request" in error["message"]
+        )
 
 
 @pytest.mark.parametrize(
-    "more, param", [
+    "more, param",
+    [
         ({"messages": [{"role": "user", "content": "a", "nonsense": 1}]}, "messages.nonsense"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "weight": 2}]}]},
-         "messages.content.weight"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a", "weight": 2}]}
+                ]
+            },
+            "messages.content.weight",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages.tool_calls",
+        ),
         ({"stream_options": {"nonsense": True}}, "stream_options.nonsense"),
         ({"response_format": {"type": "json_object", "grammar": "x"}}, "response_format.grammar"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schemas": {}}}},
-         "response_format.json_schema.schemas"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schemas": {}}}},
+            "response_format.json_schema.schemas",
+        ),
         ({"top_logprobs": 2}, "top_logprobs"),
     ],
-)  # fmt: skip
+)
 def test_fields_inside_are_not_ignored_either(url, file, more, param):
     status, error = sent(url, *request_of("chat", file, **more))
     assert (status, error["param"]) == (400, param)
@@ -159,8 +194,17 @@ def test_fields_inside_are_not_ignored_either(url, file, more, param):
 
 def test_what_an_answer_holds_can_be_sent_back():
     """As clients do with the messages of an answer, and Responses' items."""
-    Message.model_validate({"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None,
-                            "function_call": None, "tool_calls": None})  # fmt: skip
+    Message.model_validate(
+        {
+            "role": "assistant",
+            "content": "a",
+            "refusal": None,
+            "annotations": [],
+            "audio": None,
+            "function_call": None,
+            "tool_calls": None,
+        }
+    )
     Part.model_validate({"type": "output_text", "text": "a", "annotations": [], "logprobs": []})
 
 
@@ -171,27 +215,51 @@ def test_a_bias_decides_answers(url, file, model, tiny_tokenizer):
         answer = sent(url, *request_of("chat", file, **options, logit_bias={str(token): 100}))[1]
         plain = sent(url, *request_of("chat", file, **options))[1]
         own = expected(model, tiny_tokenizer).ask(QUESTION, 4, logit_bias={token: 100}, **options)
-        assert answer["choices"][0]["message"]["content"] == own == tiny_tokenizer.decode([token] * 4).strip()
+        assert (
+            answer["choices"][0]["message"]["content"]
+            == own
+            == tiny_tokenizer.decode([token] * 4).strip()
+        )
         assert plain["choices"][0]["message"]["content"] != own
     for bias in ({"x": 1}, {"-1": 1}, {"9" * 9: 1}, {"1": 101}, {"1": "a lot"}, [1]):
         status, error = sent(url, *request_of("chat", file, logit_bias=bias))
         assert status == 400 and "logit_bias" in error["message"]
 
 
-@pytest.mark.parametrize("options", [
-    {"frequency_penalty": 2}, {"presence_penalty": 1.5}, {"presence_penalty": -2}, {"repetition_penalty": 1.8},
-    {"top_k": 1, "temperature": 1.5}, {"min_p": 1, "temperature": 1.5}, {"top_k": 3, "temperature": 1.5, "seed": 9},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"frequency_penalty": 2},
+        {"presence_penalty": 1.5},
+        {"presence_penalty": -2},
+        {"repetition_penalty": 1.8},
+        {"top_k": 1, "temperature": 1.5},
+        {"min_p": 1, "temperature": 1.5},
+        {"top_k": 3, "temperature": 1.5, "seed": 9},
+    ],
+)
 def test_the_other_settings_are_the_librarys(client, file, options, model, tiny_tokenizer):
     known = {"frequency_penalty", "presence_penalty", "temperature", "seed"}
     extra = {name: value for name, value in options.items() if name not in known}
-    answer = ask(client, about(file), **{each: options[each] for each in options if each in known}, extra_body=extra)
-    assert answer.choices[0].message.content == expected(model, tiny_tokenizer).ask(QUESTION, 12, **options)
+    answer = ask(
+        client,
+        about(file),
+        **{each: options[each] for each in options if each in known},
+        extra_body=extra,
+    )
+    assert answer.choices[0].message.content == expected(model, tiny_tokenizer).ask(
+        QUESTION, 12, **options
+    )
 
 
 def test_store_false_is_not_remembered_and_metadata_comes_back(url, file):
     for store, status in {None: 200, True: 200, False: 404}.items():
         answer = sent(url, *request_of("responses", file, store=store, metadata={"a": "b"}))[1]
         assert answer["metadata"] == {"a": "b"}
-        again = {"model": VARIANT, "input": "And?", "previous_response_id": answer["id"], "max_output_tokens": 2}
+        again = {
+            "model": VARIANT,
+            "input": "And?",
+            "previous_response_id": answer["id"],
+            "max_output_tokens": 2,
+        }
         assert sent(url, "responses", again)[0] == status

@@ -24,7 +24,17 @@ from restorekv.serve.responses import Remembered  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
-from tests.helpers.serving import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving, upload  # noqa: E402
+from tests.helpers.serving import (  # noqa: E402
+    OTHER,
+    QUESTION,
+    TEXT,
+    VARIANT,
+    about,
+    ask,
+    client_of,
+    serving,
+    upload,
+)
 from tests.hostile import uploads  # noqa: E402
 
 LARGEST = 100_000
@@ -91,21 +101,33 @@ def test_a_body_that_is_too_large_gets_a_sentence(url, path, kind, start):
         body = start + b"x" * (2 << 20)
         connection.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         answer = said(connection)
-    assert b" 413 " in answer.splitlines()[0] and b"The request is larger than 100,000 bytes" in answer
+    assert (
+        b" 413 " in answer.splitlines()[0] and b"The request is larger than 100,000 bytes" in answer
+    )
 
 
 def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_path):
     app = TestClient(application(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT)))
     for length in ("x", "-1", "1e9", "²", "9" * 5000):
         answer = app.get("/v1/models", headers={"content-length": length.encode()})
-        assert answer.status_code == 400 and "content-length is a number" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 400
+            and "content-length is a number" in answer.json()["error"]["message"]
+        )
 
 
 def test_slow_clients_are_let_go(url, client, monkeypatch):
-    """Silence, half a head, half a body and a trickle of one: the connection ends, and others are answered."""
+    """Silence, half a head, half a body and a trickle of one: the connection ends, and others are
+    answered.
+    """
     monkeypatch.setattr(guard, "PATIENCE", 1.0)
     body = head("/v1/chat/completions", "application/json", "Content-Length: 50000")
-    with connected(url) as silent, connected(url) as half, connected(url) as stalled, connected(url) as trickle:
+    with (
+        connected(url) as silent,
+        connected(url) as half,
+        connected(url) as stalled,
+        connected(url) as trickle,
+    ):
         half.sendall(b"GET /v1/models HTTP/1.1\r\nHost: lo")
         stalled.sendall(body + b'{"model"')
         trickle.sendall(body)
@@ -130,7 +152,12 @@ def test_a_client_who_reads_nothing_is_let_go(url, client, monkeypatch):
 def test_a_host_does_not_open_a_path(monkeypatch):
     """Older versions of Starlette read the path from an address that begins with this header."""
     monkeypatch.setattr(guard.Request, "url", URL("http://x/health?/v1/files"))
-    scope = {"type": "http", "method": "GET", "path": "/v1/files", "headers": [(b"host", b"x/health?")]}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/files",
+        "headers": [(b"host", b"x/health?")],
+    }
     checks = guard.Guard(None, ["a-key-of-16-characters"], LARGEST, ["/health"])
     assert checks.refusal(guard.Request(scope)).status_code == 401
 
@@ -139,7 +166,8 @@ def test_large_bodies_together_are_bounded(url, client, monkeypatch):
     monkeypatch.setattr(guard, "AT_ONCE", 0.05)
     monkeypatch.setattr(guard, "AROUND", 1000)
     assert client.models.list().data
-    for headers in ({}, {"content-type": "multipart/form-data; boundary=x"}):  # which goes to disk for files alone
+    # Which goes to disk for files alone.
+    for headers in ({}, {"content-type": "multipart/form-data; boundary=x"}):
         with pytest.raises(openai.RateLimitError, match="large requests"):
             ask(client, [{"role": "user", "content": "x" * LARGEST}], extra_headers=headers)
     monkeypatch.undo()
@@ -150,33 +178,130 @@ def test_large_bodies_together_are_bounded(url, client, monkeypatch):
 HALF = "\ud800"
 
 
-@pytest.mark.parametrize("path, body, message", [
-    ("responses", {"model": VARIANT, "input": []}, "messages"),
-    ("responses", {"model": VARIANT, "input": "a", "text": {"format": "x"}}, "format"),
-    ("responses", {"model": VARIANT, "input": "a", "text": {"format": {"type": "grammar"}}}, "response_format"),
-    ("responses", {"model": VARIANT, "input": HALF}, "not Unicode"),
-    ("responses", {"model": HALF, "input": "a"}, "not Unicode"),
-    ("responses", {"model": VARIANT, "input": "a", "previous_response_id": HALF}, "not Unicode"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": HALF}]}, "not Unicode"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
-        {"type": "text", "text": HALF, "cache_control": {"type": "ephemeral"}}]}]}, "not Unicode"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
-        {"type": "file", "file": {"file_id": HALF}}]}]}, "not Unicode"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
-        {"type": "file", "file": {"file_id": {"a": 1}}}]}]}, "string"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
-        {"type": "file", "file": {"file_data": "no base64!"}}]}]}, "base64"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": "data:"}}]}]}, "a text or a file here"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "tool", "content": "x"}]}, "role"),
-    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": None}]}, "text"),
-    ("chat/completions", {"model": VARIANT, "response_format": {"type": "json_schema", "json_schema": {"schema": {
-        "enum": ["x" * 40_000]}}}, "messages": [{"role": "user", "content": [
-        {"type": "text", "text": TEXT, "cache_control": {}, "prompt_cache_breakpoint": {"mode": "explicit"}},
-        {"type": "text", "text": "Who?"}]}]}, "more than 32,768 characters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, body, message",
+    [
+        ("responses", {"model": VARIANT, "input": []}, "messages"),
+        ("responses", {"model": VARIANT, "input": "a", "text": {"format": "x"}}, "format"),
+        (
+            "responses",
+            {"model": VARIANT, "input": "a", "text": {"format": {"type": "grammar"}}},
+            "response_format",
+        ),
+        ("responses", {"model": VARIANT, "input": HALF}, "not Unicode"),
+        ("responses", {"model": HALF, "input": "a"}, "not Unicode"),
+        (
+            "responses",
+            {"model": VARIANT, "input": "a", "previous_response_id": HALF},
+            "not Unicode",
+        ),
+        (
+            "chat/completions",
+            {"model": VARIANT, "messages": [{"role": "user", "content": HALF}]},
+            "not Unicode",
+        ),
+        (
+            "chat/completions",
+            {
+                "model": VARIANT,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": HALF, "cache_control": {"type": "ephemeral"}}
+                        ],
+                    }
+                ],
+            },
+            "not Unicode",
+        ),
+        (
+            "chat/completions",
+            {
+                "model": VARIANT,
+                "messages": [
+                    {"role": "user", "content": [{"type": "file", "file": {"file_id": HALF}}]}
+                ],
+            },
+            "not Unicode",
+        ),
+        (
+            "chat/completions",
+            {
+                "model": VARIANT,
+                "messages": [
+                    {"role": "user", "content": [{"type": "file", "file": {"file_id": {"a": 1}}}]}
+                ],
+            },
+            "string",
+        ),
+        (
+            "chat/completions",
+            {
+                "model": VARIANT,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "file", "file": {"file_data": "no base64!"}}],
+                    }
+                ],
+            },
+            "base64",
+        ),
+        (
+            "chat/completions",
+            {
+                "model": VARIANT,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:"}}],
+                    }
+                ],
+            },
+            "a text or a file here",
+        ),
+        (
+            "chat/completions",
+            {"model": VARIANT, "messages": [{"role": "tool", "content": "x"}]},
+            "role",
+        ),
+        (
+            "chat/completions",
+            {"model": VARIANT, "messages": [{"role": "user", "content": None}]},
+            "text",
+        ),
+        (
+            "chat/completions",
+            {
+                "model": VARIANT,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"enum": ["x" * 40_000]}},
+                },
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "text",
+                                "text": TEXT,
+                                "cache_control": {},
+                                "prompt_cache_breakpoint": {"mode": "explicit"},
+                            },
+                            {"type": "text", "text": "Who?"},
+                        ],
+                    }
+                ],
+            },
+            "more than 32,768 characters",
+        ),
+    ],
+)
 def test_made_up_requests_get_a_sentence(url, path, body, message):
-    request = Request(f"{url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"})
+    request = Request(
+        f"{url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     with pytest.raises(HTTPError) as caught:
         urlopen(request)
     assert caught.value.code in (400, 404)
@@ -186,7 +311,8 @@ def test_made_up_requests_get_a_sentence(url, path, body, message):
 def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypatch):
     with pytest.raises(openai.BadRequestError, match="longer than the model"):
         ask(client, about(file, question="why " * 9000))
-    monkeypatch.setattr(documents, "longest_token", lambda tokenizer: 1)  # a short text stands for a huge one
+    # A short text stands for a huge one.
+    monkeypatch.setattr(documents, "longest_token", lambda tokenizer: 1)
     with pytest.raises(openai.BadRequestError, match="characters"):
         ask(client, about(file, question="x" * 70_000))
     made = upload(client, OTHER.encode() * 250, "long.txt")
@@ -196,9 +322,7 @@ def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypat
 def test_what_is_said_of_a_text_that_is_too_long_names_no_flag_of_other_commands(client):
     made = upload(client, OTHER.encode() * 120, "long.txt")
     assert made.status == "error"
-    said = (
-        "The text has N tokens, and the model's N positions have room for N and a question; shorten it, split it into "
-    )
+    said = "The text has N tokens, and the model's N positions have room for N and a question; shorten it, split it into "
     said += "several files, or choose a server whose --model has more positions."
     assert re.sub("[0-9,]*[0-9]", "N", made.status_details) == said
 
@@ -208,7 +332,9 @@ def test_a_file_inside_a_request_is_a_document(client, file):
     coded = base64.b64encode(TEXT.encode()).decode()
     for name, data in {"doc.txt": coded, None: f"data:text/plain;base64,{coded}"}.items():
         part = {"type": "file", "file": {"file_data": data, **({"filename": name} if name else {})}}
-        answer = ask(client, [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}])
+        answer = ask(
+            client, [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
+        )
         assert answer.choices[0].message.content == expected
         assert answer.usage.prompt_tokens_details.cache_write_tokens == 0
 
@@ -216,12 +342,21 @@ def test_a_file_inside_a_request_is_a_document(client, file):
 def test_what_frameworks_send_is_taken(client, file):
     """Names, an assistant who said nothing, and answers given back as they came."""
     first = {"name": "ada", **about(file)[0]}
-    turns = [first, {"role": "assistant", "content": None}, {"role": "user", "name": "ada", "content": "And?"}]
+    turns = [
+        first,
+        {"role": "assistant", "content": None},
+        {"role": "user", "name": "ada", "content": "And?"},
+    ]
     assert ask(client, turns).choices
     parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
-    answer = client.responses.create(model=VARIANT, input=[{"role": "user", "content": parts}], max_output_tokens=4)
-    given = [{"role": "user", "content": parts}, *(each.model_dump() for each in answer.output),
-             {"role": "user", "content": "And?"}]  # fmt: skip
+    answer = client.responses.create(
+        model=VARIANT, input=[{"role": "user", "content": parts}], max_output_tokens=4
+    )
+    given = [
+        {"role": "user", "content": parts},
+        *(each.model_dump() for each in answer.output),
+        {"role": "user", "content": "And?"},
+    ]
     assert client.responses.create(model=VARIANT, input=given, max_output_tokens=4).output
 
 
@@ -250,7 +385,10 @@ def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):
     assert set((store / "caches").iterdir()) == before
 
 
-FULL = [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("database or disk is full")]
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    sqlite3.OperationalError("database or disk is full"),
+]
 
 
 @pytest.mark.parametrize("error", FULL, ids=["file", "index"])

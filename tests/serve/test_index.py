@@ -85,7 +85,12 @@ def test_reading_writes_nothing(store):
         path.write_bytes(b"cache")
     before = store.index.disk.total_changes
     for _ in range(3):
-        assert store.find(KEY, SHA) and store.has(KEY) and not store.list() and store.get("file-x") is None
+        assert (
+            store.find(KEY, SHA)
+            and store.has(KEY)
+            and not store.list()
+            and store.get("file-x") is None
+        )
     assert store.index.disk.total_changes == before
 
 
@@ -97,7 +102,9 @@ def test_a_deletion_without_room_for_its_row_removes_the_file(store, tmp_path):
     with refusing(store):
         assert store.delete(made.id) and store.get(made.id) is None and store.has(KEY)
         assert store.delete(same.id) and not store.has(KEY) and not store.list()
-        assert not list((tmp_path / "store" / "files").iterdir()) + list((tmp_path / "store" / "caches").iterdir())
+        assert not list((tmp_path / "store" / "files").iterdir()) + list(
+            (tmp_path / "store" / "caches").iterdir()
+        )
         assert len(on_disk(store, "select * from files")) == 2
         store.index.late.clear()  # so that it is not written at the end
     store.close()
@@ -123,7 +130,10 @@ def test_a_store_of_another_version_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "index.sqlite") as rows:
         rows.execute("pragma user_version = 1")
     rows.close()
-    with pytest.raises(RestoreKVError, match=f"has version 1, this restorekv reads {VERSION}; choose another folder"):
+    with pytest.raises(
+        RestoreKVError,
+        match=f"has version 1, this restorekv reads {VERSION}; choose another folder",
+    ):
         Store(tmp_path, MUCH)
 
 
@@ -132,7 +142,9 @@ def test_a_store_of_a_newer_version_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "index.sqlite") as rows:
         rows.execute(f"pragma user_version = {VERSION + 1}")
     rows.close()
-    with pytest.raises(RestoreKVError, match="made by a newer version of restorekv; update this one"):
+    with pytest.raises(
+        RestoreKVError, match="made by a newer version of restorekv; update this one"
+    ):
         Store(tmp_path, MUCH)
 
 
@@ -146,7 +158,10 @@ def test_a_full_disk_stops_no_reading_and_no_deletion(model, tiny_tokenizer, sma
     folder, _ = small_disk
     with serving(model, tiny_tokenizer, folder / "store") as url:
         client = client_of(url)
-        made = [upload(client, text, name) for text, name in ((TEXT, "a.txt"), (OTHER, "b.txt"), (OTHER * 2, "c.txt"))]
+        made = [
+            upload(client, text, name)
+            for text, name in ((TEXT, "a.txt"), (OTHER, "b.txt"), (OTHER * 2, "c.txt"))
+        ]
         before = ask(client, about(made[0])).choices[0].message.content
         if not restarted:
             use_full_disk(client, folder, made, before)
@@ -170,9 +185,13 @@ def use_full_disk(client, folder: Path, made: list, before: str) -> None:
     url = str(client.base_url)
     for path in ("content", "cache", f"kept?model={VARIANT}", f"progress?model={VARIANT}"):
         assert urlopen(f"{url}files/{made[0].id}/{path}").status == 200
-    with pytest.raises(openai.APIStatusError, match=r"no room .* delete files, then try again") as variant:
+    with pytest.raises(
+        openai.APIStatusError, match=r"no room .* delete files, then try again"
+    ) as variant:
         ask(client, about(made[0]), "tiny:snapkv-0.9")
-    with pytest.raises(openai.APIStatusError, match=r"cannot store the file: it has no room .* delete files") as new:
+    with pytest.raises(
+        openai.APIStatusError, match=r"cannot store the file: it has no room .* delete files"
+    ) as new:
         client.files.create(file=("new.txt", b"new"), purpose="user_data")
     assert variant.value.status_code == new.value.status_code == 507
     assert os.statvfs(folder).f_bavail == 0
@@ -198,7 +217,9 @@ def test_a_read_only_disk_stops_no_reading(model, tiny_tokenizer, small_disk):
             lambda: client.files.create(file=("new.txt", b"new"), purpose="user_data"),
             lambda: ask(client, about(made), "tiny:snapkv-0.9"),
         ):
-            with pytest.raises(openai.APIStatusError, match=r"Read-only .* has to make the store writable") as no:
+            with pytest.raises(
+                openai.APIStatusError, match=r"Read-only .* has to make the store writable"
+            ) as no:
                 change_something()
             assert no.value.status_code == 507 and str(folder) not in str(no.value)
         assert client.files.retrieve(made.id).status == "processed"

@@ -46,8 +46,12 @@ def file(url):
 
 def fetch(url: str, path: str, key: str | None = None, **query: object):
     """Status, headers and body of a path; errors are answers too."""
-    address = url.removesuffix("/v1") + path + (f"?{urllib.parse.urlencode(query)}" if query else "")
-    request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
+    address = (
+        url.removesuffix("/v1") + path + (f"?{urllib.parse.urlencode(query)}" if query else "")
+    )
+    request = urllib.request.Request(
+        address, headers={"authorization": f"Bearer {key}"} if key else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers, answer.read()
@@ -63,12 +67,18 @@ def kept(url: str, file: str, **query: object) -> dict:
 
 def shares(found: dict, tokenizer) -> list[tuple[int, float]]:
     """How many tokens every piece has, and its share."""
-    return [(size, share) for (_, size), (_, share) in zip(kept_tokens.pieces_of(tokenizer, ids_of(tokenizer)),
-            found["pieces"], strict=True)]  # fmt: skip
+    return [
+        (size, share)
+        for (_, size), (_, share) in zip(
+            kept_tokens.pieces_of(tokenizer, ids_of(tokenizer)), found["pieces"], strict=True
+        )
+    ]
 
 
 def ids_of(tokenizer) -> tuple[int, ...]:
-    context = compress(build_model("qwen3"), tokenizer, TEXT, evictor="snapkv", adapter=None, ratio=1).context
+    context = compress(
+        build_model("qwen3"), tokenizer, TEXT, evictor="snapkv", adapter=None, ratio=1
+    ).context
     return tuple(context.ids[0, context.prefix :].tolist())
 
 
@@ -78,9 +88,15 @@ def test_the_files_are_served_with_a_strict_policy(url):
         assert status == 200 and body
         policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
         assert policy == {
-            "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'",
-            "img-src": "'self' data:", "form-action": "'none'", "frame-ancestors": "'none'", "base-uri": "'none'",
-        }  # fmt: skip
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "connect-src": "'self'",
+            "img-src": "'self' data:",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+            "base-uri": "'none'",
+        }
         assert headers["x-content-type-options"] == "nosniff"
     assert fetch(url, "/page/app.js")[1].get_content_type() == "text/javascript"
     assert fetch(url, "/page/page.py")[0] == fetch(url, "/page/..%2fpage.py")[0] == 404
@@ -91,8 +107,12 @@ def test_the_page_asks_nobody_else_and_puts_no_text_in_as_html():
     assert {"index.html", "style.css", "app.js"} <= written.keys()
     assert sum(len(text.splitlines()) for text in written.values()) < 900
     for name, text in written.items():
-        assert not re.search(r"https?:|//[a-z]|@import|url\(", re.sub(r"^\s*//.*$", "", text, flags=re.M)), name
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function", text), name
+        assert not re.search(
+            r"https?:|//[a-z]|@import|url\(", re.sub(r"^\s*//.*$", "", text, flags=re.M)
+        ), name
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function", text
+        ), name
         assert not re.search(r"localStorage|sessionStorage|\.cookie", text), name
     html = written["index.html"]
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]* src=)", html)
@@ -103,16 +123,23 @@ def test_the_page_asks_nobody_else_and_puts_no_text_in_as_html():
 
 
 def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer, adapter_folder):
-    small = compress(model, tiny_tokenizer, TEXT, evictor="snapkv", ratio=0.4, adapter=adapter_folder)
+    small = compress(
+        model, tiny_tokenizer, TEXT, evictor="snapkv", ratio=0.4, adapter=adapter_folder
+    )
     mask = small.kept[..., small.context.prefix :].float()
     whole = kept(url, file)
     assert "".join(text for text, _ in whole["pieces"]) == TEXT
     assert (whole["layers"], whole["heads"]) == tuple(mask.shape[:2])
     assert whole["pairs"] == {"before": small.kept.numel(), "after": small.manifest.pairs_held}
-    assert whole["bytes"] == {"before": small.manifest.bytes_full, "after": small.manifest.bytes_held}
+    assert whole["bytes"] == {
+        "before": small.manifest.bytes_full,
+        "after": small.manifest.bytes_held,
+    }
     assert whole["surviving"] == int((mask.sum((0, 1)) > 0).sum()) and whole["restore_tokens"] > 0
     for layer, head in ((None, None), (1, None), (None, 1), (2, 0)):
-        query = {name: value for name, value in (("layer", layer), ("head", head)) if value is not None}
+        query = {
+            name: value for name, value in (("layer", layer), ("head", head)) if value is not None
+        }
         part = mask[[layer] if layer is not None else slice(None)]
         part = part[:, [head] if head is not None else slice(None)].mean((0, 1))
         start = 0
@@ -131,11 +158,14 @@ def test_pieces_are_whole_characters(tiny_tokenizer):
 
 
 @pytest.mark.parametrize(
-    "query, status, message", [
-        ({"layer": 3}, 400, "layer is a number from 0 to 2"), ({"head": -1}, 400, "head is a number from 0 to 1"),
-        ({"layer": "x"}, 400, "layer"), ({"model": "tiny:no-0.1"}, 404, "There is no model"),
+    "query, status, message",
+    [
+        ({"layer": 3}, 400, "layer is a number from 0 to 2"),
+        ({"head": -1}, 400, "head is a number from 0 to 1"),
+        ({"layer": "x"}, 400, "layer"),
+        ({"model": "tiny:no-0.1"}, 404, "There is no model"),
     ],
-)  # fmt: skip
+)
 def test_wrong_requests_get_a_sentence(url, file, query, status, message):
     answer = fetch(url, f"/v1/files/{file}/kept", **{"model": VARIANT, **query})
     assert answer[0] == status and message in json.loads(answer[2])["error"]["message"]
@@ -143,7 +173,9 @@ def test_wrong_requests_get_a_sentence(url, file, query, status, message):
 
 
 def test_base_variants_have_no_restore_tokens(url, file, model, tiny_tokenizer):
-    """The model id that ends in -base answers as `compress` does with adapter=None; the other one does not."""
+    """The model id that ends in -base answers as `compress` does with adapter=None; the other one
+    does not.
+    """
     small = expected(model, tiny_tokenizer)
     alone, restored = kept(url, file, model=f"{VARIANT}-base"), kept(url, file)
     assert alone["restore_tokens"] == 0 < restored["restore_tokens"]
@@ -152,14 +184,19 @@ def test_base_variants_have_no_restore_tokens(url, file, model, tiny_tokenizer):
     assert alone["surviving"] == int((per_token > 0).sum())
     parts = [{"type": "file", "file": {"file_id": file}}, {"type": "text", "text": "Which code?"}]
     answer = client_of(url).chat.completions.create(
-        model=f"{VARIANT}-base", messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=12
+        model=f"{VARIANT}-base",
+        messages=[{"role": "user", "content": parts}],
+        temperature=0,
+        max_tokens=12,
     )
     assert answer.choices[0].message.content == small.ask("Which code?", 12)
     seconds = answer.restorekv["seconds"]
     assert 0 < seconds["first"] <= seconds["total"]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny:fast-0.1", "tiny:kvzip+-0.25-base", "tiny:contrastkv-simple-0.1-base"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny:fast-0.1", "tiny:kvzip+-0.25-base", "tiny:contrastkv-simple-0.1-base"]
+)
 def test_variants_read_the_names_they_write(name):
     variant = Variant.parse(name, "tiny")
     assert variant.name == name
@@ -170,10 +207,22 @@ def test_variants_go_by_the_whole_base_name_and_ratio():
     base = r"C:\models\x"
     assert Variant.parse(base, base) == Variant(base)
     assert Variant.parse(rf"{base}:fast-0.1", base).method == "fast"
-    for wrong in ("", "C", "x", f"{base}:", f"{base}x", f"{base}:fast", f"a{base}:fast-0.1", "C:fast-0.1"):
+    for wrong in (
+        "",
+        "C",
+        "x",
+        f"{base}:",
+        f"{base}x",
+        f"{base}:fast",
+        f"a{base}:fast-0.1",
+        "C:fast-0.1",
+    ):
         with pytest.raises(RestoreKVError, match="There is no model"):
             Variant.parse(wrong, base)
-    names = [Variant.parse(f"t:fast-{ratio}", "t").name for ratio in ("0.10", "1", "0.12345678", "0.12345699")]
+    names = [
+        Variant.parse(f"t:fast-{ratio}", "t").name
+        for ratio in ("0.10", "1", "0.12345678", "0.12345699")
+    ]
     assert names == ["t:fast-0.1", "t:fast-1", "t:fast-0.12345678", "t:fast-0.12345699"]
 
 
@@ -190,7 +239,9 @@ def test_methods_and_progress(url, file):
     kept(url, file, model="tiny:knorm-0.3")
     assert phase("tiny:knorm-0.3") == "ready"
     bad = upload(client_of(url), b"\xff\xfe\x00", "x.txt")
-    assert json.loads(fetch(url, f"/v1/files/{bad.id}/progress", model=VARIANT)[2])["phase"] == "error"
+    assert (
+        json.loads(fetch(url, f"/v1/files/{bad.id}/progress", model=VARIANT)[2])["phase"] == "error"
+    )
 
 
 def test_phases_are_those_of_compress(url, file, monkeypatch):
@@ -210,7 +261,9 @@ def test_phases_are_those_of_compress(url, file, monkeypatch):
     seen, deadline = [], time.time() + 30
     while not seen or seen[-1] != "ready":
         assert time.time() < deadline
-        seen.append(json.loads(fetch(url, f"/v1/files/{made.id}/progress", model=VARIANT)[2])["phase"])
+        seen.append(
+            json.loads(fetch(url, f"/v1/files/{made.id}/progress", model=VARIANT)[2])["phase"]
+        )
         time.sleep(0.02)
     inside = [name for name in dict.fromkeys(seen) if name not in ("waiting", "ready")]
     assert inside == started and len(started) >= 3
@@ -219,6 +272,12 @@ def test_phases_are_those_of_compress(url, file, monkeypatch):
 def test_with_keys_the_page_is_open_and_documents_are_not(model, tiny_tokenizer, tmp_path):
     with serving(model, tiny_tokenizer, tmp_path, keys=(KEY,)) as url:
         assert all(fetch(url, path)[0] == 200 for path in page.PATHS)
-        for path in ("/v1/variants", "/v1/files", "/v1/files/x/kept", "/v1/files/x/progress", "/page/none"):
+        for path in (
+            "/v1/variants",
+            "/v1/files",
+            "/v1/files/x/kept",
+            "/v1/files/x/progress",
+            "/page/none",
+        ):
             assert fetch(url, path)[0] == 401
         assert fetch(url, "/v1/variants", KEY)[0] == 200

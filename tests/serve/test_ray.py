@@ -17,7 +17,9 @@ import pytest
 
 openai = pytest.importorskip("openai")
 if not importlib.util.find_spec("ray"):  # importing it would be too early for its settings
-    pytest.skip("ray is not installed; the extra 'serve-ray' is part of 'dev'", allow_module_level=True)
+    pytest.skip(
+        "ray is not installed; the extra 'serve-ray' is part of 'dev'", allow_module_level=True
+    )
 
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import Decoding  # noqa: E402
@@ -47,22 +49,31 @@ from tests.helpers.workers import children, running  # noqa: E402
 
 LONG = {"max_tokens": 700, "temperature": 2.0, "seed": 3, "n": 4}  # some of these answers end late
 PATIENCE = 240  # seconds
-TOO_BUSY = "timed out during startup"  # what Ray says when its own processes need more than its 30 seconds
+# What Ray says when its own processes need more than its 30 seconds.
+TOO_BUSY = "timed out during startup"
 
 
 class Handle:
-    """A deployment's handle whose methods do what a script says: lists of items, or errors, one for each call."""
+    """A deployment's handle whose methods do what a script says: lists of items, or errors, one for
+    each call.
+    """
 
     def __init__(self, tokenizer, **scripts) -> None:
         self.scripts, self.calls = scripts, []
         described = tokenizer, {2}, ("weights", "float32", "template")
-        self.described = types.SimpleNamespace(remote=lambda: types.SimpleNamespace(result=lambda: described))
+        self.described = types.SimpleNamespace(
+            remote=lambda: types.SimpleNamespace(result=lambda: described)
+        )
 
     def options(self, **chosen) -> types.SimpleNamespace:
-        return types.SimpleNamespace(**{
-            name: types.SimpleNamespace(remote=lambda *given, name=name: self.call(name, chosen, given))
-            for name in self.scripts
-        })  # fmt: skip
+        return types.SimpleNamespace(
+            **{
+                name: types.SimpleNamespace(
+                    remote=lambda *given, name=name: self.call(name, chosen, given)
+                )
+                for name in self.scripts
+            }
+        )
 
     def call(self, name, chosen, given):
         self.calls.append((name, chosen["multiplexed_model_id"], given))
@@ -109,12 +120,16 @@ PLACE = "ab" * 32, Variant.parse(VARIANT, "tiny")
 
 
 def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
-    """Asks one question; returns the reply or the error, the tokens that were passed on, and the handle's calls."""
+    """Asks one question; returns the reply or the error, the tokens that were passed on, and the
+    handle's calls.
+    """
     handle, passed = Handle(tokenizer, **scripts), []
 
     async def asked():
         engine = RayEngine(handle, waiting)
-        documents = [Sent(sha256, PLACE[1], 9, False, lambda: "the text") for sha256 in (PLACE[0], "cd" * 32)][:count]
+        documents = [
+            Sent(sha256, PLACE[1], 9, False, lambda: "the text") for sha256 in (PLACE[0], "cd" * 32)
+        ][:count]
         two = Decoding.make(samples=2)
         question = Question(documents, [], "Which?", "", 8, two, lambda *item: passed.append(item))
         question.cancelled = leaves
@@ -132,9 +147,17 @@ def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
     reply, passed, calls = settled(tiny_tokenizer, ask=[first, [dead()], whole])
     assert reply == REPLY and passed == [(0, 5), (1, 6), (0, 7), (1, 8, likely)] and len(calls) == 3
     error, passed, _ = settled(tiny_tokenizer, ask=[first, [[(0, 9)], REPLY]])
-    assert isinstance(error, AwayError) and "go on differently" in str(error) and passed == [(0, 5), (1, 6)]
+    assert (
+        isinstance(error, AwayError)
+        and "go on differently" in str(error)
+        and passed == [(0, 5), (1, 6)]
+    )
     error, _, calls = settled(tiny_tokenizer, ask=[[dead()]] * (TRIES + 1))
-    assert isinstance(error, AwayError) and f"{TRIES} replicas ended" in str(error) and len(calls) == TRIES
+    assert (
+        isinstance(error, AwayError)
+        and f"{TRIES} replicas ended" in str(error)
+        and len(calls) == TRIES
+    )
 
 
 def test_a_document_that_is_gone_is_brought_again(tiny_tokenizer):
@@ -159,7 +182,9 @@ def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):
 def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):
     from ray.exceptions import RayTaskError
 
-    error, _, calls = settled(tiny_tokenizer, ask=[[RayTaskError("ask", "a traceback", RestoreKVError("too long"))]])
+    error, _, calls = settled(
+        tiny_tokenizer, ask=[[RayTaskError("ask", "a traceback", RestoreKVError("too long"))]]
+    )
     assert type(error) is RestoreKVError and str(error) == "too long" and len(calls) == 1
 
 
@@ -173,7 +198,9 @@ def test_who_has_gone_and_who_is_too_many(tiny_tokenizer):
 def test_the_order_of_replicas_is_the_documents():
     """It is the same everywhere, spreads documents evenly, and changes little when one goes."""
     router = modules()[1].ByDocument
-    replicas = [types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in "abcd"]
+    replicas = [
+        types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in "abcd"
+    ]
 
     def order(key, among):
         routing = types.SimpleNamespace(should_backoff=False)
@@ -186,7 +213,10 @@ def test_the_order_of_replicas_is_the_documents():
     keys = [str(number) for number in range(400)]
     orders = {key: order(key, replicas) for key in keys}
     assert all(order(key, replicas[::-1]) == orders[key] for key in keys)
-    assert all(order(key, replicas[1:]) == [each for each in orders[key] if each is not replicas[0]] for key in keys)
+    assert all(
+        order(key, replicas[1:]) == [each for each in orders[key] if each is not replicas[0]]
+        for key in keys
+    )
     firsts = [orders[key][0].replica_id.unique_id for key in keys]
     assert min(firsts.count(name) for name in "abcd") > 70
 
@@ -195,12 +225,19 @@ def test_what_is_deployed():
     _, replica = modules()
     fixed = replica.deployment(2, 2, {"CPU": 1, "GPU": 0.5})
     assert fixed.num_replicas == 2 and fixed.ray_actor_options["num_gpus"] == 0.5
-    growing = replica.deployment(1, 3, Spread("auto", 1, 3).needed("cuda"))._deployment_config.autoscaling_config
+    growing = replica.deployment(
+        1, 3, Spread("auto", 1, 3).needed("cuda")
+    )._deployment_config.autoscaling_config
     assert (growing.min_replicas, growing.max_replicas) == (1, 3)
-    assert Spread("auto").needed("cuda") == {"CPU": 1, "GPU": 1} and Spread("auto").needed("cpu")["GPU"] == 0
+    assert (
+        Spread("auto").needed("cuda") == {"CPU": 1, "GPU": 1}
+        and Spread("auto").needed("cpu")["GPU"] == 0
+    )
 
 
-@pytest.mark.parametrize("given", [{"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"replica_cpus": 0}])
+@pytest.mark.parametrize(
+    "given", [{"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"replica_cpus": 0}]
+)
 def test_numbers_that_make_no_sense(given):
     with pytest.raises(RestoreKVError, match="at least 1 replica"):
         Spread("local", **given)
@@ -230,10 +267,14 @@ def engine(tiny_tokenizer, tmp_path_factory):
     """Two replicas in a cluster of their own."""
     root = tmp_path_factory.mktemp("ray")
     save_world(root, tiny_tokenizer)
-    settings = Settings(root / "store", "tiny", VARIANT, shared=f"file://{root}/shared", limits=Limits(tokens=700))
+    settings = Settings(
+        root / "store", "tiny", VARIANT, shared=f"file://{root}/shared", limits=Limits(tokens=700)
+    )
     with ExitStack() as lasting:
         try:
-            made = lasting.enter_context(deployed(settings, Spread("local", 2), str(root / "model"), "auto", "cpu"))
+            made = lasting.enter_context(
+                deployed(settings, Spread("local", 2), str(root / "model"), "auto", "cpu")
+            )
         except RestoreKVError as error:
             if TOO_BUSY not in str(error):
                 raise
@@ -253,7 +294,11 @@ def replicas():
     import ray
 
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-    return {name.rpartition("#")[2]: ray.get_actor(name, namespace="serve") for name in names if "#documents#" in name}
+    return {
+        name.rpartition("#")[2]: ray.get_actor(name, namespace="serve")
+        for name in names
+        if "#documents#" in name
+    }
 
 
 def kill(name):
@@ -271,7 +316,11 @@ def holder(engine, client, file):
     before = counted(engine)
     ask(client, about(file))
     after = counted(engine)
-    (name,) = [name for name in after if after[name]["questions"] > before.get(name, {"questions": 0})["questions"]]
+    (name,) = [
+        name
+        for name in after
+        if after[name]["questions"] > before.get(name, {"questions": 0})["questions"]
+    ]
     return name
 
 
@@ -289,9 +338,13 @@ def test_answers_are_the_librarys(client, file, tiny_tokenizer):
     hot = ask(client, about(file), temperature=1.2, seed=5, n=2, logprobs=True, top_logprobs=3)
     drawn = small.ask(QUESTION, 12, temperature=1.2, seed=5, samples=2, details=True, logprobs=3)
     assert [choice.message.content for choice in hot.choices] == [each.text for each in drawn]
-    assert [each.logprob for each in hot.choices[0].logprobs.content] == pytest.approx(drawn[0].logprobs, abs=1e-4)
+    assert [each.logprob for each in hot.choices[0].logprobs.content] == pytest.approx(
+        drawn[0].logprobs, abs=1e-4
+    )
     chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
-    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == small.ask(QUESTION, 12)
+    assert "".join(
+        each.choices[0].delta.content or "" for each in chunks if each.choices
+    ) == small.ask(QUESTION, 12)
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == small.context.positions
 
 
@@ -308,10 +361,15 @@ def test_questions_go_where_the_document_is(client, engine, file):
         assert len(files) < 40
     assert [holder(engine, client, each) for each in files] == owners
     total, now = engine.figures()
-    assert total["loaded"] == 0 and total["compressed"] == sum(each["compressed"] for each in counted(engine).values())
+    assert total["loaded"] == 0 and total["compressed"] == sum(
+        each["compressed"] for each in counted(engine).values()
+    )
     assert now["replicas"] == 2 and now["documents_held"] >= 4
     figures = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
-    assert "restorekv_replicas 2.0" in figures and f"restorekv_compressed_total {total['compressed']}" in figures
+    assert (
+        "restorekv_replicas 2.0" in figures
+        and f"restorekv_compressed_total {total['compressed']}" in figures
+    )
 
 
 @pytest.mark.slow
@@ -324,10 +382,14 @@ def test_many_at_once_about_several_documents(client, file, tiny_tokenizer):
         asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
         files = [(file, other)[number % 2] for number in range(len(questions))]
         pairs = zip(files, questions, strict=True)
-        return await asyncio.gather(*(ask(asking, about(each, question=question)) for each, question in pairs))
+        return await asyncio.gather(
+            *(ask(asking, about(each, question=question)) for each, question in pairs)
+        )
 
     answers = [each.choices[0].message.content for each in asyncio.run(all_of_them())]
-    assert answers == [small[number % 2].ask(question, 12) for number, question in enumerate(questions)]
+    assert answers == [
+        small[number % 2].ask(question, 12) for number, question in enumerate(questions)
+    ]
     both = ask(client, about(file, other))
     assert both.usage.prompt_tokens > max(each.context.positions for each in small)
 
@@ -366,7 +428,10 @@ def test_an_answer_survives_the_replica_that_writes_it(client, engine, file, str
     else:
         killing = threading.Timer(0.3, kill, (name,))
         killing.start()
-        texts = [each.message.content for each in ask(client, about(file), timeout=PATIENCE, **LONG).choices]
+        texts = [
+            each.message.content
+            for each in ask(client, about(file), timeout=PATIENCE, **LONG).choices
+        ]
         killing.join()
     assert texts == whole
     assert counted(engine)[name]["questions"] == questions, "it was too quick to be killed"
@@ -393,7 +458,10 @@ def test_too_many_and_wrong_requests_are_refused(client, engine, file, monkeypat
         with pytest.raises(openai.RateLimitError, match="Too many questions"):
             ask(client, about(file))
     with pytest.raises(openai.BadRequestError, match=r"regex|schema|JSON"):
-        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+        schema = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "nothing"}},
+        }
         ask(client, about(file), response_format=schema)
     bad = upload(client, b"not a cache", "bad.rkv")
     assert bad.status == "error" and "Traceback" not in bad.status_details
@@ -418,7 +486,18 @@ def test_the_command_drains_and_leaves_no_process(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "restorekv", "serve", "--model", "tiny", "--preset", "best", "--ratio", "0.2"]
+    command = [
+        sys.executable,
+        "-m",
+        "restorekv",
+        "serve",
+        "--model",
+        "tiny",
+        "--preset",
+        "best",
+        "--ratio",
+        "0.2",
+    ]
     command += ["--ray", "local", "--replicas", "1", "--max-replicas", "2", "--port", str(port)]
     with subprocess.Popen([*command, "--store", str(tmp_path)], stderr=subprocess.PIPE) as process:
         address = f"http://127.0.0.1:{port}"
@@ -430,9 +509,18 @@ def test_the_command_drains_and_leaves_no_process(tmp_path):
         client = client_of(f"{address}/v1")
         made = upload(client, TEXT)
         started = children(process.pid)
-        facts = [Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in filter(running, started)]
-        assert all(b"RAY_AUTH_MODE=token" in each and b"RAY_USAGE_STATS_ENABLED=0" in each for each in facts if each[0])
-        stream = ask(client, about(made), "tiny:best-0.2", stream=True, max_tokens=300, temperature=2, seed=1)
+        facts = [
+            Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            for child in filter(running, started)
+        ]
+        assert all(
+            b"RAY_AUTH_MODE=token" in each and b"RAY_USAGE_STATS_ENABLED=0" in each
+            for each in facts
+            if each[0]
+        )
+        stream = ask(
+            client, about(made), "tiny:best-0.2", stream=True, max_tokens=300, temperature=2, seed=1
+        )
         pieces = [next(iter(stream))]
         process.send_signal(signal.SIGTERM)
         pieces += list(stream)

@@ -42,7 +42,10 @@ from tests.helpers.serving import (  # noqa: E402
 @pytest.fixture(scope="module")
 def client(model, tiny_tokenizer, tmp_path_factory):
     with serving(
-        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(upload=1 << 20, tokens=64)
+        model,
+        tiny_tokenizer,
+        tmp_path_factory.mktemp("store"),
+        limits=Limits(upload=1 << 20, tokens=64),
     ) as url:
         yield client_of(url)
 
@@ -52,13 +55,15 @@ def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
     small = expected(model, tiny_tokenizer)
     answer = ask(client, about(file))
     assert answer.choices[0].message.content == small.ask(QUESTION, 12)
-    assert ask(client, about(file), "tiny").choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(
-        QUESTION, 12
-    )
+    assert ask(client, about(file), "tiny").choices[0].message.content == expected(
+        model, tiny_tokenizer, ratio=1
+    ).ask(QUESTION, 12)
     hot = ask(client, about(file), temperature=1.2, seed=5, n=2, logprobs=True, top_logprobs=3)
     drawn = small.ask(QUESTION, 12, temperature=1.2, seed=5, samples=2, details=True, logprobs=3)
     assert [choice.message.content for choice in hot.choices] == [each.text for each in drawn]
-    assert [each.logprob for each in hot.choices[0].logprobs.content] == pytest.approx(drawn[0].logprobs, abs=1e-4)
+    assert [each.logprob for each in hot.choices[0].logprobs.content] == pytest.approx(
+        drawn[0].logprobs, abs=1e-4
+    )
 
 
 def test_usage_is_true(client, file, model, tiny_tokenizer):
@@ -82,9 +87,16 @@ def test_the_chat_prefix_counts_once(client, model, tiny_tokenizer):
     tokens = [known.prefix, *(each.tokens for each in (known, *fresh))]
 
     def usage(*texts: str) -> tuple[int, int]:
-        parts = [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in texts]
-        details = ask(client, [{"role": "user", "content": [*parts, {"type": "text", "text": "Who?"}]}]).usage
-        return details.prompt_tokens_details.cached_tokens, details.prompt_tokens_details.cache_write_tokens
+        parts = [
+            {"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in texts
+        ]
+        details = ask(
+            client, [{"role": "user", "content": [*parts, {"type": "text", "text": "Who?"}]}]
+        ).usage
+        return (
+            details.prompt_tokens_details.cached_tokens,
+            details.prompt_tokens_details.cache_write_tokens,
+        )
 
     assert usage(one) == (0, sum(tokens[:2]))
     assert usage(one, *new) == (tokens[1], sum(tokens) - tokens[1])
@@ -95,8 +107,13 @@ def test_the_chat_prefix_counts_once(client, model, tiny_tokenizer):
 def test_streams_are_the_answer_in_pieces(client, file):
     whole = ask(client, about(file)).choices[0].message.content
     chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
-    assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason in ("stop", "length")
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    )
+    assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason in (
+        "stop",
+        "length",
+    )
 
 
 def test_pieces_of_a_stream_have_their_log_probabilities(client, file):
@@ -140,10 +157,17 @@ def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer
         made = upload(client)
         many = {"max_tokens": 1000, "n": 16, "messages": about(made)}
         one = {"max_output_tokens": 1000, "input": input_of(made)}
-        body = {"model": VARIANT, "temperature": 2, "stream": True, **(many if path != "responses" else one)}
+        body = {
+            "model": VARIANT,
+            "temperature": 2,
+            "stream": True,
+            **(many if path != "responses" else one),
+        }
         hook = decoder(model).layers[1].register_forward_pre_hook(wait)
         connection = http.client.HTTPConnection(*url.split("/")[2].split(":"))
-        connection.request("POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"})
+        connection.request(
+            "POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"}
+        )
         assert inside.wait(30)
         connection.close()
         time.sleep(0.1)
@@ -156,10 +180,17 @@ def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer
 def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
     small = expected(model, tiny_tokenizer)
     messages = [{"role": "system", "content": "Be brief."}, *about(file)]
-    assert ask(client, messages).choices[0].message.content == small.chat(system="Be brief.").ask(QUESTION, 12)
-    messages += [{"role": "assistant", "content": "seven"}, {"role": "user", "content": "And then?"}]
+    assert ask(client, messages).choices[0].message.content == small.chat(system="Be brief.").ask(
+        QUESTION, 12
+    )
+    messages += [
+        {"role": "assistant", "content": "seven"},
+        {"role": "user", "content": "And then?"},
+    ]
     suffix = small.context.suffix_text
-    said = f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
+    said = (
+        f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
+    )
     ids = torch.tensor(tiny_tokenizer.encode(said, add_special_tokens=False))
     (answer,) = answer_ids(model, tiny_tokenizer, small.cache, [ids], 12)
     text = answer_text(tiny_tokenizer, answer.tolist(), stop_ids(model, tiny_tokenizer)).lstrip()
@@ -167,11 +198,16 @@ def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
 
 
 def test_many_at_once_and_asynchronously(client, file, model, tiny_tokenizer):
-    small, questions = expected(model, tiny_tokenizer), [f"Which code is {number}?" for number in range(24)]
+    small, questions = (
+        expected(model, tiny_tokenizer),
+        [f"Which code is {number}?" for number in range(24)],
+    )
 
     async def all_of_them() -> list[str]:
         asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
-        answers = await asyncio.gather(*(ask(asking, about(file, question=each)) for each in questions))
+        answers = await asyncio.gather(
+            *(ask(asking, about(file, question=each)) for each in questions)
+        )
         return [answer.choices[0].message.content for answer in answers]
 
     assert asyncio.run(all_of_them()) == small.ask(questions, 12)
@@ -212,16 +248,21 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
 
 
 @pytest.mark.parametrize(
-    "change, status, message", [
-        ({"model": "gpt-4"}, 404, "There is no model"), ({"model": "tiny:fast"}, 404, "There is no model"),
+    "change, status, message",
+    [
+        ({"model": "gpt-4"}, 404, "There is no model"),
+        ({"model": "tiny:fast"}, 404, "There is no model"),
         ({"messages": [{"role": "user", "content": "hi"}]}, 400, "There is no document"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "take turns"),
-        ({"temperature": 9}, 400, "temperature"), ({"messages": []}, 400, "messages"), ({"n": 0}, 400, "n:"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"messages": []}, 400, "messages"),
+        ({"n": 0}, 400, "n:"),
         ({"presence_penalty": 3}, 400, "presence_penalty"),
-        ({"tools": [{}]}, 400, "tools is not supported"), ({"stop": [""]}, 400, "stop is"),
+        ({"tools": [{}]}, 400, "tools is not supported"),
+        ({"stop": [""]}, 400, "stop is"),
         ({"model": "tiny:snapkv-7"}, 400, "ratio is a number"),
     ],
-)  # fmt: skip
+)
 def test_wrong_requests_get_a_sentence(client, file, change, status, message):
     request = {"model": VARIANT, "messages": about(file), "max_tokens": 4, **change}
     with pytest.raises(openai.APIStatusError, match=message) as caught:
@@ -231,7 +272,9 @@ def test_wrong_requests_get_a_sentence(client, file, change, status, message):
 
 
 def test_a_body_that_is_no_json_is_said_to_be_none(client):
-    broken = Request(f"{client.base_url}chat/completions", b'{"model": ', {"content-type": "application/json"})
+    broken = Request(
+        f"{client.base_url}chat/completions", b'{"model": ', {"content-type": "application/json"}
+    )
     with pytest.raises(HTTPError) as caught:
         urlopen(broken)
     assert caught.value.code == 400 and b"is not valid JSON (at character" in caught.value.read()
@@ -248,7 +291,9 @@ def test_documents_stand_before_the_question(client, file):
 
 
 def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
-    """Documents and caches survive; a damaged cache is set aside and made again, half a file is removed."""
+    """Documents and caches survive; a damaged cache is set aside and made again, half a file is
+    removed.
+    """
     with serving(model, tiny_tokenizer, tmp_path) as url:
         client = client_of(url)
         made = upload(client)
@@ -269,9 +314,15 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
 
 
 def test_a_model_may_have_an_owner(model, tiny_tokenizer, tmp_path):
-    with listening(application(model, tiny_tokenizer, Settings(tmp_path, "Org/tiny", "Org/tiny:snapkv-0.4"))) as url:
+    with listening(
+        application(model, tiny_tokenizer, Settings(tmp_path, "Org/tiny", "Org/tiny:snapkv-0.4"))
+    ) as url:
         for name in ("Org/tiny", "Org/tiny:snapkv-0.4"):
-            assert client_of(url).models.retrieve(name).id == json.load(urlopen(f"{url}/models/{name}"))["id"] == name
+            assert (
+                client_of(url).models.retrieve(name).id
+                == json.load(urlopen(f"{url}/models/{name}"))["id"]
+                == name
+            )
 
 
 def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
@@ -283,10 +334,13 @@ def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
         assert [each.id for each in client.models.list()] == ["tiny", VARIANT]
         with pytest.raises(openai.APIStatusError, match="larger than"):
             client.files.create(file=("big.txt", b"x" * 3000), purpose="user_data")
-        files = [upload(client, f"{TEXT} {number}", f"{number}.txt", wait=False) for number in range(3)]
+        files = [
+            upload(client, f"{TEXT} {number}", f"{number}.txt", wait=False) for number in range(3)
+        ]
         for each in files:
             client.files.wait_for_processing(each.id, poll_interval=0.05)
-        assert len(list((tmp_path / "caches").iterdir())) == 1  # the newest stays, whatever the quota
+        # The newest stays, whatever the quota.
+        assert len(list((tmp_path / "caches").iterdir())) == 1
         answers = [ask(client, about(each)).choices[0].message.content for each in files]
         assert all(isinstance(answer, str) for answer in answers)
 
@@ -305,16 +359,27 @@ def test_uploads_of_many_kinds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page, text", [
-        ("<table><tr><th>Who</th><th>Age</th></tr><tr><td>Alice</td><td>42</td></table>", "Who Age\nAlice 42"),
+    "page, text",
+    [
+        (
+            "<table><tr><th>Who</th><th>Age</th></tr><tr><td>Alice</td><td>42</td></table>",
+            "Who Age\nAlice 42",
+        ),
         ("<dl><dt>Age</dt><dd>7</dd></dl><select><option>a<option>b</select>", "Age\n7\na\nb"),
-        ("<ul>one</ul><footer>two</footer><figcaption>three</figcaption>four", "one\ntwo\nthree\nfour"),
+        (
+            "<ul>one</ul><footer>two</footer><figcaption>three</figcaption>four",
+            "one\ntwo\nthree\nfour",
+        ),
         ("<!doctype html><html><head><meta charset=utf-8><title>t</title><body><p>Hello", "Hello"),
         ("<title>a<title>b</title>one<noscript><noscript><style></noscript> two", "one two"),
-        ("one<template>no<template>no</template>no</template> two</template> three", "one two three"),
-        ("<template>one", "one"), ("<script src=x /><style/>one<script>no", "one"),
+        (
+            "one<template>no<template>no</template>no</template> two</template> three",
+            "one two three",
+        ),
+        ("<template>one", "one"),
+        ("<script src=x /><style/>one<script>no", "one"),
     ],
-)  # fmt: skip
+)
 def test_pages_lose_and_glue_no_text(page, text):
     assert text_of("a.html", page.encode()) == text
 
@@ -348,25 +413,41 @@ def test_responses_go_on_from_the_one_before(client, file):
     assert second.usage.input_tokens == chat.usage.prompt_tokens
     pieces = client.responses.create(input=input_of(file), stream=True, **options)
     events = list(pieces)
-    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == first.output_text
+    assert (
+        "".join(each.delta for each in events if each.type == "response.output_text.delta")
+        == first.output_text
+    )
     status = events[-1].response.status
-    assert events[-1].type == f"response.{status}" and events[-1].response.output_text == first.output_text
-    short = list(client.responses.create(**{**options, "max_output_tokens": 1}, input=input_of(file), stream=True))
+    assert (
+        events[-1].type == f"response.{status}"
+        and events[-1].response.output_text == first.output_text
+    )
+    short = list(
+        client.responses.create(
+            **{**options, "max_output_tokens": 1}, input=input_of(file), stream=True
+        )
+    )
     assert short[-1].type == "response.incomplete" and short[-1].response.status == "incomplete"
-    assert {each.item.status for each in short if each.type == "response.output_item.done"} == {"incomplete"}
+    assert {each.item.status for each in short if each.type == "response.output_item.done"} == {
+        "incomplete"
+    }
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.create(input="And then?", previous_response_id="resp-none", **options)
 
 
 def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_path):
-    cache = client.get(f"/files/{file.id}/cache", cast_to=openai._legacy_response.HttpxBinaryResponseContent).read()
+    cache = client.get(
+        f"/files/{file.id}/cache", cast_to=openai._legacy_response.HttpxBinaryResponseContent
+    ).read()
     (tmp_path / "doc.rkv").write_bytes(cache)
     loaded = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
     assert loaded.ask(QUESTION, 12) == expected(model, tiny_tokenizer).ask(QUESTION, 12)
     states = {}
     for name, content in {"doc.rkv": cache, "bad.rkv": cache[:-50]}.items():
         states[name] = upload(client, content, name)
-    assert ask(client, about(states["doc.rkv"])).choices[0].message.content == loaded.ask(QUESTION, 12)
+    assert ask(client, about(states["doc.rkv"])).choices[0].message.content == loaded.ask(
+        QUESTION, 12
+    )
     assert states["bad.rkv"].status == "error" and states["bad.rkv"].status_details
 
 
@@ -384,7 +465,10 @@ def test_a_client_who_leaves_takes_nobody_along(client, file):
 
     async def leave() -> None:
         asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
-        tasks = [asyncio.create_task(ask(asking, about(file, question=f"{n}?"), max_tokens=64)) for n in range(20)]
+        tasks = [
+            asyncio.create_task(ask(asking, about(file, question=f"{n}?"), max_tokens=64))
+            for n in range(20)
+        ]
         await asyncio.sleep(0.05)
         for task in tasks[1:]:
             task.cancel()
@@ -395,14 +479,18 @@ def test_a_client_who_leaves_takes_nobody_along(client, file):
 
 
 @pytest.mark.parametrize(
-    "name, needs, options", [
-        ("ask_server", "openai", {}), ("ask_langchain", "langchain_openai", {}),
+    "name, needs, options",
+    [
+        ("ask_server", "openai", {}),
+        ("ask_langchain", "langchain_openai", {}),
         ("ask_llamaindex", "llama_index.llms.openai_like", {"model": VARIANT}),
     ],
-)  # fmt: skip
+)
 def test_the_examples_ask(client, model, tiny_tokenizer, tmp_path, name, needs, options):
     pytest.importorskip(needs)
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "examples" / f"{name}.py"
+    )
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     (tmp_path / "doc.txt").write_text(TEXT)

@@ -18,13 +18,20 @@ from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 from tests.helpers.models import build_model
 
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 3
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
+    * 3
+)
 SHA, KEY, MUCH = "ab" * 32, "cd" * 16, 1 << 30
 
 
 @pytest.fixture(params=["file", "memory"])
 def url(request, tmp_path):
-    return f"file://{tmp_path}/shared" if request.param == "file" else f"memory://{secrets.token_hex(8)}"
+    return (
+        f"file://{tmp_path}/shared"
+        if request.param == "file"
+        else f"memory://{secrets.token_hex(8)}"
+    )
 
 
 @pytest.fixture
@@ -83,7 +90,11 @@ def test_a_deleted_document_goes_everywhere(two):
     assert names(one)[0].startswith("/deleted/") and len(names(one)) == 1 and other.has(KEY)
     other.delete(own.id)
     other.catch_up()
-    assert not other.has(KEY) and not other.cache(KEY).exists() and other.find(KEY, made.sha256) is None
+    assert (
+        not other.has(KEY)
+        and not other.cache(KEY).exists()
+        and other.find(KEY, made.sha256) is None
+    )
     write(one, b"again", sha256=made.sha256)
     assert other.find(KEY, made.sha256).read_bytes() == b"again"
     other.catch_up()
@@ -93,7 +104,9 @@ def test_a_deleted_document_goes_everywhere(two):
 def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("x")
     for url in (f"file://{tmp_path}/file/below", "nothing://x"):
-        with pytest.raises(RestoreKVError, match=r"Cannot use the shared folder .*; check its address"):
+        with pytest.raises(
+            RestoreKVError, match=r"Cannot use the shared folder .*; check its address"
+        ):
             Shared(url)
     with pytest.raises(RestoreKVError, match="ftp://host/x ") as caught:
         Shared("ftp://me:secret@host/x")
@@ -101,7 +114,16 @@ def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):
 
 
 def test_the_command_refuses_it_before_a_model_is_loaded(tmp_path, capsys):
-    given = ["--store", str(tmp_path / "store"), "--shared", "nothing://x", "--model", "no/such/model", "--port", "0"]
+    given = [
+        "--store",
+        str(tmp_path / "store"),
+        "--shared",
+        "nothing://x",
+        "--model",
+        "no/such/model",
+        "--port",
+        "0",
+    ]
     assert execute(["serve", *given]) == 1
     assert "Cannot use the shared folder nothing://x" in capsys.readouterr().err
 
@@ -112,7 +134,11 @@ def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
     files = type(one.shared.files)
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "restorekv.serve"):
         for name in ("put_file", "info", "ls"):
-            broken.setattr(files, name, lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route to host")))
+            broken.setattr(
+                files,
+                name,
+                lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route to host")),
+            )
         write(one)
         assert one.find(KEY, SHA).read_bytes() == b"cache" and other.find(KEY, SHA) is None
         write(one, key="ee" * 16)
@@ -137,7 +163,9 @@ def test_nothing_half_is_seen(tmp_path, monkeypatch):
     assert not shared.files.find(shared.root)
     monkeypatch.undo()
     for age in (10, 2 * shared_module.HALF):
-        (tmp_path / "shared" / "tmp" / f"{time.time_ns() - age * 10**9}-dead-1-2-{KEY}").write_bytes(b"wh")
+        (
+            tmp_path / "shared" / "tmp" / f"{time.time_ns() - age * 10**9}-dead-1-2-{KEY}"
+        ).write_bytes(b"wh")
     Shared(f"file://{tmp_path}/shared")
     assert len(list((tmp_path / "shared" / "tmp").iterdir())) == 1
 
@@ -169,7 +197,9 @@ def test_damage_is_set_aside_where_it_is(where, two, model, tiny_tokenizer):
 def test_a_strangers_cache_is_checked(two, model, tiny_tokenizer):
     """A sound file of another model in the shared folder is not used."""
     caches = Caches(model, tiny_tokenizer, two[0], MUCH)
-    stranger = compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None)
+    stranger = compress(
+        build_model("llama"), tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None
+    )
     variant = Variant.parse("tiny:snapkv-0.4", "tiny")
     stranger.save(path := two[0].folder / "stranger.rkv")
     assert two[0].shared.put(path, SHA, caches.key(SHA, variant))

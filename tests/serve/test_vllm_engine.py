@@ -1,4 +1,6 @@
-"""The engine that asks vLLM, against a small server that answers as vLLM's does; tests/vllm asks the real one."""
+"""The engine that asks vLLM, against a small server that answers as vLLM's does; tests/vllm asks
+the real one.
+"""
 
 import asyncio
 import contextlib
@@ -54,33 +56,53 @@ def engine(url: str, folder: Path) -> dict:
 def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
     options = engine(address, fake.store.folder)
     with serving(
-        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(tokens=64, waiting=6), **options
+        model,
+        tiny_tokenizer,
+        tmp_path_factory.mktemp("store"),
+        limits=Limits(tokens=64, waiting=6),
+        **options,
     ) as url:
         yield client_of(url)
 
 
 def small_of(model, tokenizer, text=TEXT):
     return compress(
-        model, tokenizer, text, evictor="snapkv", ratio="0.4", adapter=None, allocation="per-head",
+        model,
+        tokenizer,
+        text,
+        evictor="snapkv",
+        ratio="0.4",
+        adapter=None,
+        allocation="per-head",
         on_small_budget="fewer",
-    )  # fmt: skip
+    )
 
 
 def test_answers_are_those_of_the_portable_cache(client, file, model, tiny_tokenizer):
-    portable, questions = small_of(model, tiny_tokenizer).portable(), [QUESTION, "Who lives there?", "Why?"]
+    portable, questions = (
+        small_of(model, tiny_tokenizer).portable(),
+        [QUESTION, "Who lives there?", "Why?"],
+    )
     assert file.status == "processed"
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda each: ask(client, about(file, question=each)), questions))
-    assert [each.choices[0].message.content for each in answers] == portable.ask(model, tiny_tokenizer, questions, 12)
+    assert [each.choices[0].message.content for each in answers] == portable.ask(
+        model, tiny_tokenizer, questions, 12
+    )
     whole = ask(client, about(file), "tiny")
-    assert whole.choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(QUESTION, 12)
+    assert whole.choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(
+        QUESTION, 12
+    )
 
 
 def test_usage_is_true(client, file, model, tiny_tokenizer):
     small, answer = small_of(model, tiny_tokenizer), ask(client, about(file))
     (written,) = small.ask([QUESTION], 12, details=True)
     usage, positions = answer.usage, small.context.positions
-    assert (usage.prompt_tokens, usage.completion_tokens) == (positions + written.read, len(written.ids))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        positions + written.read,
+        len(written.ids),
+    )
     assert usage.prompt_tokens_details.cached_tokens == positions
     assert answer.restorekv["pairs"] == small.manifest.pairs_held
     whole = ask(client, about(file), "tiny").usage
@@ -95,18 +117,32 @@ def test_streams_samples_stops_and_likelihoods(client, file, fake, model, tiny_t
     assert [each.logprob for each in likely] == pytest.approx(list(plain.logprobs), abs=1e-3)
     assert [len(each.top_logprobs) for each in likely] == [3] * len(plain.ids)
     streamed = ask(client, about(file), stream=True, logprobs=True, top_logprobs=3)
-    pieces = [each for chunk in streamed if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
+    pieces = [
+        each
+        for chunk in streamed
+        if chunk.choices[0].logprobs
+        for each in chunk.choices[0].logprobs.content
+    ]
     assert [each.logprob for each in pieces] == pytest.approx(list(plain.logprobs), abs=1e-3)
     chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == plain.text
-    assert chunks[-1].usage.completion_tokens == len(plain.ids) and chunks[-2].choices[0].finish_reason == plain.finish
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == plain.text
+    )
+    assert (
+        chunks[-1].usage.completion_tokens == len(plain.ids)
+        and chunks[-2].choices[0].finish_reason == plain.finish
+    )
     drawn = ask(client, about(file), temperature=1.2, seed=5, n=3, top_p=0.9)
     again = ask(client, about(file), temperature=1.2, seed=5, n=3, top_p=0.9)
     texts = [[choice.message.content for choice in each.choices] for each in (drawn, again)]
     assert texts[0] == texts[1] and len(set(texts[0])) == 3
     stop = plain.text[3:5]
     ended = ask(client, about(file), stop=stop).choices[0]
-    assert (ended.message.content, ended.finish_reason) == (plain.text[: plain.text.find(stop)].lstrip(), "stop")
+    assert (ended.message.content, ended.finish_reason) == (
+        plain.text[: plain.text.find(stop)].lstrip(),
+        "stop",
+    )
     assert fake.asked[-1]["stop"] == [stop] and "seed" not in fake.asked[-1]
     ask(client, about(file), response_format={"type": "json_object"})
     assert fake.asked[-1]["structured_outputs"] == {"json": {"type": "object"}}
@@ -114,10 +150,16 @@ def test_streams_samples_stops_and_likelihoods(client, file, fake, model, tiny_t
 
 def test_turns_follow_the_placeholders(client, file, fake, model, tiny_tokenizer):
     small = small_of(model, tiny_tokenizer)
-    messages = [*about(file), {"role": "assistant", "content": "seven"}, {"role": "user", "content": "And then?"}]
+    messages = [
+        *about(file),
+        {"role": "assistant", "content": "seven"},
+        {"role": "user", "content": "And then?"},
+    ]
     ask(client, [{"role": "system", "content": "Be brief."}, *messages])
     suffix, portable = small.context.suffix_text, small.portable()
-    said = f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
+    said = (
+        f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
+    )
     expected_ids = portable.ids.tolist() + tiny_tokenizer.encode(said, add_special_tokens=False)
     assert fake.asked[-1]["prompt"] == expected_ids
 
@@ -127,8 +169,14 @@ def test_several_documents(client, file, model, tiny_tokenizer):
     texts = (TEXT, OTHER)
     both = compose([small_of(model, tiny_tokenizer, text) for text in texts])
     answer = ask(client, about(file, other))
-    assert answer.choices[0].message.content == both.portable().ask(model, tiny_tokenizer, [QUESTION], 12)[0]
-    assert answer.usage.prompt_tokens == both.context.positions + both.ask(QUESTION, 1, details=True).read
+    assert (
+        answer.choices[0].message.content
+        == both.portable().ask(model, tiny_tokenizer, [QUESTION], 12)[0]
+    )
+    assert (
+        answer.usage.prompt_tokens
+        == both.context.positions + both.ask(QUESTION, 1, details=True).read
+    )
     whole = ask(client, about(file, other), "tiny")
     assert whole.usage.prompt_tokens == answer.usage.prompt_tokens
 
@@ -150,7 +198,10 @@ def test_more_questions_than_wait_and_clients_who_leave(client, file, fake):
 
     async def many() -> None:
         asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
-        tasks = [asyncio.create_task(ask(asking, about(file, question=f"{n}?"), stream=True)) for n in range(6)]
+        tasks = [
+            asyncio.create_task(ask(asking, about(file, question=f"{n}?"), stream=True))
+            for n in range(6)
+        ]
         await asyncio.to_thread(until, lambda: len(fake.asked) == asked + 6)
         with pytest.raises(openai.RateLimitError):
             await ask(asking, about(file))
@@ -187,7 +238,9 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     assert ask(client, about(file)).choices[0].message.content
 
 
-def test_a_restart_loads_and_each_engine_has_its_own_caches(model, tiny_tokenizer, fake, address, tmp_path):
+def test_a_restart_loads_and_each_engine_has_its_own_caches(
+    model, tiny_tokenizer, fake, address, tmp_path
+):
     options = engine(address, fake.store.folder)
     with serving(model, tiny_tokenizer, tmp_path) as url:
         made = upload(client_of(url))
@@ -210,7 +263,9 @@ def test_a_server_that_ends_is_no_fault_of_the_request(model, tiny_tokenizer, tm
     with contextlib.ExitStack() as ours:
         with listening(fake.app) as url:
             options = engine(url, fake.store.folder)
-            client = client_of(ours.enter_context(serving(model, tiny_tokenizer, tmp_path / "store", **options)))
+            client = client_of(
+                ours.enter_context(serving(model, tiny_tokenizer, tmp_path / "store", **options))
+            )
             made = upload(client)
             assert ask(client, about(made)).choices[0].message.content
         with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
@@ -226,7 +281,10 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
     with pytest.raises(RestoreKVError, match="goes with --vllm-url"):
         kind.check(folder=tmp_path)
     plain = FakeVllm(model, tiny_tokenizer, tmp_path / "portable", connector=False)
-    with listening(plain.app) as url, pytest.raises(RestoreKVError, match="reads no documents; start it with --kv-tr"):
+    with (
+        listening(plain.app) as url,
+        pytest.raises(RestoreKVError, match="reads no documents; start it with --kv-tr"),
+    ):
         side(model, tiny_tokenizer, tmp_path, url).start()
     with pytest.raises(RestoreKVError, match="There is no vLLM server at"):
         side(model, tiny_tokenizer, tmp_path, "http://127.0.0.1:1/v1").start()
@@ -258,8 +316,12 @@ def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path):
     assert not portables.path(names[2]).exists()
 
 
-def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(model, tiny_tokenizer, tmp_path):
+def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
+    model, tiny_tokenizer, tmp_path
+):
     """All that comes before vLLM itself, which only tests/vllm has."""
     engine = engine_class("vllm")(model, tiny_tokenizer, Uploads(tmp_path, 1 << 30), 1 << 20, 4)
     assert engine.side.fingerprint == model_fingerprint(model)
-    assert model_fingerprint(load_model(engine.side.options["model"], dtype="float32")[0]) == model_fingerprint(model)
+    assert model_fingerprint(
+        load_model(engine.side.options["model"], dtype="float32")[0]
+    ) == model_fingerprint(model)

@@ -1,7 +1,8 @@
-"""What clients receive, compared field by field with wire.json: answers recorded when every object was written by hand.
+"""What clients receive, compared field by field with wire.json: answers recorded when every object
+was written by hand.
 
-An engine without a model says fixed ids, so that all but ids and times is the same every time. To record again after
-an intended change: `python -m tests.serve.test_wire`.
+An engine without a model says fixed ids, so that all but ids and times is the same every time. To
+record again after an intended change: `python -m tests.serve.test_wire`.
 """
 
 import http.client
@@ -58,9 +59,17 @@ class Scripted:
     async def kept(self, document, layer, head):
         sizes = {"before": 20, "after": 8}
         return {
-            "layers": 2, "heads": 2, "tokens": 5, "surviving": 4, "restore_tokens": 0, "evictor": "snapkv",
-            "seconds": {"prefill": 0.5}, "pairs": sizes, "bytes": sizes, "pieces": [["the", 0.25], [" blue", 1.0]],
-        }  # fmt: skip
+            "layers": 2,
+            "heads": 2,
+            "tokens": 5,
+            "surviving": 4,
+            "restore_tokens": 0,
+            "evictor": "snapkv",
+            "seconds": {"prefill": 0.5},
+            "pairs": sizes,
+            "bytes": sizes,
+            "pieces": [["the", 0.25], [" blue", 1.0]],
+        }
 
     def figures(self):
         return {"questions": 1}, {"documents_held": 2}
@@ -68,9 +77,16 @@ class Scripted:
     def ask(self, question):
         if "busy" in question.text:
             raise BusyError
-        answers, likely = [], ((-0.5, {5: -0.5, 7: -1.25}),) if question.decoding.logprobs is not None else ()
+        answers, likely = (
+            [],
+            ((-0.5, {5: -0.5, 7: -1.25}),) if question.decoding.logprobs is not None else (),
+        )
         for sample in range(question.decoding.samples):
-            ids = [*self.ids, self.tokenizer.eos_token_id] if sample == 0 and "whole" in question.text else self.ids
+            ids = (
+                [*self.ids, self.tokenizer.eos_token_id]
+                if sample == 0 and "whole" in question.text
+                else self.ids
+            )
             for token in ids:
                 question.on_token(sample, token, *likely)
             logprobs, top = ([likely[0][each]] * len(ids) if likely else None for each in (0, 1))
@@ -80,14 +96,23 @@ class Scripted:
             settle(question.done, error=RestoreKVError("The answer was cancelled; ask again."))
         else:
             seconds = {"first": 0.25, "total": 1.5, "prefill": 2.0}
-            settle(question.done, Reply(answers, 9, 40 * len(question.documents), 320, 4096, seconds, 3))
+            settle(
+                question.done,
+                Reply(answers, 9, 40 * len(question.documents), 320, 4096, seconds, 3),
+            )
         return question.done
 
 
 def chat(question, *texts, **options):
-    parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in texts]
+    parts = [
+        {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in texts
+    ]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
-    return "POST", "/v1/chat/completions", {"model": "tiny:snapkv-0.4", "messages": messages, **options}
+    return (
+        "POST",
+        "/v1/chat/completions",
+        {"model": "tiny:snapkv-0.4", "messages": messages, **options},
+    )
 
 
 def respond(question, **options):
@@ -110,10 +135,16 @@ REQUESTS = {
     "ready": ("GET", "/ready", None),
     "a chat": chat("Say the whole.", "A text."),
     "a chat to its limit": chat("What?", "A fresh text.", "Another text."),
-    "a chat of two answers with likelihoods": chat("Say the whole.", "A text.", n=2, temperature=1, seed=3, **LIKELY),
+    "a chat of two answers with likelihoods": chat(
+        "Say the whole.", "A text.", n=2, temperature=1, seed=3, **LIKELY
+    ),
     "a stream": chat("Say the whole.", "A text.", stream=True),
-    "a stream with usage": chat("What?", "A text.", stream=True, stream_options={"include_usage": True}),
-    "a stream of two answers with likelihoods": chat("Say the whole.", "A text.", n=2, stream=True, **LIKELY),
+    "a stream with usage": chat(
+        "What?", "A text.", stream=True, stream_options={"include_usage": True}
+    ),
+    "a stream of two answers with likelihoods": chat(
+        "Say the whole.", "A text.", n=2, stream=True, **LIKELY
+    ),
     "a stream with a stop string": chat("What?", "A text.", stream=True, stop=["日本"]),
     "a stream that fails": chat("This fails.", "A text.", stream=True),
     "a chat that fails": chat("This fails.", "A text."),
@@ -123,14 +154,18 @@ REQUESTS = {
     "a refused field": chat("What?", "A text.", tools=[{"type": "function"}]),
     "a wrong value": chat("What?", "A text.", temperature=7),
     "half a body": ("POST", "/v1/chat/completions", "{"),
-    "a response": respond("Say the whole.", metadata={"a": "b"}, instructions="Be brief.", temperature=1, top_p=0.5),
+    "a response": respond(
+        "Say the whole.", metadata={"a": "b"}, instructions="Be brief.", temperature=1, top_p=0.5
+    ),
     "an incomplete response": respond("What?", store=False),
     "a streamed response": respond("Say the whole.", stream=True, metadata={"a": "b"}),
     "an incomplete streamed response": respond("What?", stream=True),
     "a streamed response that fails": respond("This fails.", stream=True),
     "no earlier response": respond("What?", previous_response_id="resp-1"),
     "an upload": upload("A text."),
-    "an upload that expires": upload("A text.", purpose="anything", **{"expires_after[seconds]": "3600"}),
+    "an upload that expires": upload(
+        "A text.", purpose="anything", **{"expires_after[seconds]": "3600"}
+    ),
     "an upload with a wrong field": upload("A text.", strange="1"),
     "an upload that fails": upload("unreadable"),
     "files": ("GET", "/v1/files", None),
@@ -149,9 +184,13 @@ def exchange(connection, method, path, body):
     """Returns status, type and text of an answer."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     if path == "/v1/files" and isinstance(body, dict):
-        disposition = {name: f'name="{name}"' for name in body} | {"file": 'name="file"; filename="doc.txt"'}
-        parts = (f"--x\r\ncontent-disposition: form-data; {disposition[name]}\r\n\r\n{value}\r\n"
-                 for name, value in body.items())  # fmt: skip
+        disposition = {name: f'name="{name}"' for name in body} | {
+            "file": 'name="file"; filename="doc.txt"'
+        }
+        parts = (
+            f"--x\r\ncontent-disposition: form-data; {disposition[name]}\r\n\r\n{value}\r\n"
+            for name, value in body.items()
+        )
         headers["content-type"] = "multipart/form-data; boundary=x"
         body = "".join(parts) + "--x--\r\n"
     elif isinstance(body, dict):
@@ -162,7 +201,9 @@ def exchange(connection, method, path, body):
 
 
 def masked(value, name=""):
-    """Returns a JSON value whose ids and times, which differ every time, are names of what they are."""
+    """Returns a JSON value whose ids and times, which differ every time, are names of what they
+    are.
+    """
     if isinstance(value, dict):
         return {key: masked(each, key) for key, each in value.items()}
     if isinstance(value, list):
@@ -177,8 +218,12 @@ def parsed(kind, text):
     if kind.startswith("application/json"):
         return masked(json.loads(text))
     lines = text.split("\n")
-    return [f"data: {json.dumps(masked(json.loads(line[6:])), sort_keys=True, ensure_ascii=False)}"
-            if line.startswith("data: {") else masked(line) for line in lines]  # fmt: skip
+    return [
+        f"data: {json.dumps(masked(json.loads(line[6:])), sort_keys=True, ensure_ascii=False)}"
+        if line.startswith("data: {")
+        else masked(line)
+        for line in lines
+    ]
 
 
 def settled(connection, method, path, body):
@@ -227,5 +272,8 @@ if __name__ == "__main__":
 
     with TemporaryDirectory() as made_in:
         found = all_answers(Path(made_in))
-    lines = [f"{json.dumps(name)}: {json.dumps(each, ensure_ascii=False)}" for name, each in found.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(each, ensure_ascii=False)}"
+        for name, each in found.items()
+    ]
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

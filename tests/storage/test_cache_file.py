@@ -1,4 +1,6 @@
-"""The cache file: what is written comes back bit by bit, and anything else is refused and leaves no trace."""
+"""The cache file: what is written comes back bit by bit, and anything else is refused and leaves no
+trace.
+"""
 
 import os
 import pickle
@@ -21,13 +23,38 @@ def manifest_of(model, cache, context):
     shape, of_prefix = CacheShape.of(model), cache.pairs_of_prefix(context.prefix)
     full = shape.layers * shape.heads * context.positions * 2 * shape.head_dim * 4
     return Manifest(
-        model="tiny", fingerprint="0", rope={"rope_type": "default"}, template="0", dtype="float32", shape=vars(shape),
-        prefix=context.prefix, tokens=context.tokens, restore_tokens=cache.restore, ratio="1/10", prefix_policy="free",
-        on_small_budget="error", allocation="global", restore_from="full", offset=0, evictor="kvzip", adapter=None,
-        pairs=cache.pairs - of_prefix, pairs_of_prefix=of_prefix, pairs_held=cache.pairs, bytes_full=full,
-        bytes_held=cache.nbytes, seconds={"prefill": 0.5}, versions={"python": "3"}, storage="model", streaming=None,
-        between=context.between, cut=0, system="", parts=[], earlier=0,
-    )  # fmt: skip
+        model="tiny",
+        fingerprint="0",
+        rope={"rope_type": "default"},
+        template="0",
+        dtype="float32",
+        shape=vars(shape),
+        prefix=context.prefix,
+        tokens=context.tokens,
+        restore_tokens=cache.restore,
+        ratio="1/10",
+        prefix_policy="free",
+        on_small_budget="error",
+        allocation="global",
+        restore_from="full",
+        offset=0,
+        evictor="kvzip",
+        adapter=None,
+        pairs=cache.pairs - of_prefix,
+        pairs_of_prefix=of_prefix,
+        pairs_held=cache.pairs,
+        bytes_full=full,
+        bytes_held=cache.nbytes,
+        seconds={"prefill": 0.5},
+        versions={"python": "3"},
+        storage="model",
+        streaming=None,
+        between=context.between,
+        cut=0,
+        system="",
+        parts=[],
+        earlier=0,
+    )
 
 
 @pytest.fixture(params=[0, 4])
@@ -44,10 +71,21 @@ def test_round_trip_is_bit_equal(tiny_model, written):
     stored = read(path)
     again, text = stored.cache(), stored.context
     assert stored.manifest == manifest_of(tiny_model, cache, context)
-    assert text.ids.equal(context.ids) and text.suffix.equal(context.suffix) and text.suffix_text == context.suffix_text
-    assert (again.pairs, again.nbytes, again.positions) == (cache.pairs, cache.nbytes, cache.positions)
+    assert (
+        text.ids.equal(context.ids)
+        and text.suffix.equal(context.suffix)
+        and text.suffix_text == context.suffix_text
+    )
+    assert (again.pairs, again.nbytes, again.positions) == (
+        cache.pairs,
+        cache.nbytes,
+        cache.positions,
+    )
     for ours, theirs in zip(cache.layers, again.layers, strict=True):
-        assert all(a.equal(b) and a.dtype == b.dtype for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+        assert all(
+            a.equal(b) and a.dtype == b.dtype
+            for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+        )
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["doc.rkv"]
 
 
@@ -126,7 +164,10 @@ def test_a_file_that_is_mostly_hole_is_not_read(tmp_path):
 def test_another_format_version(written):
     path, _, _ = written
     path.write_bytes(path.read_bytes().replace(b'"version":"4"', b'"version":"3"'))
-    with pytest.raises(CacheFileError, match="format version '3', this restorekv reads 4; compress the context again"):
+    with pytest.raises(
+        CacheFileError,
+        match="format version '3', this restorekv reads 4; compress the context again",
+    ):
         read(path)
 
 
@@ -155,7 +196,9 @@ def test_a_device_is_no_place(tiny_model, written):
         write("/dev/null", cache, context, manifest)
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()]
+)
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failure_leaves_the_old_file(tiny_model, written, monkeypatch, failure, step):
     path, cache, context = written
@@ -170,4 +213,6 @@ def test_a_failure_leaves_the_old_file(tiny_model, written, monkeypatch, failure
         write(path, cache, context, manifest)
     if isinstance(failure, OSError):
         assert "No space left on device" in str(caught.value)
-    assert path.read_bytes() == before and [entry.name for entry in path.parent.iterdir()] == ["doc.rkv"]
+    assert path.read_bytes() == before and [entry.name for entry in path.parent.iterdir()] == [
+        "doc.rkv"
+    ]

@@ -1,4 +1,6 @@
-"""Portable caches: a plain prefix of m tokens answers as the compressed context does, and files are data."""
+"""Portable caches: a plain prefix of m tokens answers as the compressed context does, and files are
+data.
+"""
 
 import pytest
 import torch
@@ -13,17 +15,32 @@ from restorekv.storage import portable
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-}  # fmt: skip
+}
 ROPES = {"default": {"rope_type": "default", "rope_theta": 1e4}, "yarn": YARN, "llama3": LLAMA3}
 ROPES["linear"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 
 def small_of(model, tokenizer, text=TEXT, **options):
-    options = {"evictor": "snapkv", "ratio": 0.4, "allocation": "per-head", "adapter": make_adapter(model), **options}
+    options = {
+        "evictor": "snapkv",
+        "ratio": 0.4,
+        "allocation": "per-head",
+        "adapter": make_adapter(model),
+        **options,
+    }
     return compress(model, tokenizer, text, **options)
 
 
@@ -34,13 +51,18 @@ def test_a_plain_prefix_gives_the_logits_of_the_compressed_context(family, rope,
     model = build_model(family, rope_parameters=ROPES[rope]).double()
     small = small_of(model, tiny_tokenizer)
     plain = small.portable()
-    assert plain.tokens * plain.keys.shape[0] * plain.keys.shape[1] == small.cache.pairs == small.manifest.pairs_held
+    assert (
+        plain.tokens * plain.keys.shape[0] * plain.keys.shape[1]
+        == small.cache.pairs
+        == small.manifest.pairs_held
+    )
     for question in QUESTIONS:
         asked = question_ids(tiny_tokenizer, small.context, question)
         with torch.no_grad():
             ours = model(asked, past_key_values=small.cache.fork(), use_cache=True).logits
             theirs = model(asked, past_key_values=plain.cache(), use_cache=True).logits
-        torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)  # the model's own angles are in float32
+        # The model's own angles are in float32.
+        torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
 
 
 def test_answers_are_those_of_ask(tiny_model, tiny_tokenizer, tmp_path):
@@ -53,7 +75,11 @@ def test_answers_are_those_of_ask(tiny_model, tiny_tokenizer, tmp_path):
     for question, answer in zip(QUESTIONS, expected, strict=True):
         inputs = again.inputs(tiny_tokenizer, question)
         result = tiny_model.generate(
-            **inputs, past_key_values=again.cache(), max_new_tokens=16, do_sample=False, pad_token_id=0
+            **inputs,
+            past_key_values=again.cache(),
+            max_new_tokens=16,
+            do_sample=False,
+            pad_token_id=0,
         )
         ids = result[0, inputs["input_ids"].shape[1] :].tolist()
         assert tiny_tokenizer.decode(ids, skip_special_tokens=True) == answer
@@ -79,8 +105,12 @@ def test_storage_of_8_bits_and_no_adapter_are_portable(tiny_model, tiny_tokenize
 def test_what_is_not_portable_says_what_to_do(tiny_model, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="allocation='per-head'"):
         small_of(tiny_model, tiny_tokenizer, allocation="global").portable()
-    dynamic = build_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(RestoreKVError, match=r"kind 'dynamic' cannot be moved|rotates keys in a way that depends"):
+    dynamic = build_model(
+        "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
+    with pytest.raises(
+        RestoreKVError, match=r"kind 'dynamic' cannot be moved|rotates keys in a way that depends"
+    ):
         small_of(dynamic, tiny_tokenizer).portable()
 
 
@@ -97,7 +127,11 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
     raw = path.read_bytes()
     metadata, tensors = seal.read(path, portable.KIND)
     lies = {
-        "pairs": {**tensors, "keys": tensors["keys"][:, :, 1:], "values": tensors["values"][:, :, 1:]},
+        "pairs": {
+            **tensors,
+            "keys": tensors["keys"][:, :, 1:],
+            "values": tensors["values"][:, :, 1:],
+        },
         "tensor values": {**tensors, "values": tensors["values"][:, :, 1:]},
         "not finite": {**tensors, "keys": tensors["keys"] / 0},
         "do not follow from its contents": {**tensors, "ids": tensors["ids"].flip(0)},
@@ -106,7 +140,9 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
     }
     for message, harmed in lies.items():
         seal.write(path, portable.KIND, harmed, metadata)
-        with pytest.raises(CacheFileError, match=message if message != "pairs" else "tensor keys|pairs"):
+        with pytest.raises(
+            CacheFileError, match=message if message != "pairs" else "tensor keys|pairs"
+        ):
             load_portable(path)
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(CacheFileError, match="checksum"):

@@ -1,4 +1,6 @@
-"""QuALITY and LongHealth: hand-made files in their true formats; how letters are asked for and read."""
+"""QuALITY and LongHealth: hand-made files in their true formats; how letters are asked for and
+read.
+"""
 
 import json
 import random
@@ -60,7 +62,9 @@ def test_letters_equal_a_character_by_character_reading():
     ]
     met = set()
     for _ in range(300):
-        answer = "".join(rng.choice(pieces) + rng.choice(["", " "]) for _ in range(rng.randint(0, 6)))
+        answer = "".join(
+            rng.choice(pieces) + rng.choice(["", " "]) for _ in range(rng.randint(0, 6))
+        )
         assert letter(answer) == by_characters(answer)
         met.add(by_characters(answer))
     assert met == set("ABCDE") | {""}
@@ -93,31 +97,52 @@ def test_questions_end_with_the_request_for_a_letter():
 def quality_row(article, text, questions):
     """A line of QuALITY with the fields of version 1.0.1."""
     return {
-        "article_id": article, "set_unique_id": f"{article}_X", "batch_num": "23", "writer_id": "1",
-        "source": "Gutenberg", "title": "T", "year": 1950, "author": "A", "topic": "Fiction",
-        "article": text, "url": "", "license": "",
+        "article_id": article,
+        "set_unique_id": f"{article}_X",
+        "batch_num": "23",
+        "writer_id": "1",
+        "source": "Gutenberg",
+        "title": "T",
+        "year": 1950,
+        "author": "A",
+        "topic": "Fiction",
+        "article": text,
+        "url": "",
+        "license": "",
         "questions": questions,
-    }  # fmt: skip
+    }
 
 
 def quality_question(text, gold, difficult=0):
     return {
-        "question": text, "question_unique_id": f"{text}_1", "options": ["red", "blue", "green", "grey"],
-        "writer_label": gold, "gold_label": gold, "validation": [], "speed_validation": [], "difficult": difficult,
-    }  # fmt: skip
+        "question": text,
+        "question_unique_id": f"{text}_1",
+        "options": ["red", "blue", "green", "grey"],
+        "writer_label": gold,
+        "gold_label": gold,
+        "validation": [],
+        "speed_validation": [],
+        "difficult": difficult,
+    }
 
 
 @pytest.fixture
 def quality(tmp_path):
     """Three articles, the first and third in two lines."""
     rows = [
-        quality_row("10", " The wall was blue. ", [quality_question("Colour? ", 2), quality_question("Why?", 4, 1)]),
+        quality_row(
+            "10",
+            " The wall was blue. ",
+            [quality_question("Colour? ", 2), quality_question("Why?", 4, 1)],
+        ),
         quality_row("20", "The sea was grey.", [quality_question("Sea?", 4)]),
         quality_row("10", "The wall was blue.", [quality_question("Again?", 1)]),
         quality_row("30", "The leaf was green.", [quality_question("Leaf?", 3, 1)]),
         quality_row("30", "The leaf was green.", [quality_question("Twig?", 1, 0)]),
     ]
-    (tmp_path / "QuALITY.v1.0.1.htmlstripped.dev").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "QuALITY.v1.0.1.htmlstripped.dev").write_text(
+        "\n".join(map(json.dumps, rows)) + "\n"
+    )
     return tmp_path
 
 
@@ -127,7 +152,9 @@ def test_quality_merges_the_lines_of_an_article(quality):
     assert first.context == "The wall was blue."
     assert [question.answers for question in first.questions] == [("B",), ("D",), ("A",)]
     question = first.questions[0]
-    assert question.text.startswith("Colour?\n\nA. red\nB. blue\nC. green\nD. grey\n\nPlease think very briefly")
+    assert question.text.startswith(
+        "Colour?\n\nA. red\nB. blue\nC. green\nD. grey\n\nPlease think very briefly"
+    )
     assert question.max_new_tokens == 128 and question.task == "quality" and question.facts["bare"]
     apart = make(f"quality:path={quality}").chosen(None, "kvpress")[0].questions[0]
     assert apart.text == "\n\n" + question.text, "kvpress puts nothing between context and question"
@@ -138,14 +165,23 @@ def test_quality_merges_the_lines_of_an_article(quality):
 def test_quality_scores_by_letter(quality):
     benchmark = make(f"quality:path={quality / 'QuALITY.v1.0.1.htmlstripped.dev'}")
     question = benchmark.chosen(None, "kvzip")[0].questions[0]
-    assert [benchmark.score(question, said) for said in ("B", "the answer is (B).", "C", "")] == [1, 1, 0, 0]
+    assert [benchmark.score(question, said) for said in ("B", "the answer is (B).", "C", "")] == [
+        1,
+        1,
+        0,
+        0,
+    ]
     assert benchmark.by_context("kvzip") and not benchmark.by_context("kvpress")
 
 
 def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
-    assert [sample.id for sample in make(f"quality:path={quality},articles=2").chosen(None, "kvzip")] == ["0", "1"]
+    assert [
+        sample.id for sample in make(f"quality:path={quality},articles=2").chosen(None, "kvzip")
+    ] == ["0", "1"]
     hard = make(f"quality:path={quality},subset=hard").chosen(None, "kvzip")
-    assert [(sample.id, [question.answers[0] for question in sample.questions]) for sample in hard] == [
+    assert [
+        (sample.id, [question.answers[0] for question in sample.questions]) for sample in hard
+    ] == [
         ("0", ["D"]),
         ("2", ["C"]),
     ]
@@ -156,9 +192,14 @@ def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
 def test_counts_are_drawn_from_all_articles(quality):
     rows = [quality_row(str(n), f"Story {n}.", [quality_question("?", 1)]) for n in range(40)]
     (quality / "QuALITY.v1.0.1.htmlstripped.dev").write_text("\n".join(map(json.dumps, rows)))
-    picked = [int(sample.id) for sample in make(f"quality:path={quality},count=8").chosen(None, "kvzip")]
+    picked = [
+        int(sample.id) for sample in make(f"quality:path={quality},count=8").chosen(None, "kvzip")
+    ]
     assert len(picked) == 8 and picked == sorted(picked) and max(picked) > 20
-    assert picked != [int(sample.id) for sample in make(f"quality:path={quality},count=8,seed=1").chosen(None, "kvzip")]
+    assert picked != [
+        int(sample.id)
+        for sample in make(f"quality:path={quality},count=8,seed=1").chosen(None, "kvzip")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +209,22 @@ def test_counts_are_drawn_from_all_articles(quality):
         (["[1]"], "line 1 is not an article"),
         ([json.dumps(quality_row("1", " ", []))], "is not an article"),
         ([json.dumps(quality_row("1", "Text.", "none"))], "is not an article"),
-        ([json.dumps(quality_row("1", "Text.", [quality_question("?", 5)]))], "questions of four options"),
-        ([json.dumps(quality_row("1", "Text.", [{**quality_question("?", 1), "options": ["a"]}]))], "four options"),
-        ([json.dumps(quality_row("1", "Text.", [{"question": "?", "options": list("abcd")}]))], "give the dev set"),
+        (
+            [json.dumps(quality_row("1", "Text.", [quality_question("?", 5)]))],
+            "questions of four options",
+        ),
+        (
+            [
+                json.dumps(
+                    quality_row("1", "Text.", [{**quality_question("?", 1), "options": ["a"]}])
+                )
+            ],
+            "four options",
+        ),
+        (
+            [json.dumps(quality_row("1", "Text.", [{"question": "?", "options": list("abcd")}]))],
+            "give the dev set",
+        ),
         ([], "give the dev set"),
     ],
 )
@@ -182,7 +236,9 @@ def test_quality_refuses_what_is_malformed(tmp_path, lines, told):
     assert str(caught.value).count("\n") == 0
 
 
-@pytest.mark.parametrize(("name", "file"), [("quality", "htmlstripped.dev"), ("longhealth", "benchmark_v5.json")])
+@pytest.mark.parametrize(
+    ("name", "file"), [("quality", "htmlstripped.dev"), ("longhealth", "benchmark_v5.json")]
+)
 def test_what_to_fetch_is_told(tmp_path, name, file):
     for spec in (name, f"{name}:path={tmp_path}", f"{name}:path={tmp_path / 'no.json'}"):
         with pytest.raises(RestoreKVError, match=rf"{file} from github.com.*give {name}:path=FILE"):
@@ -205,14 +261,20 @@ def health_question(number, correct, **options):
 def health():
     return {
         "patient_02": {
-            "texts": {"text_0": "A letter.", "text_1": "Another."}, "name": "Bo Lind", "birthday": "1.1.1960",
-            "diagnosis": "Gout", "questions": [health_question(0, "option c"), health_question(1, " option e ")],
+            "texts": {"text_0": "A letter.", "text_1": "Another."},
+            "name": "Bo Lind",
+            "birthday": "1.1.1960",
+            "diagnosis": "Gout",
+            "questions": [health_question(0, "option c"), health_question(1, " option e ")],
         },
         "patient_01": {
-            "texts": {"text_0": "A report."}, "name": "Ida Berg", "birthday": "2.2.1950", "diagnosis": "Flu",
+            "texts": {"text_0": "A report."},
+            "name": "Ida Berg",
+            "birthday": "2.2.1950",
+            "diagnosis": "Flu",
             "questions": [health_question(0, "option b", answer_a="")],
         },
-    }  # fmt: skip
+    }
 
 
 def written(tmp_path, content, indent=None):
@@ -223,18 +285,24 @@ def written(tmp_path, content, indent=None):
 
 @pytest.mark.parametrize("indent", [None, 4])
 def test_longhealth_is_a_patient_a_context(tmp_path, health, indent):
-    first, second = make(f"longhealth:path={written(tmp_path, health, indent)}").chosen(None, "kvzip")
+    first, second = make(f"longhealth:path={written(tmp_path, health, indent)}").chosen(
+        None, "kvzip"
+    )
     assert (first.id, second.id) == ("patient_01", "patient_02")
     assert second.context == "<text_0>\nA letter.\n</text_0>\n\n<text_1>\nAnother.\n</text_1>"
     assert [question.answers for question in second.questions] == [("C",), ("E",)]
-    assert first.questions[0].answers == ("A",), "an empty option is left out, and those behind it move up"
+    assert first.questions[0].answers == ("A",), (
+        "an empty option is left out, and those behind it move up"
+    )
     assert second.questions[1].text.startswith("Question 1?\n\nA. option a\n")
     assert "(A, B, C, D, or E)" in second.questions[1].text
     assert second.questions[1].id == "patient_02-1" and second.questions[1].max_new_tokens == 128
 
 
 def test_longhealth_of_several_patients_names_them(tmp_path, health):
-    (sample,) = make(f"longhealth:path={written(tmp_path, health)},patients=2").chosen(None, "kvzip")
+    (sample,) = make(f"longhealth:path={written(tmp_path, health)},patients=2").chosen(
+        None, "kvzip"
+    )
     assert sample.context.startswith("<text_0>\nA report.\n</text_0>\n\n<text_0>\nA letter.")
     assert sample.questions[0].text.startswith(
         "About patient ID patient_01, Name: Ida Berg, Birthday: 2.2.1950, Diagnosis: Flu: Question 0?\n\nA. option b\n"

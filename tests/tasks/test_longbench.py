@@ -1,4 +1,6 @@
-"""LongBench from small files in both true formats: what is compressed, what is asked, what is scored."""
+"""LongBench from small files in both true formats: what is compressed, what is asked, what is
+scored.
+"""
 
 import json
 import sys
@@ -50,8 +52,13 @@ def test_official_rows_get_kvpress_prompts(unpacked):
     lamps, costs = samples(unpacked, "qasper")
     told = "Answer the question as concisely as you can, using a single phrase or sentence if possible. If the question"
     assert lamps.context.startswith(f"You are given a scientific article and a question. {told}")
-    assert "\n\nArticle: Lamps\nWe lit {nine} lamps.\n\n Answer the question based on the above" in lamps.context
-    assert lamps.context.endswith('answer "yes", "no", or "unanswerable". Do not provide any explanation.\n\n')
+    assert (
+        "\n\nArticle: Lamps\nWe lit {nine} lamps.\n\n Answer the question based on the above"
+        in lamps.context
+    )
+    assert lamps.context.endswith(
+        'answer "yes", "no", or "unanswerable". Do not provide any explanation.\n\n'
+    )
     assert [asked.text for asked in lamps.questions] == [
         "Question: How many lamps?\n\n",
         "Question: Were they lit?\n\n",
@@ -78,11 +85,15 @@ def test_code_and_paragraphs(unpacked):
     code, paragraphs = samples(unpacked, "passage_retrieval_en+lcc")[::-1]
     assert code.context == "Please complete the code given below. \ndef f():\n    x = 1\n"
     assert (code.questions[0].text, code.questions[0].answer_prefix) == ("", "Next line of code:\n")
-    assert paragraphs.questions[0].text.startswith("Of mills.\n\nPlease enter the number of the paragraph")
+    assert paragraphs.questions[0].text.startswith(
+        "Of mills.\n\nPlease enter the number of the paragraph"
+    )
     assert paragraphs.context.endswith("\n\nThe following is an abstract.\n\n")
 
 
-@pytest.mark.parametrize("layout", ["qasper/test-00000-of-00001.parquet", "qasper.parquet", "qasper.jsonl"])
+@pytest.mark.parametrize(
+    "layout", ["qasper/test-00000-of-00001.parquet", "qasper.parquet", "qasper.jsonl"]
+)
 def test_kvpress_rows_are_taken_as_they_are(tmp_path, layout):
     file = tmp_path / layout
     file.parent.mkdir(exist_ok=True)
@@ -98,7 +109,11 @@ def check_kvpress(read):
     (asked,) = sample.questions
     row = KVPRESS[0]
     assert (sample.context, asked.text) == (row["context"], row["question"])
-    assert (asked.answers, asked.max_new_tokens, asked.answer_prefix) == (("nine", "9 lamps"), 148, "Answer:")
+    assert (asked.answers, asked.max_new_tokens, asked.answer_prefix) == (
+        ("nine", "9 lamps"),
+        148,
+        "Answer:",
+    )
 
 
 def test_the_hub_is_asked_for_a_task(monkeypatch):
@@ -119,12 +134,17 @@ def test_without_the_hub_it_tells_what_to_fetch(monkeypatch):
     logging = SimpleNamespace(set_verbosity=lambda level: None, CRITICAL=50)
     fake = SimpleNamespace(load_dataset=load, disable_progress_bars=lambda: None, logging=logging)
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    with pytest.raises(RestoreKVError, match=r"LongBench from the hub \(no route to host\); fetch .* give path=FOLDER"):
+    with pytest.raises(
+        RestoreKVError,
+        match=r"LongBench from the hub \(no route to host\); fetch .* give path=FOLDER",
+    ):
         make("longbench").chosen(None, "kvpress")
 
 
 def test_a_count_is_spread_over_the_tasks(unpacked):
-    asked = make(f"longbench:path={unpacked},tasks=qasper+trec+lcc,count=3,seed=1").chosen(None, "kvpress")
+    asked = make(f"longbench:path={unpacked},tasks=qasper+trec+lcc,count=3,seed=1").chosen(
+        None, "kvpress"
+    )
     assert [sample.questions[0].task for sample in asked] == ["qasper", "trec", "lcc"]
 
 
@@ -142,14 +162,21 @@ def test_a_count_is_spread_over_the_tasks(unpacked):
 def test_broken_rows_are_refused(tmp_path, change):
     row = {**(KVPRESS[0] if "max_new_tokens" in change else official_rows("qasper")[0]), **change}
     (tmp_path / "qasper.jsonl").write_text(json.dumps(row))
-    with pytest.raises(RestoreKVError, match=r"qasper.jsonl, line 1 is not a row of LongBench.*; fetch the file again"):
+    with pytest.raises(
+        RestoreKVError,
+        match=r"qasper.jsonl, line 1 is not a row of LongBench.*; fetch the file again",
+    ):
         samples(tmp_path, "qasper")
 
 
 def test_mistakes_are_told(unpacked, tmp_path):
-    with pytest.raises(RestoreKVError, match=r"no task 'qaspar'; use some of narrativeqa, .*, joined by \+"):
+    with pytest.raises(
+        RestoreKVError, match=r"no task 'qaspar'; use some of narrativeqa, .*, joined by \+"
+    ):
         make("longbench:tasks=trec+qaspar")
-    with pytest.raises(RestoreKVError, match=r"has no task samsum; fetch .* or leave it out by tasks=NAME\+NAME"):
+    with pytest.raises(
+        RestoreKVError, match=r"has no task samsum; fetch .* or leave it out by tasks=NAME\+NAME"
+    ):
         samples(unpacked, "samsum")
     (tmp_path / "trec.json").write_text("[]")
     with pytest.raises(RestoreKVError, match="are both trec"):
@@ -184,6 +211,8 @@ def test_leading_space_does_not_count():
 def test_each_task_has_a_prompt_a_metric_and_a_category():
     assert len(TASKS) == 16 and set(TASKS) == set(PROMPTS) == set(METRICS)
     assert make("longbench").groups() == CATEGORIES
-    assert make("longbench:tasks=lcc+repobench-p+qasper").groups() == {"Code": ("lcc", "repobench-p")}
+    assert make("longbench:tasks=lcc+repobench-p+qasper").groups() == {
+        "Code": ("lcc", "repobench-p")
+    }
     assert make("longbench:tasks=trec").spec == "longbench:tasks=trec"
     assert "Xnhyacinth/LongBench" in make("longbench").described()["data"]

@@ -55,7 +55,13 @@ def test_token_f1(prediction, reference, score):
     [
         ("the cat sat", "the cat sat on it", 3 / 3, 3 / 5),
         ("cat the sat", "the cat sat", 2 / 3, 2 / 3),  # order counts: "the sat" or "cat sat"
-        ("one two six seven eight. one three eight nine five", "one two three four five", 4 / 8, 4 / 5),  # Lin 2004
+        # Lin 2004.
+        (
+            "one two six seven eight. one three eight nine five",
+            "one two three four five",
+            4 / 8,
+            4 / 5,
+        ),
         ("so so so", "so it is", 1 / 1, 1 / 3),  # words count once
         ("Cat", "cat", 0, 0),  # case counts
     ],
@@ -72,7 +78,9 @@ def test_rouge_l_is_zero_for_a_text_without_a_sentence(text):
 
 
 def test_rouge_l_scores_long_sentences_whatever_the_recursion_limit():
-    """The library `rouge` recurses over the words of a sentence and fails at a depth that the process decides."""
+    """The library `rouge` recurses over the words of a sentence and fails at a depth that the
+    process decides.
+    """
     words = [str(number) for number in range(3000)]
     sentence = " ".join(words)
     every_second = " ".join(words[::2])
@@ -90,7 +98,9 @@ def test_rouge_l_scores_long_sentences_whatever_the_recursion_limit():
 
 
 def test_rouge_l_equals_the_library_to_the_last_bit():
-    """Repeated words, empty sentences, odd spaces, and texts whose longest common subsequence is not unique."""
+    """Repeated words, empty sentences, odd spaces, and texts whose longest common subsequence is
+    not unique.
+    """
     library = pytest.importorskip("rouge").Rouge(metrics=["rouge-l"], stats=["f"])
     rng = random.Random(5)
     pieces = ["a", "b", "c", "d", "e", "A", ".", ". ", " . ", "..", "\n", "\t", "  ", "中", "u.s."]
@@ -114,7 +124,8 @@ def test_rouge_l_equals_the_library_to_the_last_bit():
         ("Date or Food", "Date", 1 / 2),
         ("Food", "Date", 0),
         ("food", "Food", 0),  # case counts
-        ("Number of something", "Number of something", 1),  # "Number" is part of it and does not count
+        # "Number" is part of it and does not count.
+        ("Number of something", "Number of something", 1),
         ("Number of something", "Number", 1 / 2),  # the longer name counts beside the shorter
         ("", "Date", 0),
     ],
@@ -124,14 +135,22 @@ def test_classification(prediction, reference, score):
 
 
 def test_classification_passes_over_the_class_after_a_dropped_one():
-    """Both "ab" and "b" are parts of the right name; the official loop drops "ab" and never looks at "b"."""
+    """Both "ab" and "b" are parts of the right name; the official loop drops "ab" and never looks
+    at "b".
+    """
     assert classification("abc", "abc", ["ab", "b", "abc"]) == 1 / 2
     assert classification("abc", "abc", ["ab", "abc", "b"]) == 1
 
 
 @pytest.mark.parametrize(
     ("prediction", "reference", "score"),
-    [("17", "17", 1), ("17 of 30, so 17", "17", 2 / 3), ("017", "17", 0), ("3.5", "5", 1 / 2), ("none", "0", 0)],
+    [
+        ("17", "17", 1),
+        ("17 of 30, so 17", "17", 2 / 3),
+        ("017", "17", 0),
+        ("3.5", "5", 1 / 2),
+        ("none", "0", 0),
+    ],
 )
 def test_count(prediction, reference, score):
     assert count(prediction, reference) == score
@@ -154,7 +173,8 @@ def test_retrieval_counts_the_paragraphs_number():
         ("", "", 1),
         ("qabxcd", "abycdf", 0.67),  # 2 * 4 / 12, rounded to whole percents
         ("abcdxxxx", "xxxxabcd", 0.5),
-        ("axbxcx__", "__abc", 0.31),  # 2 * 2 / 13: nothing is left of the longest run; by common subsequence 2 * 3 / 13
+        # 2 * 2 / 13: nothing is left of the longest run; by common subsequence 2 * 3 / 13.
+        ("axbxcx__", "__abc", 0.31),
     ],
 )
 def test_code_similarity(prediction, reference, score):

@@ -1,4 +1,6 @@
-"""Needle in a haystack: lengths, depths and places of the needle, from essays and from generated prose."""
+"""Needle in a haystack: lengths, depths and places of the needle, from essays and from generated
+prose.
+"""
 
 import pytest
 
@@ -23,7 +25,10 @@ def test_lengths_and_depths_span_the_map(tiny_tokenizer):
     for sample, fact in zip(made, facts, strict=True):
         assert sample.context.count(SENTENCE) == 1
         assert abs(len(ids(tiny_tokenizer, sample.context)) - fact["length"]) <= 4
-        assert sample.questions[0].task == f"needle_{fact['length']}" and sample.questions[0].max_new_tokens == 32
+        assert (
+            sample.questions[0].task == f"needle_{fact['length']}"
+            and sample.questions[0].max_new_tokens == 32
+        )
 
 
 def test_the_needle_follows_a_full_stop_at_its_depth(tiny_tokenizer):
@@ -32,7 +37,9 @@ def test_the_needle_follows_a_full_stop_at_its_depth(tiny_tokenizer):
         before, after = sample.context.split(SENTENCE)
         depth = sample.questions[0].facts["depth"]
         assert not before.strip() or before.rstrip().endswith(".") or depth == 100
-        reached = 100 * len(ids(tiny_tokenizer, before)) / (len(ids(tiny_tokenizer, before + after)))
+        reached = (
+            100 * len(ids(tiny_tokenizer, before)) / (len(ids(tiny_tokenizer, before + after)))
+        )
         assert depth - 25 < reached <= depth + 1
     assert made[0].context.startswith(SENTENCE) and made[-1].context.endswith(SENTENCE)
 
@@ -74,21 +81,35 @@ def test_essays_are_read_by_name_and_repeated(tiny_tokenizer, tmp_path):
     text = "First essay. Second essay. It is short. "
     assert end.context.startswith(2 * text) and "No essay" not in end.context
     assert start.context == NEEDLE.strip() + "\n" + end.context.removesuffix(NEEDLE.rstrip())
-    assert str(tmp_path) in benchmark.described()["data"] and "generated" in make("needle").described()["data"]
+    assert (
+        str(tmp_path) in benchmark.described()["data"]
+        and "generated" in make("needle").described()["data"]
+    )
 
 
 def test_places_are_after_full_stops(tiny_tokenizer):
     text = ids(tiny_tokenizer, "the red. the blue. who")
-    stops = [place for place in range(1, len(text) + 1) if tiny_tokenizer.decode(text[:place]).endswith(".")]
+    stops = [
+        place
+        for place in range(1, len(text) + 1)
+        if tiny_tokenizer.decode(text[:place]).endswith(".")
+    ]
     assert len(stops) == 2
-    expected = [max([stop for stop in [0, *stops] if stop <= place]) for place in range(len(text) + 1)]
-    assert [after_full_stop(tiny_tokenizer, text, place) for place in range(len(text) + 1)] == expected
+    expected = [
+        max([stop for stop in [0, *stops] if stop <= place]) for place in range(len(text) + 1)
+    ]
+    assert [
+        after_full_stop(tiny_tokenizer, text, place) for place in range(len(text) + 1)
+    ] == expected
 
 
 def test_scores(tiny_tokenizer):
     benchmark = make("needle:lengths=300,depths=2")
     question = benchmark.chosen(tiny_tokenizer, "kvzip")[0].questions[0]
-    assert benchmark.score(question, "You eat a sandwich and sit in Dolores Park, on a sunny day!") == 1
+    assert (
+        benchmark.score(question, "You eat a sandwich and sit in Dolores Park, on a sunny day!")
+        == 1
+    )
     assert benchmark.score(question, "Eat sandwich and sit in the Dolores park on sunny day") == 1
     assert benchmark.score(question, "Eat a sandwich in Dolores Park on a sunny day.") == 0
     assert benchmark.score(question, "") == 0

@@ -27,7 +27,11 @@ QUESTIONS = {
         ("oil, wood", "Oil burns."),
     ),
     "Is it bright?": (
-        [annotation(yes_no=True), annotation(yes_no=False), annotation(unanswerable=True, extractive_spans=["x"])],
+        [
+            annotation(yes_no=True),
+            annotation(yes_no=False),
+            annotation(unanswerable=True, extractive_spans=["x"]),
+        ],
         ("Yes", "No", "Unanswerable"),
     ),
 }
@@ -88,7 +92,12 @@ def test_the_hubs_rows(tmp_path, monkeypatch):
     check(official(tmp_path))
 
     def load(name, subset, split, revision):
-        assert (name, subset, split, revision) == ("allenai/qasper", None, "validation", "refs/convert/parquet")
+        assert (name, subset, split, revision) == (
+            "allenai/qasper",
+            None,
+            "validation",
+            "refs/convert/parquet",
+        )
         return [row]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -98,7 +107,9 @@ def test_the_hubs_rows(tmp_path, monkeypatch):
 def test_longbench_has_it_by_default(tmp_path):
     (tmp_path / "qasper.jsonl").write_text("\n".join(map(json.dumps, official_rows("qasper"))))
     made = make(f"qasper:path={tmp_path}")
-    assert made.chosen(None, "kvpress") == make(f"longbench:tasks=qasper,path={tmp_path}").chosen(None, "kvpress")
+    assert made.chosen(None, "kvpress") == make(f"longbench:tasks=qasper,path={tmp_path}").chosen(
+        None, "kvpress"
+    )
     assert "Xnhyacinth/LongBench" in make("qasper").described()["data"]
 
 
@@ -113,11 +124,23 @@ def test_the_closest_annotator_counts():
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(RestoreKVError, match="source is longbench or official, not 'hub'"):
         make("qasper:source=hub")
-    broken = {"1": {**RELEASED["1234.5678"], "qas": [{"question": "?", "question_id": "0", "answers": [annotation()]}]}}
-    for content in (broken, {"1": {**broken["1"], "qas": [{"question": "?", "question_id": "0", "answers": []}]}}, [3]):
+    broken = {
+        "1": {
+            **RELEASED["1234.5678"],
+            "qas": [{"question": "?", "question_id": "0", "answers": [annotation()]}],
+        }
+    }
+    for content in (
+        broken,
+        {"1": {**broken["1"], "qas": [{"question": "?", "question_id": "0", "answers": []}]}},
+        [3],
+    ):
         file = tmp_path / "dev.json"
         file.write_text(json.dumps(content))
-        with pytest.raises(RestoreKVError, match=r"dev.json, .* is not a paper of QASPER; fetch qasper-dev-v0.3.json"):
+        with pytest.raises(
+            RestoreKVError,
+            match=r"dev.json, .* is not a paper of QASPER; fetch qasper-dev-v0.3.json",
+        ):
             official(file)
     (tmp_path / "train.json").write_text("{}")
     with pytest.raises(RestoreKVError, match="has 2 files; give path=FILE"):

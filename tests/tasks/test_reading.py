@@ -1,4 +1,6 @@
-"""FairytaleQA, genres, XQuAD, HotpotQA and Factbook load offline, ask the same every time, and stay out of training."""
+"""FairytaleQA, genres, XQuAD, HotpotQA and Factbook load offline, ask the same every time, and stay
+out of training.
+"""
 
 import gzip
 import hashlib
@@ -30,7 +32,9 @@ from tests.helpers.models import build_model
 NAMES = ("fairytaleqa", "genres", "xquad", "hotpotqa", "factbook")
 RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark_texts.py"
 TRAINING = RECIPE.parent / "smollm2" / "texts"
-PUBLIC = next((path / "shared/data" for path in RECIPE.parents if (path / "shared/data").is_dir()), None)
+PUBLIC = next(
+    (path / "shared/data" for path in RECIPE.parents if (path / "shared/data").is_dir()), None
+)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -48,14 +52,24 @@ def spec(request) -> str:
 def test_it_loads_offline_and_asks_the_same_every_time(spec):
     benchmark = tasks.make(spec)
     samples = benchmark.chosen(word_tokenizer(), "kvpress")
-    assert digest(samples) == digest(tasks.make(spec).chosen(word_tokenizer(), "kvzip")), "both protocols ask alike"
+    assert digest(samples) == digest(tasks.make(spec).chosen(word_tokenizer(), "kvzip")), (
+        "both protocols ask alike"
+    )
     assert 0 < sum(path.stat().st_size for path in TEXTS.rglob("*") if path.is_file()) < 2_000_000
     questions = [question for sample in samples for question in sample.questions]
     assert len({sample.id for sample in samples}) == len(samples) >= 23
     assert len({question.id for question in questions}) == len(questions) >= 75
     assert all(1 <= len(sample.questions) <= 6 for sample in samples)
-    assert all(benchmark.score(question, question.answers[0]) == 1 for question in questions if spec != "factbook")
-    assert all(0 <= value <= 1 for asked in questions for value in benchmark.metrics(asked, "the red house").values())
+    assert all(
+        benchmark.score(question, question.answers[0]) == 1
+        for question in questions
+        if spec != "factbook"
+    )
+    assert all(
+        0 <= value <= 1
+        for asked in questions
+        for value in benchmark.metrics(asked, "the red house").values()
+    )
     told = benchmark.described()
     assert told["wording"] == WORDING and told["license"] and len(told["files"][0]["sha256"]) == 64
     assert len(tasks.make(f"{spec}:count=3").chosen(word_tokenizer(), "kvpress")) == 3
@@ -65,8 +79,14 @@ def test_questions_follow_the_text_in_one_wording_under_both_protocols(spec, tin
     (sample,) = tasks.make(f"{spec}:count=1").chosen(word_tokenizer(), "kvpress")
     for protocol in PROTOCOLS.values():
         context, _ = protocol.context("any", tiny_tokenizer, "a text")
-        told = tiny_tokenizer.decode(protocol.prompt(tiny_tokenizer, context, sample.questions[0])[0])
-        assert told.startswith("\n\nQuestion: ") and "\nAnswer:<|im_end|>" in told and "Q: " not in told
+        told = tiny_tokenizer.decode(
+            protocol.prompt(tiny_tokenizer, context, sample.questions[0])[0]
+        )
+        assert (
+            told.startswith("\n\nQuestion: ")
+            and "\nAnswer:<|im_end|>" in told
+            and "Q: " not in told
+        )
 
 
 def test_passages_of_stories_hold_what_is_asked():
@@ -77,20 +97,36 @@ def test_passages_of_stories_hold_what_is_asked():
     text = {sample.id: sample.context for sample in whole}
     home = {question.id: sample for sample in cut for question in sample.questions}
     assert 0.85 * 1025 < len(home) < 1025, "what no passage clearly holds is not asked"
-    assert all(home[name].context in text[name.rpartition("/")[0]] for name in home), "in the very words"
-    explicit = [each for each in home.values() for each in each.questions if each.task == "explicit"]
-    held = [any(answer.lower() in home[each.id].context.lower() for answer in each.answers) for each in explicit]
-    elsewhere = [any(answer.lower() in cut[0].context.lower() for answer in each.answers) for each in explicit]
+    assert all(home[name].context in text[name.rpartition("/")[0]] for name in home), (
+        "in the very words"
+    )
+    explicit = [
+        each for each in home.values() for each in each.questions if each.task == "explicit"
+    ]
+    held = [
+        any(answer.lower() in home[each.id].context.lower() for answer in each.answers)
+        for each in explicit
+    ]
+    elsewhere = [
+        any(answer.lower() in cut[0].context.lower() for answer in each.answers)
+        for each in explicit
+    ]
     assert sum(held) > 0.5 * len(held) > 4 * sum(elsewhere)
     tasks_of = Counter(question.task for sample in whole for question in sample.questions)
     assert tasks_of["explicit"] > 2 * tasks_of["implicit"] > 400
 
 
 def test_equal_evidence_is_a_tie_in_whatever_order_words_are_summed():
-    """Passages 0 and 1 hold different words of equal weights; the order of words in a set differs by process."""
+    """Passages 0 and 1 hold different words of equal weights; the order of words in a set differs
+    by process.
+    """
     for turn in range(40):
         left, right = ([f"{side}{turn}n{number}" for number in range(7)] for side in "lr")
-        frequent = [" ".join(pair) for times, pair in enumerate(zip(left, right, strict=True)) for _ in range(times)]
+        frequent = [
+            " ".join(pair)
+            for times, pair in enumerate(zip(left, right, strict=True))
+            for _ in range(times)
+        ]
         question = {"question": " ".join(left), "answers": [" ".join(right)], "sections": "1"}
         last = {"question": "nothing", "answers": ["at all"], "sections": "40"}
         assert passages_of([question, last], [" ".join(left), " ".join(right), *frequent])[0] == 0
@@ -119,7 +155,9 @@ def test_text_is_cut_at_the_ends_of_paragraphs():
     text = "\n\n".join(f"{'word ' * size}end." for size in (9, 4, 4, 30, 2))
     found = split_text(text, 16, lambda part: len(part.split()))
     assert all(len(part.split()) <= 16 for part in found) and len(found) == 4
-    assert "".join("".join(found).split()) == "".join(text.split()) and all(part == part.strip() for part in found)
+    assert "".join("".join(found).split()) == "".join(text.split()) and all(
+        part == part.strip() for part in found
+    )
     assert split_text(text, 0, len) == [text] == split_text(text, 10_000, len)
     assert packed([5, 5, 5, 5], 10) == [range(0, 2), range(2, 4)] and packed([9, 1, 1, 9], 12) == [
         range(0, 2),
@@ -132,7 +170,8 @@ def test_text_is_cut_at_the_ends_of_paragraphs():
 def test_longest_common_subsequence_against_every_subsequence():
     def brute(a, b):
         subsequences = {
-            tuple(word for turn, word in enumerate(a) if chosen >> turn & 1) for chosen in range(2 ** len(a))
+            tuple(word for turn, word in enumerate(a) if chosen >> turn & 1)
+            for chosen in range(2 ** len(a))
         }
         others = iter(sorted(subsequences, key=len, reverse=True))
         return next(len(each) for each in others if is_within(each, iter(b)))
@@ -146,12 +185,18 @@ def test_longest_common_subsequence_against_every_subsequence():
             common = brute(one.split(), two.split())
             expected = 2 * common / (len(one.split()) + len(two.split()))
             assert longest_common_f1(one, two) == pytest.approx(expected)
-    assert longest_common_f1("The King's daughter!", "the king s daughter") == 1 and longest_common_f1("", "a") == 0
+    assert (
+        longest_common_f1("The King's daughter!", "the king s daughter") == 1
+        and longest_common_f1("", "a") == 0
+    )
     assert longest_common_f1("...", "...") == 0
 
 
 def test_exact_match_and_hotpots_yes_and_no():
-    assert exact_match("The Eiffel Tower.", "eiffel tower") == 1 and exact_match("eiffel towers", "eiffel tower") == 0
+    assert (
+        exact_match("The Eiffel Tower.", "eiffel tower") == 1
+        and exact_match("eiffel towers", "eiffel tower") == 0
+    )
     hotpot = tasks.make("hotpotqa")
     question = hotpot.question("1", "hotpotqa", "Is it?", ["yes"])
     assert hotpot.score(question, "Yes.") == 1 and hotpot.score(question, "yes it is") == 0
@@ -169,7 +214,10 @@ def rows_of(file: Path) -> list[dict]:
 
 def test_splits_do_not_meet():
     names = [splits.fairytale_split("train", index) for index in range(232)]
-    assert Counter(names) == {"training": 213, "development": 19} and splits.fairytale_split("val", 5) == "evaluation"
+    assert (
+        Counter(names) == {"training": 213, "development": 19}
+        and splits.fairytale_split("val", 5) == "evaluation"
+    )
     assert (
         splits.novel_split("Burnett_Garden_1911") == "evaluation"
         and splits.novel_split("Kipling_Kim_1901") == "training"
@@ -191,7 +239,11 @@ def test_splits_do_not_meet():
     [
         ("fairytaleqa", '{"id": "a", "context": "b"}', "not in the form of FairytaleQA"),
         ("xquad", '{"data": [{"title": "a"}]}', "not in the form of XQuAD"),
-        ("hotpotqa", '{"_id": "a", "context": [["b", ["c"]]], "question": "d"}', "not in the form of HotpotQA"),
+        (
+            "hotpotqa",
+            '{"_id": "a", "context": [["b", ["c"]]], "question": "d"}',
+            "not in the form of HotpotQA",
+        ),
         (
             "factbook",
             '{"id": "a/b", "context": "c", "questions": [{"question": "d", "answers": []}]}',
@@ -213,7 +265,9 @@ def test_training_documents_are_asked_only_by_name(tmp_path):
     path.write_bytes(gzip.decompress((TEXTS / "fairytaleqa/val.jsonl.gz").read_bytes()))
     with pytest.raises(RestoreKVError, match="no question for"):
         tasks.make(f"fairytaleqa:path={path}").chosen(word_tokenizer(), "kvpress")
-    found = tasks.make(f"fairytaleqa:path={path},split=development,length=0").chosen(word_tokenizer(), "kvpress")
+    found = tasks.make(f"fairytaleqa:path={path},split=development,length=0").chosen(
+        word_tokenizer(), "kvpress"
+    )
     assert [sample.id for sample in found] == [
         rows_of(TEXTS / "fairytaleqa/val.jsonl.gz")[place]["id"] for place in (5, 17)
     ]
@@ -231,14 +285,22 @@ def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
         Cell.full(model=str(tmp_path / "model"), benchmark=f"{name}:count=1,questions=2")
         for name in ("fairytaleqa", "xquad")
     ]
-    for result, metric in zip(run(cells, tmp_path / "run"), ("rouge_l", "exact_match"), strict=True):
+    for result, metric in zip(
+        run(cells, tmp_path / "run"), ("rouge_l", "exact_match"), strict=True
+    ):
         benchmark, (line,) = tasks.make(result.cell.benchmark), result.lines
         (sample,) = benchmark.chosen(tiny_tokenizer, "kvpress")
         for asked, told in zip(sample.questions, line["answers"], strict=True):
-            assert told["metrics"] == benchmark.metrics(asked, told["prediction"]) and {*told["metrics"]} == {metric}
+            assert told["metrics"] == benchmark.metrics(asked, told["prediction"]) and {
+                *told["metrics"]
+            } == {metric}
         by_task = Counter(told["task"] for told in line["answers"])
         means = [
-            sum(told["metrics"][metric] / by_task[task] for told in line["answers"] if told["task"] == task)
+            sum(
+                told["metrics"][metric] / by_task[task]
+                for told in line["answers"]
+                if told["task"] == task
+            )
             for task in by_task
         ]
         assert result.summary["metrics"] == {metric: pytest.approx(100 * sum(means) / len(means))}
@@ -253,16 +315,30 @@ def test_training_texts_that_ship_share_no_text_with_what_is_evaluated():
 
 @pytest.mark.skipif(PUBLIC is None, reason="the public data are not beside this checkout")
 def test_training_documents_share_no_text_with_what_is_evaluated():
-    """Stories and novels not at all; Factbook's sections share names of fields and lists of treaties."""
+    """Stories and novels not at all; Factbook's sections share names of fields and lists of
+    treaties.
+    """
     strict = Evaluations(evaluation_texts([str(TEXTS)]), 0.01)
     stories = (PUBLIC / "fairytaleqa/train.jsonl").read_text().splitlines()
     assert not [row["id"] for row in map(json.loads, stories) if strict.match(row["context"])]
-    novels = [path for path in (PUBLIC / "novels").glob("*.txt") if splits.novel_split(path.stem) != "evaluation"]
-    assert len(novels) == 15 and not [path.stem for path in novels if strict.match(path.read_text())]
+    novels = [
+        path
+        for path in (PUBLIC / "novels").glob("*.txt")
+        if splits.novel_split(path.stem) != "evaluation"
+    ]
+    assert len(novels) == 15 and not [
+        path.stem for path in novels if strict.match(path.read_text())
+    ]
     loose = Evaluations(evaluation_texts([str(TEXTS / "factbook")]), 0.25)
-    rows = [json.loads(line) for line in (PUBLIC / "factbook/documents.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (PUBLIC / "factbook/documents.jsonl").read_text().splitlines()
+    ]
     split = splits.factbook_splits(row["id"] for row in rows)
-    assert not [row["id"] for row in rows if split[row["id"]] != "evaluation" and loose.match(row["context"])]
+    assert not [
+        row["id"]
+        for row in rows
+        if split[row["id"]] != "evaluation" and loose.match(row["context"])
+    ]
     assert {row["id"] for row in rows_of(TEXTS / "factbook/evaluation.jsonl.gz")} <= {
         name for name in split if split[name] == "evaluation"
     }
@@ -273,7 +349,11 @@ def test_the_recipe_makes_the_files_that_ship(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(RECIPE), "--data", str(PUBLIC), "--out", str(tmp_path)])
     runpy.run_path(str(RECIPE), run_name="__main__")
     made = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*") if path.is_file()}
-    ships = {path.relative_to(TEXTS): path for path in TEXTS.rglob("*") if path.is_file() and path.name != "README.md"}
+    ships = {
+        path.relative_to(TEXTS): path
+        for path in TEXTS.rglob("*")
+        if path.is_file() and path.name != "README.md"
+    }
     assert made.keys() == ships.keys()
     for name, path in made.items():
         one, other = (
@@ -285,17 +365,28 @@ def test_the_recipe_makes_the_files_that_ship(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
-    [("ruler:length=1024,per_task=2", "9efe15fa2ba3480d"),
-     ("fairytaleqa:length=768,questions=4,count=6", "98a12d2ff3eb83f8"), ("xquad:count=4", "470d627314eb1743"),
-     ("hotpotqa:count=4", "8cdc344e028246e5"), ("factbook:count=4", "12150675c2ef9ddb"),
-     ("tiny:count=13", "e5543f35baa45e79")],
-)  # fmt: skip
+    [
+        ("ruler:length=1024,per_task=2", "9efe15fa2ba3480d"),
+        ("fairytaleqa:length=768,questions=4,count=6", "98a12d2ff3eb83f8"),
+        ("xquad:count=4", "470d627314eb1743"),
+        ("hotpotqa:count=4", "8cdc344e028246e5"),
+        ("factbook:count=4", "12150675c2ef9ddb"),
+        ("tiny:count=13", "e5543f35baa45e79"),
+    ],
+)
 def test_samples_stay_those_of_stored_results(spec, expected):
-    """Results in paper/results were measured on these; the tiny tokenizer decides their lengths here."""
+    """Results in paper/results were measured on these; the tiny tokenizer decides their lengths
+    here.
+    """
     sha256 = hashlib.sha256()
     for sample in tasks.make(spec).samples(load_tokenizer("tiny"), "kvpress"):
         sha256.update(sample.context.encode())
         for question in sample.questions:
-            words = (question.text, question.answers, question.max_new_tokens, question.answer_prefix)
+            words = (
+                question.text,
+                question.answers,
+                question.max_new_tokens,
+                question.answer_prefix,
+            )
             sha256.update("|".join(map(str, words)).encode())
     assert sha256.hexdigest()[:16] == expected

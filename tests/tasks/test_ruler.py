@@ -1,4 +1,6 @@
-"""RULER's generated samples, each checked by reading its text again, and the metric on cases worked out by hand."""
+"""RULER's generated samples, each checked by reading its text again, and the metric on cases worked
+out by hand.
+"""
 
 import gzip
 import random
@@ -22,7 +24,8 @@ from tests.helpers.processes import TINY, digest_elsewhere
 DOCUMENT = {"generated": 200, "novel": 700}  # tokens of the longest document
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LIMITS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-# Where kvpress cuts a RULER prompt: the question at the last match, the answer prefix at the first one after it.
+# Where kvpress cuts a RULER prompt: the question at the last match, the answer prefix at the first
+# one after it.
 QUESTIONS = {
     "niah": r"What (?:is|are all) the special magic",
     "vt": r"Question: Find all variables that are assigned the value",
@@ -30,7 +33,13 @@ QUESTIONS = {
     "fwe": r"Question: Do not provide any explanation\.",
     "qa": r"Answer the question based on the given documents\.",
 }
-PREFIXES = {"niah": "The special magic", "vt": "Answer:", "cwe": "Answer:", "fwe": "Answer:", "qa": "Answer:"}
+PREFIXES = {
+    "niah": "The special magic",
+    "vt": "Answer:",
+    "cwe": "Answer:",
+    "fwe": "Answer:",
+    "qa": "Answer:",
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +50,12 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def made(tokenizer):
     """Four samples of every task at 2,048 tokens of the tiny tokenizer."""
-    every = list(make("ruler:source=generated,length=2048,per_task=4,seed=3").samples(tokenizer, "kvpress"))
-    return {task: [sample for sample in every if sample.questions[0].task == task] for task in TASKS}
+    every = list(
+        make("ruler:source=generated,length=2048,per_task=4,seed=3").samples(tokenizer, "kvpress")
+    )
+    return {
+        task: [sample for sample in every if sample.questions[0].task == task] for task in TASKS
+    }
 
 
 def whole(sample):
@@ -81,10 +94,18 @@ def test_parts_are_where_kvpress_cuts(made, task):
         text, (asked,) = whole(sample), sample.questions
         start = list(re.finditer(QUESTIONS[family], text))[-1].start()
         end = start + text[start:].index(PREFIXES[family])
-        assert (sample.context, asked.text, asked.answer_prefix) == (text[:start], text[start:end], text[end:])
+        assert (sample.context, asked.text, asked.answer_prefix) == (
+            text[:start],
+            text[start:end],
+            text[end:],
+        )
         assert (asked.max_new_tokens, asked.task) == (LIMITS[family], task)
         assert len({*asked.answers}) == len(asked.answers)
-    assert len({sample.context for sample in made[task]}) == len({sample.id for sample in made[task]}) == 4
+    assert (
+        len({sample.context for sample in made[task]})
+        == len({sample.id for sample in made[task]})
+        == 4
+    )
 
 
 def needles_in(context):
@@ -101,11 +122,20 @@ def test_needles_are_in_the_context_once(made, task):
         found = needles_in(sample.context)
         assert {each for each, _, _ in found} == {kind}
         assert len({value for _, _, value in found}) == len(found)
-        queried = re.search(r"magic \w+ for (.+) mentioned", asked.text).group(1).replace(", and ", ", ").split(", ")
-        assert asked.answers == tuple(
-            value for key in queried for value in sorted_like(asked.answers, [v for _, k, v in found if k == key])
+        queried = (
+            re.search(r"magic \w+ for (.+) mentioned", asked.text)
+            .group(1)
+            .replace(", and ", ", ")
+            .split(", ")
         )
-        assert len(asked.answers) == (4 if many else 1) and len(queried) == (4 if task == "niah_multiquery" else 1)
+        assert asked.answers == tuple(
+            value
+            for key in queried
+            for value in sorted_like(asked.answers, [v for _, k, v in found if k == key])
+        )
+        assert len(asked.answers) == (4 if many else 1) and len(queried) == (
+            4 if task == "niah_multiquery" else 1
+        )
         assert sample.context.startswith(
             f"Some special magic {kind} are" if many else f"A special magic {kind[:-1]} is"
         )
@@ -125,7 +155,9 @@ def sorted_like(reference, values):
 
 
 def haystack(task):
-    return {"niah_single_1": "noise", "niah_multikey_2": "needle", "niah_multikey_3": "needle"}.get(task, "essay")
+    return {"niah_single_1": "noise", "niah_multikey_2": "needle", "niah_multikey_3": "needle"}.get(
+        task, "essay"
+    )
 
 
 def test_haystacks_are_the_official_ones(made):
@@ -134,7 +166,9 @@ def test_haystacks_are_the_official_ones(made):
         assert Counter(lines).pop(NOISE) == len(lines) - 1
     for task in ("niah_multikey_2", "niah_multikey_3"):
         assert all(needles_in(line) for line in made[task][0].context.splitlines()[1:])
-    told = [re.sub(r" ?One of the special.+?\.", "", sample.context) for sample in made["niah_single_2"]]
+    told = [
+        re.sub(r" ?One of the special.+?\.", "", sample.context) for sample in made["niah_single_2"]
+    ]
     assert len({text[:1500] for text in told}) == 1  # one text for all samples, as the essays are
 
 
@@ -143,7 +177,10 @@ def test_variable_chains_lead_to_the_answers(made):
         (asked,) = sample.questions
         example, context = sample.context.split("\n\n\n\n")
         head, solved = example.split("they are: ")
-        for text, letters, answers in ((head, 3, solved.split()), (context, 5, list(asked.answers))):
+        for text, letters, answers in (
+            (head, 3, solved.split()),
+            (context, 5, list(asked.answers)),
+        ):
             value = re.search(rf"VAR [A-Z]{{{letters}}} = (\d{{5}})", text).group(1)
             chain = re.findall(rf"VAR ([A-Z]{{{letters}}}) = (?:VAR )?(\w+)", text)
             followed = [value]
@@ -152,7 +189,9 @@ def test_variable_chains_lead_to_the_answers(made):
                 followed.append(name)
             assert followed[1:] == answers and len(answers) == 5
         assert re.findall(r"value (\d+)", asked.text + asked.answer_prefix) == [value, value]
-        assert asked.answer_prefix.endswith(f"5 variables are assigned the value {value}, they are: ")
+        assert asked.answer_prefix.endswith(
+            f"5 variables are assigned the value {value}, they are: "
+        )
         assert context.count("The grass is green.") > 10
 
 
@@ -162,12 +201,15 @@ def listed_words(text):
     return [word for _, word in found]
 
 
-@pytest.mark.parametrize(("length", "example", "main"), [(1024, (2, 1, 15), (3, 1)), (2048, (3, 1, 20), (6, 1))])
+@pytest.mark.parametrize(
+    ("length", "example", "main"), [(1024, (2, 1, 15), (3, 1)), (2048, (3, 1, 20), (6, 1))]
+)
 def test_common_words_are_recounted(tokenizer, length, example, main):
     for sample in make(f"ruler:length={length},per_task=3,tasks=cwe").samples(tokenizer, "kvpress"):
         (asked,) = sample.questions
         first, answered, second = re.fullmatch(
-            r"Below is.+?often\.\n(.+)\nQuestion.+?list are:(1\. .+?)\nBelow is.+?often\.\n(.+)\n", sample.context
+            r"Below is.+?often\.\n(.+)\nQuestion.+?list are:(1\. .+?)\nBelow is.+?often\.\n(.+)\n",
+            sample.context,
         ).groups()
         for text, (common, other), answers in (
             (first, example[:2], listed_words(answered)),
@@ -180,7 +222,9 @@ def test_common_words_are_recounted(tokenizer, length, example, main):
 
 
 def test_long_lists_of_common_words_have_rulers_frequencies():
-    made = make("ruler:length=4096,per_task=1,tasks=cwe,seed=1").generated(lambda text: len(text.split()))
+    made = make("ruler:length=4096,per_task=1,tasks=cwe,seed=1").generated(
+        lambda text: len(text.split())
+    )
     first, second = (Counter(listed_words(text)) for text in next(made).context.split("\n")[1::3])
     assert Counter(first.values()) == {10: 10, 3: 30}
     assert Counter(second.values()) == {30: 10, 3: len(second) - 10}
@@ -192,19 +236,30 @@ def test_coded_words_are_recounted(made):
         (dots, _), *ranked = Counter(coded).most_common()
         assert dots == "..." and all(re.fullmatch("[a-z]{6}", word) for word, _ in ranked)
         top = [times for _, times in ranked[:4]]
-        assert tuple(word for word, _ in ranked[:3]) == sample.questions[0].answers and len({*top}) == 4
+        assert (
+            tuple(word for word, _ in ranked[:3]) == sample.questions[0].answers
+            and len({*top}) == 4
+        )
 
 
 @pytest.mark.parametrize("units", [74, 100, 333, 5000])
 def test_coded_words_follow_the_zeta_distribution(units):
-    told = frequent_words(9 * 50).draft(units, random.Random(0)).context.split("coded words. ")[1].split()
+    told = (
+        frequent_words(9 * 50)
+        .draft(units, random.Random(0))
+        .context.split("coded words. ")[1]
+        .split()
+    )
     counts = [times for _, times in Counter(told).most_common()]
     zeta = sum(1 / k**2 for k in range(1, 2_000_001))
     assert counts == [int(units / k**2 / zeta) for k in range(1, 10) if int(units / k**2 / zeta)]
 
 
 def documents_in(context):
-    parts = re.split(r"(?:^|\n\n)Document (\d+):\n", context.split("given documents.\n\n", 1)[1].removesuffix("\n\n"))
+    parts = re.split(
+        r"(?:^|\n\n)Document (\d+):\n",
+        context.split("given documents.\n\n", 1)[1].removesuffix("\n\n"),
+    )
     assert [int(number) for number in parts[1::2]] == list(range(1, len(parts) // 2 + 1))
     return parts[2::2]
 
@@ -212,10 +267,15 @@ def documents_in(context):
 def test_generated_documents_answer_alone(made):
     for sample in made["qa_1"]:
         (asked,) = sample.questions
-        town = re.search(r"in ([A-Z]\w+)\?|of ([A-Z]\w+) held|founded ([A-Z]\w+)\?|was ([A-Z]\w+) founded", asked.text)
+        town = re.search(
+            r"in ([A-Z]\w+)\?|of ([A-Z]\w+) held|founded ([A-Z]\w+)\?|was ([A-Z]\w+) founded",
+            asked.text,
+        )
         town = next(filter(None, town.groups()))
         about = [text for text in documents_in(sample.context) if re.search(rf"\b{town}\b", text)]
-        assert any(re.search(rf"\b{asked.answers[0]}\b", text) for text in about) and len(about) == 3
+        assert (
+            any(re.search(rf"\b{asked.answers[0]}\b", text) for text in about) and len(about) == 3
+        )
 
 
 def test_documents_come_from_the_answering_ones_outwards():
@@ -223,9 +283,13 @@ def test_documents_come_from_the_answering_ones_outwards():
     for units, must in ((2, {0, 3}), (4, {0, 1, 3, 5}), (6, {*range(6)})):
         seen = set()
         for seed in range(20):
-            context = over_documents(tuple("abcdef"), asked).draft(units, random.Random(seed)).context
+            context = (
+                over_documents(tuple("abcdef"), asked).draft(units, random.Random(seed)).context
+            )
             seen.add("".join(documents_in(context)))
-        assert {frozenset(shown) for shown in seen} == {frozenset("abcdef"[index] for index in must)}
+        assert {frozenset(shown) for shown in seen} == {
+            frozenset("abcdef"[index] for index in must)
+        }
         assert len(seen) > 1  # in any order
 
 
@@ -235,7 +299,9 @@ def test_generated_pairs_answer_together(made):
         documents = documents_in(sample.context)
         person = re.search(r"(?:by|of) ([A-Z]\w+)", asked.text).group(1)
         (company,) = (
-            found.group(1) for text in documents if (found := re.search(rf"{person} founded the company (\w+)", text))
+            found.group(1)
+            for text in documents
+            if (found := re.search(rf"{person} founded the company (\w+)", text))
         )
         (about,) = (text for text in documents if text.startswith(f"{company}\n"))
         assert re.search(rf"\b{asked.answers[0]}\b", about) and person not in about
@@ -244,7 +310,9 @@ def test_generated_pairs_answer_together(made):
 @pytest.mark.parametrize("source", ["novel", "generated"])
 @pytest.mark.parametrize(("length", "short"), [(1024, 80), (2048, 100)])
 def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short, source):
-    for sample in make(f"ruler:source={source},length={length},per_task=2").samples(tokenizer, "kvpress"):
+    for sample in make(f"ruler:source={source},length={length},per_task=2").samples(
+        tokenizer, "kvpress"
+    ):
         used = tokens(tokenizer, whole(sample)) + sample.questions[0].max_new_tokens
         slack = (
             8
@@ -257,13 +325,18 @@ def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short, source)
 
 
 def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokenizer):
-    novel = " ".join(gzip.decompress((TEXTS / STAND_INS["essays"]["file"]).read_bytes()).decode().split())
+    novel = " ".join(
+        gzip.decompress((TEXTS / STAND_INS["essays"]["file"]).read_bytes()).decode().split()
+    )
     spec = "ruler:length=1024,per_task=6,tasks=niah_single_2+niah_multiquery"
     samples = list(make(spec).samples(tokenizer, "kvpress"))
     places = []
     for sample in samples:
         text = re.split(r"about the numbers? afterwards\.\n", sample.context)[1]
-        parts = [part.strip() for part in re.split(r"One of the special magic numbers for \S+ is: \d+\.", text)]
+        parts = [
+            part.strip()
+            for part in re.split(r"One of the special magic numbers for \S+ is: \d+\.", text)
+        ]
         place = novel.find(parts[0] or parts[1])
         places.append(place)
         for part in parts:
@@ -271,10 +344,16 @@ def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokeni
             assert place >= 0, "the novel's own words, in their order"
     assert len(set(places)) == 12 and max(places) - min(places) > len(novel) / 3
     again = make(spec.replace("=6", "=2")).samples(tokenizer, "kvzip")
-    assert [sample.context for sample in again] == [samples[index].context for index in (0, 1, 6, 7)]
-    chapter = make(f"ruler:length=1024,per_task=2,tasks=niah_single_2,source=generated,essays={TEXTS / 'novels'}")
+    assert [sample.context for sample in again] == [
+        samples[index].context for index in (0, 1, 6, 7)
+    ]
+    chapter = make(
+        f"ruler:length=1024,per_task=2,tasks=niah_single_2,source=generated,essays={TEXTS / 'novels'}"
+    )
     first, second = (sample.context for sample in chapter.samples(tokenizer, "kvpress"))
-    assert all("THE SECRET GARDEN CHAPTER I" in text for text in (first, second)), "files begin at their beginning"
+    assert all("THE SECRET GARDEN CHAPTER I" in text for text in (first, second)), (
+        "files begin at their beginning"
+    )
 
 
 def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_questions():
@@ -282,7 +361,10 @@ def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_quest
         return list(make(f"ruler:length=1024,{spec}").generated(lambda text: len(text.split())))
 
     samples = asked_of("per_task=80,tasks=qa_1+qa_2")
-    held = {task: [each for each in samples if each.questions[0].task == task] for task in ("qa_1", "qa_2")}
+    held = {
+        task: [each for each in samples if each.questions[0].task == task]
+        for task in ("qa_1", "qa_2")
+    }
     assert (len(held["qa_1"]), len(held["qa_2"])) == (80, 75)
     assert len({each.questions[0].text for each in samples}) == 155
     for sample in samples:
@@ -295,7 +377,11 @@ def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_quest
 
 def test_another_tokenizer_gives_other_lengths(tiny_tokenizer):
     for sample in make("ruler:length=9000,per_task=1").samples(tiny_tokenizer, "kvpress"):
-        assert 8200 <= tokens(tiny_tokenizer, whole(sample)) + sample.questions[0].max_new_tokens <= 9000, sample.id
+        assert (
+            8200
+            <= tokens(tiny_tokenizer, whole(sample)) + sample.questions[0].max_new_tokens
+            <= 9000
+        ), sample.id
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -304,7 +390,9 @@ def test_the_search_agrees_with_counting_up(seed):
     steps = [rng.choice((0, 1, 7, 300)) for _ in range(200)]
     limit = sum(steps[: rng.randrange(200)]) + seed % 2
     assert most_units(lambda n: sum(steps[:n]), limit, 0, 200) == max(
-        n for n in range(201) if sum(steps[:n]) <= limit and (n == 200 or sum(steps[: n + 1]) > limit)
+        n
+        for n in range(201)
+        if sum(steps[:n]) <= limit and (n == 200 or sum(steps[: n + 1]) > limit)
     )
 
 
@@ -319,9 +407,9 @@ def test_samples_are_the_same_in_another_process(tokenizer):
 
 
 def test_a_sample_depends_on_its_task_and_index_alone(tokenizer, made):
-    few = make("ruler:source=generated,length=2048,per_task=2,seed=3,tasks=qa_2+niah_multikey_1+vt").samples(
-        tokenizer, "kvzip"
-    )
+    few = make(
+        "ruler:source=generated,length=2048,per_task=2,seed=3,tasks=qa_2+niah_multikey_1+vt"
+    ).samples(tokenizer, "kvzip")
     assert {sample.id: sample for sample in few} == {
         sample.id: sample for task in ("niah_multikey_1", "vt", "qa_2") for sample in made[task][:2]
     }
@@ -364,11 +452,26 @@ def test_stand_ins_are_described_task_by_task():
     assert "SQuAD" in told["stand_ins"]["qa_1"] and "not RULER's own" in told["data"]
     assert make("ruler:tasks=vt+cwe").described()["stand_ins"] == {} and "subsets" not in told
     novel = make("ruler").described()
-    assert novel["subsets"] == "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
-    assert set(novel["stand_ins"]) == set(told["stand_ins"]) and set(novel["files"]) == {"essays", "squad", "hotpot"}
-    assert "Secret Garden" in novel["stand_ins"]["niah_single_2"] and "subset" in novel["stand_ins"]["qa_2"]
-    assert "CC BY-SA" in novel["license"] and "subsets" not in make("ruler:tasks=vt+cwe").described()
+    assert (
+        novel["subsets"]
+        == "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
+    )
+    assert set(novel["stand_ins"]) == set(told["stand_ins"]) and set(novel["files"]) == {
+        "essays",
+        "squad",
+        "hotpot",
+    }
+    assert (
+        "Secret Garden" in novel["stand_ins"]["niah_single_2"]
+        and "subset" in novel["stand_ins"]["qa_2"]
+    )
+    assert (
+        "CC BY-SA" in novel["license"] and "subsets" not in make("ruler:tasks=vt+cwe").described()
+    )
     assert set(make("ruler:tasks=vt+cwe+fwe,length=1024").described()["stand_ins"]) == {"vt", "cwe"}
     assert make("ruler:source=hub").described()["data"] == "simonjegou/ruler"
-    assert make("ruler:tasks=vt+qa_1").groups() == {"multi-hop tracing": ("vt",), "question answering": ("qa_1",)}
+    assert make("ruler:tasks=vt+qa_1").groups() == {
+        "multi-hop tracing": ("vt",),
+        "question answering": ("qa_1",),
+    }
     assert make("ruler").spec == "ruler" and make("ruler:length=512").spec == "ruler:length=512"

@@ -1,4 +1,6 @@
-"""RULER from files: kvpress's data set, essays, SQuAD and HotpotQA, each in its true form, small and made by hand."""
+"""RULER from files: kvpress's data set, essays, SQuAD and HotpotQA, each in its true form, small
+and made by hand.
+"""
 
 import json
 import sys
@@ -50,10 +52,19 @@ SQUAD = {
                         {
                             "question": "What did they name?",
                             "id": "1",
-                            "answers": [{"text": "Normandy", "answer_start": 31}, {"text": "Normandy, a region"}],
+                            "answers": [
+                                {"text": "Normandy", "answer_start": 31},
+                                {"text": "Normandy, a region"},
+                            ],
                             "is_impossible": False,
                         },
-                        {"question": "Who?", "id": "2", "answers": [], "is_impossible": True, "plausible_answers": []},
+                        {
+                            "question": "Who?",
+                            "id": "2",
+                            "answers": [],
+                            "is_impossible": True,
+                            "plausible_answers": [],
+                        },
                     ],
                 },
                 {"context": "Rollo led them.", "qas": []},
@@ -65,7 +76,12 @@ SQUAD = {
                 {
                     "context": "Oxygen is number 8.",
                     "qas": [
-                        {"question": "Which?", "id": "3", "answers": [{"text": "8"}], "is_impossible": False},
+                        {
+                            "question": "Which?",
+                            "id": "3",
+                            "answers": [{"text": "8"}],
+                            "is_impossible": False,
+                        },
                     ],
                 },
                 {"context": "It burns." + " Much was said of it." * 9, "qas": []},
@@ -118,7 +134,9 @@ def stored(folder, kind, rows):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_with_one_context_are_one_sample(tmp_path, kind):
     source = stored(tmp_path, kind, ROWS)
-    write(tmp_path / "8192" / "test.jsonl", json.dumps({**ROWS[0], "context": "longer"})) if kind == "parquet" else None
+    write(
+        tmp_path / "8192" / "test.jsonl", json.dumps({**ROWS[0], "context": "longer"})
+    ) if kind == "parquet" else None
     first, second = make(f"ruler:source={source},tasks=qa_1+niah_single_1").samples(None, "kvpress")
     assert (first.id, first.context) == ("niah_single_1-0", CONTEXT)
     assert [asked.id for asked in first.questions] == ["niah_single_1-0", "niah_single_1-1"]
@@ -149,7 +167,10 @@ def test_the_hub_is_asked_for_the_length_as_config(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", Library)
     found = make("ruler:source=hub,length=8192,tasks=qa_1").samples(None, "kvpress")
-    assert asked == [(("simonjegou/ruler", "8192"), "test")] and found[0].questions[0].answers == ("she", "her")
+    assert asked == [(("simonjegou/ruler", "8192"), "test")] and found[0].questions[0].answers == (
+        "she",
+        "her",
+    )
 
 
 def test_a_hub_out_of_reach_is_told_with_what_to_do(monkeypatch):
@@ -185,7 +206,10 @@ def test_squad_is_read_with_its_articles(tmp_path):
         paragraph["context"] for article in SQUAD["data"] for paragraph in article["paragraphs"]
     )
     normans, oxygen = found.questions
-    assert (normans.query, normans.answers) == ("What did they name?", ("Normandy", "Normandy, a region"))
+    assert (normans.query, normans.answers) == (
+        "What did they name?",
+        ("Normandy", "Normandy, a region"),
+    )
     assert [found.documents[index] for index in (*normans.own, *normans.near)] == [
         "The Normans gave their name to Normandy.",
         "Rollo led them.",
@@ -198,25 +222,42 @@ def test_hotpot_is_read_with_titles_and_distractors(tmp_path):
     assert len(found.documents) == 4 and "Maker\nMaker makes. It is in Bonn." in found.documents
     first, second = found.questions
     assert [found.documents[index].split("\n")[0] for index in first.own] == ["Ax", "Maker"]
-    assert [found.documents[index].split("\n")[0] for index in (*first.near, *second.near)] == ["Other", "Ax"]
+    assert [found.documents[index].split("\n")[0] for index in (*first.near, *second.near)] == [
+        "Other",
+        "Ax",
+    ]
     assert (first.query, first.answers) == ("Where is the maker of Ax?", ("Bonn",))
 
 
-def test_questions_of_files_are_asked_in_their_order_over_as_many_documents_as_fit(tmp_path, tiny_tokenizer):
+def test_questions_of_files_are_asked_in_their_order_over_as_many_documents_as_fit(
+    tmp_path, tiny_tokenizer
+):
     squad = write(tmp_path / "dev-v2.0.json", SQUAD)
 
     def samples(length):
-        return list(make(f"ruler:tasks=qa_1,per_task=2,squad={squad},length={length}").samples(tiny_tokenizer, ""))
+        return list(
+            make(f"ruler:tasks=qa_1,per_task=2,squad={squad},length={length}").samples(
+                tiny_tokenizer, ""
+            )
+        )
 
     first, second = samples(4000)
-    assert first.questions[0].answers == ("Normandy", "Normandy, a region") and second.questions[0].answers == ("8",)
+    assert first.questions[0].answers == ("Normandy", "Normandy, a region") and second.questions[
+        0
+    ].answers == ("8",)
     assert first.questions[0].text.endswith("Question: What did they name? ")
     shown = first.context.split("given documents.\n\n")[1]
-    assert all(f"Document {number}:\n" in shown for number in (1, 2, 3, 4)) and "Document 5" not in shown
-    told = tiny_tokenizer(first.context + first.questions[0].text + "Answer:", add_special_tokens=False).input_ids
+    assert (
+        all(f"Document {number}:\n" in shown for number in (1, 2, 3, 4))
+        and "Document 5" not in shown
+    )
+    told = tiny_tokenizer(
+        first.context + first.questions[0].text + "Answer:", add_special_tokens=False
+    ).input_ids
     fewer = samples(len(told) + 32 - 1)[0].context
     assert "Document 3:\n" in fewer and "Document 4:\n" not in fewer
-    assert "Rollo led them." in fewer and "The Normans gave their name to Normandy." in fewer  # its own article first
+    # Its own article first.
+    assert "Rollo led them." in fewer and "The Normans gave their name to Normandy." in fewer
 
 
 def test_too_few_questions_are_told(tmp_path, tiny_tokenizer):
@@ -225,7 +266,9 @@ def test_too_few_questions_are_told(tmp_path, tiny_tokenizer):
         list(make(f"ruler:tasks=qa_1,per_task=3,squad={squad}").samples(tiny_tokenizer, "kvpress"))
 
 
-@pytest.mark.parametrize(("kind", "content"), [("squad", HOTPOT), ("hotpot", SQUAD), ("squad", [1]), ("hotpot", {})])
+@pytest.mark.parametrize(
+    ("kind", "content"), [("squad", HOTPOT), ("hotpot", SQUAD), ("squad", [1]), ("hotpot", {})]
+)
 def test_a_file_of_another_form_is_refused(tmp_path, kind, content):
     file = write(tmp_path / "file.json", content)
     with pytest.raises(RestoreKVError, match=r"is not in the form of .*\.json; give that file"):
@@ -241,7 +284,9 @@ def test_essays_are_read_and_begin_again_where_they_end(tmp_path, tiny_tokenizer
         where = tmp_path
         for name, part in zip("ab", text.split("\n\n"), strict=True):
             write(tmp_path / f"{name}.txt", part)
-    (sample,) = make(f"ruler:tasks=niah_single_2,per_task=1,essays={where},length=1500").samples(tiny_tokenizer, "")
+    (sample,) = make(f"ruler:tasks=niah_single_2,per_task=1,essays={where},length=1500").samples(
+        tiny_tokenizer, ""
+    )
     sentences = [
         "What I Worked On Before college I wrote.",
         '"Why?"',
@@ -259,7 +304,12 @@ def test_essays_are_read_and_begin_again_where_they_end(tmp_path, tiny_tokenizer
 
 
 def test_what_is_no_essay_is_refused(tmp_path, tiny_tokenizer):
-    for name, content, told in (("a.json", {"body": "x"}, "field text"), ("b.json", {"text": " \n"}, "no words")):
+    for name, content, told in (
+        ("a.json", {"body": "x"}, "field text"),
+        ("b.json", {"text": " \n"}, "no words"),
+    ):
         where = write(tmp_path / name, content)
         with pytest.raises(RestoreKVError, match=told):
-            list(make(f"ruler:tasks=niah_single_2,essays={where}").samples(tiny_tokenizer, "kvpress"))
+            list(
+                make(f"ruler:tasks=niah_single_2,essays={where}").samples(tiny_tokenizer, "kvpress")
+            )

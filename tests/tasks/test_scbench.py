@@ -1,4 +1,6 @@
-"""SCBench: small parquet files in the true format, and every metric by hand and against its definition written anew."""
+"""SCBench: small parquet files in the true format, and every metric by hand and against its
+definition written anew.
+"""
 
 import math
 import random
@@ -34,8 +36,14 @@ def folder(tmp_path):
     """Every task: two contexts of two questions each."""
     for task, (asked, truth) in ROWS.items():
         row = {"prompts": [f"Context of {task}.", asked, asked], "ground_truth": [truth, truth]}
-        parquet.write_table(arrow.Table.from_pylist([row, row]), tmp_path / f"scbench_{task}.parquet")
-    code = {"prompts": ["Code.", "Adds.", "Multiplies."], "ground_truth": [ADD, MUL], "func_name": ["add", "mul"]}
+        parquet.write_table(
+            arrow.Table.from_pylist([row, row]), tmp_path / f"scbench_{task}.parquet"
+        )
+    code = {
+        "prompts": ["Code.", "Adds.", "Multiplies."],
+        "ground_truth": [ADD, MUL],
+        "func_name": ["add", "mul"],
+    }
     code |= {"lang": "python", "repo": "some/where"}
     parquet.write_table(arrow.Table.from_pylist([code, code]), tmp_path / "scbench_repoqa.parquet")
     return tmp_path
@@ -48,8 +56,12 @@ def asked(folder, task, protocol="kvzip"):
 
 def test_all_nine_tasks_are_read_in_order(folder):
     made = make(f"scbench:path={folder}").chosen(None, "kvzip")
-    assert [sample.id for sample in made] == [f"{task}-{index}" for task in TASKS for index in (0, 1)]
-    assert all(len(sample.questions) == 2 and sample.questions[0].task == sample.id[:-2] for sample in made)
+    assert [sample.id for sample in made] == [
+        f"{task}-{index}" for task in TASKS for index in (0, 1)
+    ]
+    assert all(
+        len(sample.questions) == 2 and sample.questions[0].task == sample.id[:-2] for sample in made
+    )
     assert len({question.id for sample in made for question in sample.questions}) == 36
     assert made[0].context == "Context of kv." and made[0].questions[0].text == "Key k?"
     answers = {sample.questions[0].task: sample.questions[0].answers for sample in made}
@@ -72,9 +84,16 @@ def test_lengths_are_the_protocols(folder):
     }
     assert lengths["kvzip"] == dict.fromkeys(TASKS, 96) | {"mf": 32, "summary": 256, "repoqa": 512}
     assert lengths["kvpress"] == {
-        "kv": 150, "prefix_suffix": 150, "vt": 30, "repoqa": 1024, "qa_eng": 40, "choice_eng": 40, "mf": 5,
-        "many_shot": 10, "summary": 200,
-    }  # fmt: skip
+        "kv": 150,
+        "prefix_suffix": 150,
+        "vt": 30,
+        "repoqa": 1024,
+        "qa_eng": 40,
+        "choice_eng": 40,
+        "mf": 5,
+        "many_shot": 10,
+        "summary": 200,
+    }
     assert asked(folder, "kv", "kvpress")[1].text == "\n\nKey k?"
     benchmark = make("scbench")
     assert benchmark.by_context("kvzip") and not benchmark.by_context("kvpress")
@@ -83,8 +102,14 @@ def test_lengths_are_the_protocols(folder):
 def test_shorter_variants_are_tasks_of_their_own(folder):
     (folder / "scbench_kv.parquet").rename(folder / "scbench_kv_short.parquet")
     benchmark, question = asked(folder, "kv_short")
-    assert question.task == "kv_short" and benchmark.score(question, "It is VALUE 1 or value1.") == 1
-    assert [full_task(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == ["kv", "qa_eng", "prefix_suffix"]
+    assert (
+        question.task == "kv_short" and benchmark.score(question, "It is VALUE 1 or value1.") == 1
+    )
+    assert [full_task(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == [
+        "kv",
+        "qa_eng",
+        "prefix_suffix",
+    ]
     for task in ("kv_long", "vt_tiny", "passkey", ""):
         with pytest.raises(RestoreKVError, match="SCBench has no task"):
             make(f"scbench:tasks={task or '+'}")
@@ -159,14 +184,23 @@ def texts(seed, count=250):
         said = [rng.choice(WORDS) for _ in range(rng.randint(0, 5))]
         said = said + reference + said[:1] if rng.random() < 0.4 else said + reference[1:]
         style = rng.choice([str.lower, str.upper, str.title, str])
-        yield "".join(style(word) + rng.choice(PUNCTUATION) + " " for word in said).strip(), " ".join(reference)
+        yield (
+            "".join(style(word) + rng.choice(PUNCTUATION) + " " for word in said).strip(),
+            " ".join(reference),
+        )
 
 
 def plain(text):
-    """Words one by one: lower case, letters and digits alone, articles left out, digit words as digits."""
+    """Words one by one: lower case, letters and digits alone, articles left out, digit words as
+    digits.
+    """
     digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     words = ["".join(filter(str.isalnum, word)) for word in text.lower().split()]
-    return [str(digits.index(word)) if word in digits else word for word in words if word not in ("", "a", "an", "the")]
+    return [
+        str(digits.index(word)) if word in digits else word
+        for word in words
+        if word not in ("", "a", "an", "the")
+    ]
 
 
 def overlap(said, wanted):
@@ -179,7 +213,10 @@ def overlap(said, wanted):
 
 
 def found(said, wanted):
-    return any(" ".join(said)[place:].startswith(" ".join(wanted)) for place in range(len(" ".join(said)) + 1))
+    return any(
+        " ".join(said)[place:].startswith(" ".join(wanted))
+        for place in range(len(" ".join(said)) + 1)
+    )
 
 
 def expected_by_words(task, said, reference):
@@ -199,7 +236,10 @@ def test_word_metrics_equal_their_definition(folder, task):
         said = said.replace(" ", "\n", 1) if number % 3 == 0 else said
         known = type(question)("", task, "", (reference,), 1)
         scores.append(benchmark.score(known, said))
-        assert scores[-1] == pytest.approx(expected_by_words(task, said, reference), abs=1e-12), (said, reference)
+        assert scores[-1] == pytest.approx(expected_by_words(task, said, reference), abs=1e-12), (
+            said,
+            reference,
+        )
     assert len(scores) >= 200 and 0 in scores and 1 in scores
 
 
@@ -214,7 +254,9 @@ def test_vt_and_mf_equal_their_definition():
         shares.add(score := METRICS["vt"](said, ", ".join(wanted)))
         assert score == pytest.approx(len(hits) / len(wanted))
         number, other = str(rng.randint(0, 3)), rng.choice(["0", "1", "2", " 3", "3."])
-        same = len(number) == len(other) and all(x == y for x, y in zip(number, other, strict=False))
+        same = len(number) == len(other) and all(
+            x == y for x, y in zip(number, other, strict=False)
+        )
         assert METRICS["mf"](other, number) == same
     assert len(shares) > 4
 
@@ -247,7 +289,9 @@ def test_rouge_l_equals_its_definition_on_single_sentences():
         for word in said:
             row = [0]
             for place, other in enumerate(wanted):
-                row.append(rows[-1][place] + 1 if word == other else max(row[-1], rows[-1][place + 1]))
+                row.append(
+                    rows[-1][place] + 1 if word == other else max(row[-1], rows[-1][place + 1])
+                )
             rows.append(row)
         longest = rows[-1][-1]
         score = METRICS["summary"](" ".join(said), " ".join(wanted))
@@ -255,10 +299,15 @@ def test_rouge_l_equals_its_definition_on_single_sentences():
 
 
 def bleu(said, wanted):
-    """Papineni's definition with Chen and Cherry's method 4: the i-th zero precision becomes ln(l) / (5 2^i) counts."""
+    """Papineni's definition with Chen and Cherry's method 4: the i-th zero precision becomes ln(l)
+    / (5 2^i) counts.
+    """
     logs, zeros = 0.0, 0
     for n in range(1, 5):
-        grams, other = (Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1)) for text in (said, wanted))
+        grams, other = (
+            Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
+            for text in (said, wanted)
+        )
         hits = sum(min(times, other[gram]) for gram, times in grams.items())
         if not hits and n == 1:
             return 0.0
@@ -276,8 +325,12 @@ def test_similarity_is_bleu():
     tokens = "def f ( x ) : return x + 1 if else for in range print".split()
     for _ in range(250):
         wanted = [rng.choice(tokens) for _ in range(rng.randint(1, 12))]
-        said = [word if rng.random() < 0.8 else rng.choice(tokens) for word in wanted][: rng.randint(1, 12)]
-        assert scbench.similarity(" \n".join(said), "  ".join(wanted)) == pytest.approx(bleu(said, wanted), abs=1e-12)
+        said = [word if rng.random() < 0.8 else rng.choice(tokens) for word in wanted][
+            : rng.randint(1, 12)
+        ]
+        assert scbench.similarity(" \n".join(said), "  ".join(wanted)) == pytest.approx(
+            bleu(said, wanted), abs=1e-12
+        )
 
 
 def test_repoqa_asks_for_the_most_similar_function_above_the_threshold():
@@ -310,7 +363,10 @@ CODE = {
         "int A::m() { return 1; }\nint *p() { return 0; }\nint f(int x) { return x; }",
         "int f(int x) { return x; }",
     ),
-    "go": ("package a\nfunc (s S) m() {}\nfunc f(x int) int { return x }", "func f(x int) int { return x }"),
+    "go": (
+        "package a\nfunc (s S) m() {}\nfunc f(x int) int { return x }",
+        "func f(x int) int { return x }",
+    ),
 }
 
 
@@ -318,7 +374,9 @@ CODE = {
 def test_functions_are_taken_out_of_blocks(language):
     source, function = CODE[language]
     assert scbench.extracted(f"Sure:\n```{language}\n{source}\n```\n", language) == function
-    assert scbench.extracted(source, language) == source, "nothing is taken out of what is in no block"
+    assert scbench.extracted(source, language) == source, (
+        "nothing is taken out of what is in no block"
+    )
     assert scbench.extracted(f"```\nx\n```\n\n```\n{source}\n```", language) == function
     assert scbench.extracted("```\n? ?\n```\n```\ny\n```", language) == "? ?\n"
     assert scbench.extracted("```\nopen", language) == "```\nopen"
@@ -352,7 +410,8 @@ def test_malformed_rows_are_told(folder, task, columns, told):
 def test_missing_and_damaged_files_are_told(folder, monkeypatch):
     (folder / "scbench_kv.parquet").unlink()
     with pytest.raises(
-        RestoreKVError, match=r"no file scbench_kv.parquet; fetch it from Jang-Hyun/SCBench-preprocessed"
+        RestoreKVError,
+        match=r"no file scbench_kv.parquet; fetch it from Jang-Hyun/SCBench-preprocessed",
     ):
         asked(folder, "kv")
     (folder / "scbench_mf.parquet").write_text("no parquet")
@@ -376,6 +435,7 @@ def test_the_hub_is_asked_for_the_tasks_file(folder, monkeypatch):
 
     monkeypatch.setattr("restorekv.tasks.scbench.hf_hub_download", offline)
     with pytest.raises(
-        RestoreKVError, match=r"Cannot read scbench_kv.parquet .*\(no network\); fetch it .*path=FOLDER"
+        RestoreKVError,
+        match=r"Cannot read scbench_kv.parquet .*\(no network\); fetch it .*path=FOLDER",
     ):
         make("scbench:tasks=kv").chosen(None, "kvzip")

@@ -41,8 +41,13 @@ def test_the_shipped_adapter_is_found_and_used(tiny, evictor):
     document = documents(tokenizer, 1, split="check", low=512, high=600)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", RestoreKVWarning)
-        small = compress(model, tokenizer, document.text, evictor=evictor, ratio=0.2, adapter="auto")
-    assert small.manifest.restore_tokens > 0 and small.manifest.adapter["evictor"] == small.manifest.evictor
+        small = compress(
+            model, tokenizer, document.text, evictor=evictor, ratio=0.2, adapter="auto"
+        )
+    assert (
+        small.manifest.restore_tokens > 0
+        and small.manifest.adapter["evictor"] == small.manifest.evictor
+    )
     assert small.manifest.model == "tiny"
     layers, heads = small.manifest.shape["layers"], small.manifest.shape["heads"]
     assert small.manifest.pairs == small.manifest.tokens * layers * heads // 5
@@ -54,14 +59,20 @@ def test_it_answers_held_out_questions_from_a_fifth_of_the_cache(tiny):
     for document in documents(tokenizer, 8, split="check", low=512, high=800):
         small = compress(model, tokenizer, document.text, ratio=0.2, adapter="auto")
         told = small.ask([question.text for question in document.questions], max_new_tokens=64)
-        scores += [question.score(answer) for question, answer in zip(document.questions, told, strict=True)]
+        scores += [
+            question.score(answer)
+            for question, answer in zip(document.questions, told, strict=True)
+        ]
     assert sum(scores) / len(scores) > 0.75
 
 
 def test_restoring_is_the_default_where_an_adapter_ships(tiny):
     model, tokenizer = tiny
     assert compress(model, tokenizer, ENGLISH * 8, ratio=0.2).manifest.restore_tokens > 0
-    assert compress(model, tokenizer, ENGLISH * 8, ratio=0.2, adapter=None).manifest.restore_tokens == 0
+    assert (
+        compress(model, tokenizer, ENGLISH * 8, ratio=0.2, adapter=None).manifest.restore_tokens
+        == 0
+    )
 
 
 def test_plain_english_runs(tiny):

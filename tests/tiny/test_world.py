@@ -1,4 +1,6 @@
-"""The tiny world: reproducible, of the promised lengths, answerable from its text, scored as by hand."""
+"""The tiny world: reproducible, of the promised lengths, answerable from its text, scored as by
+hand.
+"""
 
 import random
 

@@ -17,10 +17,17 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("direction", ["symmetric", "forward", "reverse"])
 def test_divergences_are_torchs(direction):
     torch.manual_seed(0)
-    teacher, student = torch.randn(7, 50, dtype=torch.float64), torch.randn(7, 50, dtype=torch.float64)
+    teacher, student = (
+        torch.randn(7, 50, dtype=torch.float64),
+        torch.randn(7, 50, dtype=torch.float64),
+    )
     p, q = teacher.log_softmax(-1), student.log_softmax(-1)
-    expected = {"forward": kl(p, q), "reverse": kl(q, p), "symmetric": (kl(p, q) + kl(q, p)) / 2}[direction]
-    torch.testing.assert_close(divergence(teacher, student, direction).double(), expected, rtol=1e-5, atol=1e-6)
+    expected = {"forward": kl(p, q), "reverse": kl(q, p), "symmetric": (kl(p, q) + kl(q, p)) / 2}[
+        direction
+    ]
+    torch.testing.assert_close(
+        divergence(teacher, student, direction).double(), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_equal_logits_cost_nothing_and_the_teacher_gets_no_gradient():
@@ -61,4 +68,7 @@ def test_sums_weigh_long_answers_more():
 
 def test_the_last_question_token_predicts_the_first_answer_token():
     rows = answer_rows([(3, 2), (1, 4)], 6)
-    assert rows.tolist() == [[False, False, True, True, False, False], [True, True, True, True, False, False]]
+    assert rows.tolist() == [
+        [False, False, True, True, False, False],
+        [True, True, True, True, False, False],
+    ]

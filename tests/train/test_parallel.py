@@ -1,4 +1,6 @@
-"""Several processes train as one does, with whole and with spread backbones; a run that is killed is no run lost."""
+"""Several processes train as one does, with whole and with spread backbones; a run that is killed
+is no run lost.
+"""
 
 import csv
 import json
@@ -33,7 +35,8 @@ from tests.helpers.models import build_model
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. "
 ASKED = ("who lives in the red house?", "is the code seven?")
-# Lengths, and with them the number of scoring passes, differ widely; the last one's answers need no decoding.
+# Lengths, and with them the number of scoring passes, differ widely; the last one's answers need no
+# decoding.
 EXAMPLES = [
     Example(TEXT * 4 + "red", ASKED, (" seven", None)),
     Example(TEXT + "blue", ASKED, (None, " seven")),
@@ -41,9 +44,19 @@ EXAMPLES = [
     Example(TEXT + "lives", ASKED, (None, None), ((5, 6, 7), (8, 9))),
 ]
 CONFIG = TrainConfig(
-    evictor="kvzip:chunk=40", restore_tokens=2, rank=2, alpha=4, lr=1e-2, warmup=1, steps=2, questions=2,
-    ratio_min=0.1, ratio_max=0.4, max_new_tokens=3, checkpoint_every=1,
-)  # fmt: skip
+    evictor="kvzip:chunk=40",
+    restore_tokens=2,
+    rank=2,
+    alpha=4,
+    lr=1e-2,
+    warmup=1,
+    steps=2,
+    questions=2,
+    ratio_min=0.1,
+    ratio_max=0.4,
+    max_new_tokens=3,
+    checkpoint_every=1,
+)
 ADAPTER = ("adapter_model.safetensors", "restore_embeddings.safetensors")
 
 
@@ -54,11 +67,18 @@ def free_port() -> int:
 
 
 def together(job: Callable, *arguments: object, size: int = 2, seconds: float = 120) -> list:
-    """What job(group, *arguments) returns in each of `size` processes, or the exception that it raises there."""
+    """What job(group, *arguments) returns in each of `size` processes, or the exception that it
+    raises there.
+    """
     fork, port = get_context("fork"), free_port()
 
     def work(rank: int, end) -> None:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_PORT": str(port),
+        }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         try:
             with process_group(own_device("cpu")) as group:
@@ -93,12 +113,24 @@ def losses(folder: Path) -> list[float]:
 
 def difference(one: Path, other: Path) -> float:
     """The largest between the tensors of two adapters."""
-    pairs = [(load_file(one / "adapter" / name), load_file(other / "adapter" / name)) for name in ADAPTER]
+    pairs = [
+        (load_file(one / "adapter" / name), load_file(other / "adapter" / name)) for name in ADAPTER
+    ]
     return max(float((left[key] - right[key]).abs().max()) for left, right in pairs for key in left)
 
 
-def run(group, tokenizer, folder: Path, config: TrainConfig, spreading: bool, resume: bool = False, stop: int = 0):
-    """A run on a random model; returns the shares of the decoder layers' numbers that this process holds."""
+def run(
+    group,
+    tokenizer,
+    folder: Path,
+    config: TrainConfig,
+    spreading: bool,
+    resume: bool = False,
+    stop: int = 0,
+):
+    """A run on a random model; returns the shares of the decoder layers' numbers that this process
+    holds.
+    """
     model = build_model("qwen3")
     layers = decoder(model).layers
     whole = sum(p.numel() for p in layers.parameters())
@@ -110,7 +142,9 @@ def run(group, tokenizer, folder: Path, config: TrainConfig, spreading: bool, re
             raise RestoreKVError("stopped")
 
     train(model, tokenizer, EXAMPLES, config, folder, resume, progress, group=group)
-    return sum(p.to_local().numel() if spreading else p.numel() for p in layers.parameters()) / whole
+    return (
+        sum(p.to_local().numel() if spreading else p.numel() for p in layers.parameters()) / whole
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +156,9 @@ def alone(tmp_path_factory, tiny_tokenizer) -> Path:
 
 
 @pytest.mark.parametrize("spreading", (False, True))
-def test_two_processes_train_as_one_with_twice_the_contexts(alone, tiny_tokenizer, tmp_path, spreading):
+def test_two_processes_train_as_one_with_twice_the_contexts(
+    alone, tiny_tokenizer, tmp_path, spreading
+):
     shares = together(run, tiny_tokenizer, tmp_path / "run", CONFIG, spreading)
     assert shares == pytest.approx([0.5, 0.5] if spreading else [1, 1], abs=0.01)
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5, abs=1e-6)
@@ -133,14 +169,19 @@ def test_two_processes_train_as_one_with_twice_the_contexts(alone, tiny_tokenize
 
 def test_a_run_of_two_processes_resumes(alone, tiny_tokenizer, tmp_path):
     stopped = together(run, tiny_tokenizer, tmp_path / "run", CONFIG, False, False, 1)
-    assert all("stopped" in str(error) for error in stopped) and not (tmp_path / "run" / "adapter").exists()
+    assert (
+        all("stopped" in str(error) for error in stopped)
+        and not (tmp_path / "run" / "adapter").exists()
+    )
     assert together(run, tiny_tokenizer, tmp_path / "run", CONFIG, False, True) == [1, 1]
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5, abs=1e-6)
     assert difference(tmp_path / "run", alone) < 1e-5
 
 
 @pytest.mark.parametrize("interrupted", [(0, 1), (0,)])
-def test_a_run_of_two_processes_keeps_its_steps_when_it_is_interrupted(alone, tiny_tokenizer, tmp_path, interrupted):
+def test_a_run_of_two_processes_keeps_its_steps_when_it_is_interrupted(
+    alone, tiny_tokenizer, tmp_path, interrupted
+):
     config = replace(CONFIG, checkpoint_every=50)
 
     def job(group):
@@ -148,7 +189,15 @@ def test_a_run_of_two_processes_keeps_its_steps_when_it_is_interrupted(alone, ti
             if group.rank in interrupted:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        arguments = build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run", False, progress
+        arguments = (
+            build_model("qwen3"),
+            tiny_tokenizer,
+            EXAMPLES,
+            config,
+            tmp_path / "run",
+            False,
+            progress,
+        )
         try:
             train(*arguments, group=group)
         except KeyboardInterrupt:
@@ -218,7 +267,9 @@ def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, 
         spread(model, torch.device("cpu"))
         train(model, tiny_tokenizer, short, config, tmp_path / "run", group=group)
 
-    assert all("line 5" in str(error) and "r = 0.05" in str(error) for error in together(job, seconds=60))
+    assert all(
+        "line 5" in str(error) and "r = 0.05" in str(error) for error in together(job, seconds=60)
+    )
 
 
 @pytest.mark.slow
@@ -236,7 +287,9 @@ def test_spread_backbones_train_with_every_setting(tiny_tokenizer, tmp_path, set
     config = replace(CONFIG, steps=6, **settings)
     twice = replace(config, contexts=2 * config.contexts)
     train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, twice, tmp_path / "alone")
-    assert together(run, tiny_tokenizer, tmp_path / "run", config, True)[0] == pytest.approx(0.5, abs=0.01)
+    assert together(run, tiny_tokenizer, tmp_path / "run", config, True)[0] == pytest.approx(
+        0.5, abs=0.01
+    )
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5, abs=1e-6)
     assert difference(tmp_path / "run", tmp_path / "alone") < 1e-4
 
@@ -251,12 +304,17 @@ def test_what_cannot_be_shared_is_refused(monkeypatch):
     for device in ("mps", "cuda:1"):
         with pytest.raises(RestoreKVError, match="its own GPU"):
             own_device(device)
-    with pytest.raises(RestoreKVError, match="do not find each other"), process_group(own_device("cpu")):
+    with (
+        pytest.raises(RestoreKVError, match="do not find each other"),
+        process_group(own_device("cpu")),
+    ):
         pass
 
 
 def killed(moment: int, how: str, *arguments: object) -> int:
-    """Trains in a process that kills itself at its `moment`-th file to be written; returns what it ended with."""
+    """Trains in a process that kills itself at its `moment`-th file to be written; returns what it
+    ended with.
+    """
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -293,7 +351,15 @@ def test_a_run_survives_kills_at_every_kind_of_moment(tiny_tokenizer, tmp_path):
     config = replace(CONFIG, steps=4, keep=4)
     arguments = tiny_tokenizer, EXAMPLES[1:], config
     train(build_model("llama"), *arguments, tmp_path / "whole")
-    moments = [(1, "within"), (1, "before"), (2, "after"), (2, "within"), (1, "after"), (3, "before"), (4, "after")]
+    moments = [
+        (1, "within"),
+        (1, "before"),
+        (2, "after"),
+        (2, "within"),
+        (1, "after"),
+        (3, "before"),
+        (4, "after"),
+    ]
     for moment, how in moments:
         assert killed(moment, how, *arguments, tmp_path / "cut") == -signal.SIGKILL
     assert killed(0, "", *arguments, tmp_path / "cut") == 0
@@ -306,7 +372,9 @@ def same_files(one: Path, other: Path) -> None:
     names = {path.name for path in (other / "adapter").iterdir()}
     assert {path.name for path in (one / "adapter").iterdir() if path.is_file()} == names
     for name in names:
-        assert (one / "adapter" / name).read_bytes() == (other / "adapter" / name).read_bytes(), name
+        assert (one / "adapter" / name).read_bytes() == (other / "adapter" / name).read_bytes(), (
+            name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -315,10 +383,19 @@ def command(tmp_path_factory, tiny_tokenizer) -> list[str]:
     folder = tmp_path_factory.mktemp("world")
     build_model("qwen3").save_pretrained(folder / "model")
     tiny_tokenizer.save_pretrained(folder / "model")
-    lines = [json.dumps({"context": example.context, "questions": ASKED}) + "\n" for example in EXAMPLES]
+    lines = [
+        json.dumps({"context": example.context, "questions": ASKED}) + "\n" for example in EXAMPLES
+    ]
     (folder / "data").write_text("".join(lines))
     options = "--restore-tokens 2 --rank 2 --warmup 1 --max-new-tokens 3 --ratio-min 0.1 --checkpoint-every 2"
-    return ["train", "--model", str(folder / "model"), "--data", str(folder / "data"), *options.split()]
+    return [
+        "train",
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "data"),
+        *options.split(),
+    ]
 
 
 @pytest.mark.slow
@@ -347,9 +424,12 @@ def test_runs_killed_at_random_end_as_one_that_was_not(command, tmp_path):
 def ended(command: list) -> tuple[int, str, str]:
     """Exit code, stdout and stderr; everything it started ends with it."""
     child = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         out, err = child.communicate(timeout=600)
     except subprocess.TimeoutExpired:
@@ -370,12 +450,16 @@ def test_launchers_start_what_trains_as_one_process(command, tmp_path, launcher)
     if launcher != "torchrun":
         pytest.importorskip("accelerate")
         launch += ["--num_processes", "2", "--main_process_port", port]
-    one = ended(["restorekv", *command, "--contexts", "2", "--steps", "3", "--out", tmp_path / "alone"])
+    one = ended(
+        ["restorekv", *command, "--contexts", "2", "--steps", "3", "--out", tmp_path / "alone"]
+    )
     assert one[0] == 0, one[2]
     both = [*launch, "-m", "restorekv", *command, "--steps", "3", "--out", tmp_path / "both"]
     code, out, err = ended(both)
     assert code == 0, err
     assert out.count("Wrote") == err.count("Before training") == 1
-    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5, abs=1e-6)
+    assert losses(tmp_path / "both") == pytest.approx(
+        losses(tmp_path / "alone"), rel=1e-5, abs=1e-6
+    )
     code, out, err = ended(both)
     assert code != 0 and "already holds a run" in err

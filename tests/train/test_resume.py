@@ -21,10 +21,15 @@ def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
             raise RestoreKVError("killed")  # which saves nothing
 
     with pytest.raises(RestoreKVError, match="killed"):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
+        train(
+            build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill
+        )
     train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    one, other = (
+        (tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes()
+        for run in ("whole", "cut")
+    )
     assert one == other
 
 
@@ -37,14 +42,17 @@ def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
         pytest.param("progress", [4], marks=pytest.mark.slow),
     ],
 )
-def test_an_interruption_keeps_every_finished_step(tiny_tokenizer, tmp_path, monkeypatch, moment, taken):
+def test_an_interruption_keeps_every_finished_step(
+    tiny_tokenizer, tmp_path, monkeypatch, moment, taken
+):
     config, steps, calls = replace(CONFIG, steps=4, checkpoint_every=50), [], []
     train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")
 
     def interrupting(inner):
         def call(*arguments):
             calls.append(1)
-            if len(calls) == (6 if moment == "loss" else 3):  # in the third step, whose second context is the sixth
+            # In the third step, whose second context is the sixth.
+            if len(calls) == (6 if moment == "loss" else 3):
                 signal.raise_signal(signal.SIGINT)
             return inner(*arguments)
 
@@ -57,15 +65,25 @@ def test_an_interruption_keeps_every_finished_step(tiny_tokenizer, tmp_path, mon
         for name in {"loss": ["sample_loss"], "update": ["update"]}.get(moment, []):
             patch.setattr(loop, name, interrupting(getattr(loop, name)))
         if moment == "log":
-            patch.setattr(loop.SummaryWriter, "add_scalar", interrupting(loop.SummaryWriter.add_scalar))
+            patch.setattr(
+                loop.SummaryWriter, "add_scalar", interrupting(loop.SummaryWriter.add_scalar)
+            )
         own = interrupting(progress) if moment == "progress" else progress
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", progress=own)
+        train(
+            build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", progress=own
+        )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     steps.clear()
     train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", True, progress)
     assert steps == taken, "no finished step is taken again"
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and len(losses(tmp_path / "cut")) == 4
-    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert (
+        losses(tmp_path / "cut") == losses(tmp_path / "whole")
+        and len(losses(tmp_path / "cut")) == 4
+    )
+    one, other = (
+        (tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes()
+        for run in ("whole", "cut")
+    )
     assert one == other
 
 
@@ -75,7 +93,14 @@ def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.seal, "seal_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", progress=interrupt)
+        train(
+            build_model("llama"),
+            tiny_tokenizer,
+            EXAMPLES,
+            CONFIG,
+            tmp_path / "run",
+            progress=interrupt,
+        )
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
@@ -94,7 +119,9 @@ def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer,
         log.unlink() if text is None else log.write_text(text)
         with pytest.warns(RestoreKVWarning, match=f"loss.csv lacks {4 - len(left)} of the 4 steps"):
             train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
-        assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [row.split(",")[0] for row in left]
+        assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [
+            row.split(",")[0] for row in left
+        ]
     log.write_text("epoch,val\n1,0.5\n")
     with pytest.raises(RestoreKVError, match=r"loss\.csv is not the log of a run; move it away"):
         train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
@@ -116,7 +143,12 @@ def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monk
     with pytest.raises(RestoreKVError, match="line 7 needs"):
         train(model, tiny_tokenizer, [long], CONFIG, run)
     monkeypatch.setattr(checkpoint, "origin", None)  # the places come before the data are hashed
-    for out, store in ((run, file), (run, file / "store"), (file / "run", None), (run, Path("/dev/null"))):
+    for out, store in (
+        (run, file),
+        (run, file / "store"),
+        (file / "run", None),
+        (run, Path("/dev/null")),
+    ):
         with pytest.raises(RestoreKVError, match="is a file; give the name of a folder"):
             train(model, tiny_tokenizer, EXAMPLES, CONFIG, out, store=store)
     assert list(tmp_path.iterdir()) == [file]
@@ -128,4 +160,6 @@ def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path, name
     (tmp_path / name).write_text("epoch,val\n1,0.5\n")
     with pytest.raises(RestoreKVError, match="holds other files"):
         train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path, resume)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "epoch,val\n1,0.5\n")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        (name, "epoch,val\n1,0.5\n")
+    ]

@@ -39,8 +39,15 @@ def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
     config = replace(LIVE, evictor=evictor, hidden_weight=0.1, attention_weight=0.1)
     train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
     for run in ("filling", "filled"):
-        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / run, store=tmp_path / "store",
-              store_prefill=prefills)  # fmt: skip
+        train(
+            build_model("qwen3"),
+            tiny_tokenizer,
+            EXAMPLES,
+            config,
+            tmp_path / run,
+            store=tmp_path / "store",
+            store_prefill=prefills,
+        )
     assert losses(tmp_path / "filling") == losses(tmp_path / "filled") == losses(tmp_path / "live")
     parts = {path.name: len(list(path.iterdir())) for path in (tmp_path / "store").iterdir()}
     assert parts == {"scores": 5, "teacher": 5} | ({"prefill": 5} if prefills else {})
@@ -53,10 +60,15 @@ def test_fifty_steps_from_the_cache_are_those_without_it(tmp_path):
     config = replace(LIVE, steps=50, contexts=1, restore_tokens=3, lr=4e-3, max_new_tokens=16)
     train(model, tokenizer, examples, config, tmp_path / "live")
     train(model, tokenizer, examples, config, tmp_path / "cached", store=tmp_path / "store")
-    assert losses(tmp_path / "cached") == losses(tmp_path / "live") and len(losses(tmp_path / "live")) == 50
+    assert (
+        losses(tmp_path / "cached") == losses(tmp_path / "live")
+        and len(losses(tmp_path / "live")) == 50
+    )
 
 
-def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(tiny_tokenizer, tmp_path, monkeypatch):
+def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
     model = build_model("llama")
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "one", store=tmp_path / "store")
     before = files(tmp_path / "store")
@@ -66,17 +78,28 @@ def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(tiny_to
 
     monkeypatch.setattr(cache_module.Teacher, "targets", refuse)
     monkeypatch.setattr("restorekv.compression.eviction.Eviction.prepare", refuse)
-    train(model, tiny_tokenizer, EXAMPLES, replace(LIVE, seed=1), tmp_path / "two", store=tmp_path / "store")
+    train(
+        model,
+        tiny_tokenizer,
+        EXAMPLES,
+        replace(LIVE, seed=1),
+        tmp_path / "two",
+        store=tmp_path / "store",
+    )
     assert files(tmp_path / "store") == before
 
 
-@pytest.mark.parametrize("change", [{"model": 1}, {"evictor": "knorm"}, {"max_new_tokens": 3}, {"text": "another"}])
+@pytest.mark.parametrize(
+    "change", [{"model": 1}, {"evictor": "knorm"}, {"max_new_tokens": 3}, {"text": "another"}]
+)
 def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
     store = tmp_path / "store"
     TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
     model = build_model("qwen3", seed=change.get("model", 0))
     examples = [replace(EXAMPLES[0], context=EXAMPLES[0].context + change.get("text", ""))]
-    config = replace(LIVE, **{key: value for key, value in change.items() if key not in ("model", "text")})
+    config = replace(
+        LIVE, **{key: value for key, value in change.items() if key not in ("model", "text")}
+    )
     prepared, targets = TeacherCache(model, tiny_tokenizer, examples, config, store).get(0)
     fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config).get(0)
     assert torch.equal(prepared.scores, fresh.scores)
@@ -87,7 +110,10 @@ def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
 @pytest.mark.parametrize("change", ["stop ids", "tokenizer", "config"])
 def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer, tmp_path, change):
     first = facts(build_model("qwen3"), tiny_tokenizer)
-    model, tokenizer = build_model("qwen3", **({"rms_norm_eps": 0.3} if change == "config" else {})), tiny_tokenizer
+    model, tokenizer = (
+        build_model("qwen3", **({"rms_norm_eps": 0.3} if change == "config" else {})),
+        tiny_tokenizer,
+    )
     if change == "stop ids":
         model.generation_config.eos_token_id = [2, 7]
     elif change == "tokenizer":
@@ -104,9 +130,13 @@ def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_token
     again = TeacherCache(tiny_model, tiny_tokenizer, [given], LIVE).get(0)[1]
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(own, again, strict=True))
     other = replace(given, answer_ids=((5, 6, 2), (7, 2)))
-    assert [x.ids[-x.answer :].tolist() for x in TeacherCache(tiny_model, tiny_tokenizer, [other], LIVE).get(0)[1]] == [
-        [5, 6, 2], [7, 2],
-    ]  # fmt: skip
+    assert [
+        x.ids[-x.answer :].tolist()
+        for x in TeacherCache(tiny_model, tiny_tokenizer, [other], LIVE).get(0)[1]
+    ] == [
+        [5, 6, 2],
+        [7, 2],
+    ]
 
 
 def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
@@ -114,7 +144,9 @@ def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
     TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get(0)
     path = next((tmp_path / "scores").iterdir())
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(RestoreKVError, match=f"{path.name} is cut short .*; delete it to have it computed again"):
+    with pytest.raises(
+        RestoreKVError, match=f"{path.name} is cut short .*; delete it to have it computed again"
+    ):
         TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get(0)
 
 
@@ -123,18 +155,28 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
     model = build_model("qwen3")
 
     def read():
-        return TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path, store_prefill=True).get(0)
+        return TeacherCache(
+            model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path, store_prefill=True
+        ).get(0)
 
     read()
     path = next((tmp_path / part).iterdir())
     raw = path.read_bytes()
     _, good = seal.read(path, cache_module.KIND)
-    bad = [{name: value for name, value in list(good.items())[1:]}, {**good, "surplus": torch.ones(1)}]
+    bad = [
+        {name: value for name, value in list(good.items())[1:]},
+        {**good, "surplus": torch.ones(1)},
+    ]
     for name, value in good.items():
-        bad += [{**good, name: change} for change in (value[None].clone(), value.double(), value.float() * torch.nan)]
+        bad += [
+            {**good, name: change}
+            for change in (value[None].clone(), value.double(), value.float() * torch.nan)
+        ]
     for tensors in bad:
         seal.write(path, cache_module.KIND, tensors)
-        with pytest.raises(RestoreKVError, match=f"{path.name} (is damaged|has numbers in .* not finite)"):
+        with pytest.raises(
+            RestoreKVError, match=f"{path.name} (is damaged|has numbers in .* not finite)"
+        ):
             read()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(RestoreKVError, match="checksum"):
@@ -142,17 +184,23 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
 
 
 @pytest.mark.slow
-def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(tiny_tokenizer, tmp_path, monkeypatch):
+def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
     model, store = build_model("qwen3"), tmp_path / "store"
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
     TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
     before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
     read = cache_module.seal.read
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE))
+    monkeypatch.setattr(
+        cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE)
+    )
     reading = lambda path, *rest, **more: (reads.append(str(path)), read(path, *rest, **more))[1]  # noqa: E731
     monkeypatch.setattr(cache_module.seal, "read", reading)
     with pytest.warns(RestoreKVWarning) as told:
         train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
-    assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [True]
+    assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [
+        True
+    ]
     assert losses(tmp_path / "full") == losses(tmp_path / "live")
     assert files(store) == before and set(reads) == before.keys()

@@ -1,4 +1,6 @@
-"""The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays as it was."""
+"""The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays
+as it was.
+"""
 
 import sys
 import warnings
@@ -87,24 +89,36 @@ def test_data_of_one_name_counts_under_each_of_its_licenses(tiny_tokenizer, tmp_
 
 
 @pytest.mark.parametrize(("kind", "other"), [("learned", "fixed"), ("fixed", "learned")])
-def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(tiny_tokenizer, tmp_path, kind, other):
+def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(
+    tiny_tokenizer, tmp_path, kind, other
+):
     model, config = build_model("llama"), replace(CONFIG, embeddings=kind, init=str(tmp_path))
     initial_adapter(model, tiny_tokenizer, replace(config, init="")).save_pretrained(tmp_path)
     again = initial_adapter(model, tiny_tokenizer, config)
     assert again.embeddings.requires_grad == (kind == "learned")
-    with pytest.raises(AdapterError, match=f"has embeddings {kind}, the settings {other}; train with --embeddings"):
+    with pytest.raises(
+        AdapterError, match=f"has embeddings {kind}, the settings {other}; train with --embeddings"
+    ):
         initial_adapter(model, tiny_tokenizer, replace(config, embeddings=other))
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
-    first = train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1, lr=0.0), tmp_path / "start")
+    first = train(
+        model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1, lr=0.0), tmp_path / "start"
+    )
     start = {name: weight.clone() for name, weight in first.trainable_state().items()}
     second = train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "end")
-    still = [name for name, weight in second.trainable_state().items() if torch.equal(weight, start[name])]
+    still = [
+        name
+        for name, weight in second.trainable_state().items()
+        if torch.equal(weight, start[name])
+    ]
     last = f"layers.{model.config.num_hidden_layers - 1}."
     # The last layer leaves its keys and values only, so whatever follows them there never matters.
-    assert still and all(last in name and not ("k_proj" in name or "v_proj" in name) for name in still)
+    assert still and all(
+        last in name and not ("k_proj" in name or "v_proj" in name) for name in still
+    )
 
 
 def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
@@ -133,14 +147,19 @@ def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_toke
     prepared, targets = teachers.get(1)
     alone = answer_logits(tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer])
     both = answer_logits(
-        tiny_model, prepared.evict(0.3), [target.ids for target in targets], [x.answer for x in targets]
+        tiny_model,
+        prepared.evict(0.3),
+        [target.ids for target in targets],
+        [x.answer for x in targets],
     )
     torch.testing.assert_close(both[: targets[0].answer], alone, rtol=1e-4, atol=1e-4)
     full = answer_logits(tiny_model, prepared.evict(1), [targets[0].ids], [targets[0].answer])
     assert (full - alone).abs().max() > 1e-3
 
 
-def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(tiny_model, tiny_tokenizer):
+def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
+    tiny_model, tiny_tokenizer
+):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     adapter = initial_adapter(tiny_model, tiny_tokenizer, CONFIG)
     found = check(adapter, teachers, StepSample(1, (0, 1), "0.400000", 2))
@@ -159,10 +178,17 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
         TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store").get(3)
         for path in (tmp_path / "store" / "teacher").iterdir():
             _, held = seal.read(path, KIND, "the file")
-            seal.write(path, KIND, {name: -x if "hidden" in name else x for name, x in held.items()}, follow=False)
+            seal.write(
+                path,
+                KIND,
+                {name: -x if "hidden" in name else x for name, x in held.items()},
+                follow=False,
+            )
     elif broken == "attention":
         right = cascade.attend
-        monkeypatch.setattr(cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale))
+        monkeypatch.setattr(
+            cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale)
+        )
     else:
         whole = ScoredContext.with_restore_cache
         monkeypatch.setattr(
@@ -183,22 +209,31 @@ def test_schedule_and_order_are_functions_of_the_step():
     assert learning_rate(config, 60) == pytest.approx(0.5)
     examples = [Example(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
     samples = [
-        sample for step in range(5) for sample in sample_step(replace(config, contexts=2, questions=2), step, examples)
+        sample
+        for step in range(5)
+        for sample in sample_step(replace(config, contexts=2, questions=2), step, examples)
     ]
     assert sorted(sample.index for sample in samples) == list(range(10))
-    assert all(len(set(sample.questions)) == 2 and 0.025 <= float(sample.ratio) <= 0.25 for sample in samples)
+    assert all(
+        len(set(sample.questions)) == 2 and 0.025 <= float(sample.ratio) <= 0.25
+        for sample in samples
+    )
     assert {sample.restore_tokens for sample in samples} == {8}
 
 
 def test_two_processes_take_the_samples_of_one_with_twice_the_contexts():
     examples = [Example(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
     one = [sample_step(TrainConfig(contexts=4), step, examples) for step in range(5)]
-    assert one == [sample_step(TrainConfig(contexts=2), step, examples, processes=2) for step in range(5)]
+    assert one == [
+        sample_step(TrainConfig(contexts=2), step, examples, processes=2) for step in range(5)
+    ]
 
 
 def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
     examples = [Example("a", ("b?",), (None,))]
-    config = TrainConfig(ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3)
+    config = TrainConfig(
+        ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3
+    )
     samples = [sample_step(config, step, examples)[0] for step in range(400)]
     assert 0.4 < sum(float(sample.ratio) < 0.1 for sample in samples) / 400 < 0.6
     assert {sample.restore_tokens for sample in samples} == {1, 2, 3}
@@ -228,11 +263,23 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
         ('{"context": "a", "questions": "b?"}', 'has no list in "questions"'),
         ('{"context": "a", "questions": ["b?"]', "is not JSON .*character 37"),
         ('{"context": "a", "questions": ["b?", " "]}', 'has no text in "questions", number 2'),
-        ('{"context": "a", "questions": ["b?"], "answers": [" "]}', 'has no text in "answers", number 1'),
-        ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "has 1 questions and 2 answers"),
+        (
+            '{"context": "a", "questions": ["b?"], "answers": [" "]}',
+            'has no text in "answers", number 1',
+        ),
+        (
+            '{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}',
+            "has 1 questions and 2 answers",
+        ),
         ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
-        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the unknown license 'all mine'"),
-        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the unknown license 'all mine'"),
+        (
+            '{"context": "a", "questions": ["b?"], "license": "all mine"}',
+            "has the unknown license 'all mine'",
+        ),
+        (
+            '{"context": "a", "questions": ["b?"], "license": "all mine"}',
+            "has the unknown license 'all mine'",
+        ),
     ],
 )
 def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, told):
@@ -250,22 +297,30 @@ def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer
     check_lengths(tiny_model, tiny_tokenizer, [fits], CONFIG)
     tokens = make_context(tiny_tokenizer, fits.context).positions
     with pytest.raises(RestoreKVError, match="line 7 needs"):
-        check_lengths(tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens))
+        check_lengths(
+            tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens)
+        )
     short = replace(EXAMPLES[0], context="red", where="line 9")
     with pytest.raises(RestoreKVError, match="line 9 has 1 tokens"):
         check_lengths(tiny_model, tiny_tokenizer, [short], CONFIG)
-    with pytest.warns(RestoreKVWarning, match="5 of 5 contexts are too short for 90 restore tokens"):
+    with pytest.warns(
+        RestoreKVWarning, match="5 of 5 contexts are too short for 90 restore tokens"
+    ):
         check_lengths(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, restore_tokens=90))
 
 
-def test_a_ratio_without_room_for_a_token_teaches_nothing_and_breaks_nothing(tiny_tokenizer, tmp_path):
+def test_a_ratio_without_room_for_a_token_teaches_nothing_and_breaks_nothing(
+    tiny_tokenizer, tmp_path
+):
     config = replace(CONFIG, ratio_min=0.001, ratio_max=0.02, restore_from="evicted", steps=4)
     with pytest.warns(RestoreKVWarning, match="too short"):
         train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
     assert len(losses(tmp_path / "run")) == 4
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(tiny_tokenizer, tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(
+    tiny_tokenizer, tmp_path
+):
     config = replace(CONFIG, lr=1e30, warmup=0, checkpoint_every=1)
     with pytest.raises(RestoreKVError, match=r"step \d is not finite"):
         train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
@@ -275,10 +330,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(t
 
 @pytest.mark.slow
 def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
-    free = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=0.0), tmp_path / "free")
-    wide = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=1e9), tmp_path / "wide")
+    free = train(
+        build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=0.0), tmp_path / "free"
+    )
+    wide = train(
+        build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=1e9), tmp_path / "wide"
+    )
     assert all(
-        torch.equal(a, b) for a, b in zip(free.trainable_state().values(), wide.trainable_state().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(
+            free.trainable_state().values(), wide.trainable_state().values(), strict=True
+        )
     )
     assert any("lora_B" in name and value.any() for name, value in free.trainable_state().items())
 
@@ -297,7 +359,11 @@ def test_half_precision_that_loses_gradients_is_refused(tiny_tokenizer, tmp_path
 )
 def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kind, extra):
     torch.manual_seed(0)
-    model = kind(kind.config_class(**{**SHAPE, "eos_token_id": 2, **extra})).eval().requires_grad_(False)
+    model = (
+        kind(kind.config_class(**{**SHAPE, "eos_token_id": 2, **extra}))
+        .eval()
+        .requires_grad_(False)
+    )
     attention.install(model)
     teachers = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
     prepared, targets = teachers.get(0)
@@ -308,7 +374,9 @@ def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kin
     train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
 
 
-def test_a_head_of_another_kind_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch):
+def test_a_head_of_another_kind_is_found_before_the_first_step(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
     model = build_model("llama")
     whole = type(model).forward
 
@@ -323,7 +391,12 @@ def test_a_head_of_another_kind_is_found_before_the_first_step(tiny_tokenizer, t
 
 
 def test_a_stretched_rope_has_more_positions():
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+    }
     assert longest(build_model("llama", rope_parameters=rope).config) == 16384
     assert longest(build_model("llama").config) == 4096
 
@@ -334,7 +407,9 @@ def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, mon
     widths = []
     inner = teacher_module.answer_pass
     monkeypatch.setattr(teacher_module, "BATCH", 3)
-    monkeypatch.setattr(teacher_module, "answer_pass", lambda *args: (widths.append(len(args[2])), inner(*args))[1])
+    monkeypatch.setattr(
+        teacher_module, "answer_pass", lambda *args: (widths.append(len(args[2])), inner(*args))[1]
+    )
     parts = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get(0)[1]
     assert max(widths) == 3
     for one, other in zip(whole, parts, strict=True):
@@ -348,7 +423,9 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
     before = (tmp_path / "run" / "loss.csv").read_text()
     model = build_model("llama", seed=int(change == "model"))
     model = model.double() if change == "dtype" else model
-    examples = [replace(EXAMPLES[0], license="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
+    examples = (
+        [replace(EXAMPLES[0], license="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
+    )
     config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
     with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
         train(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
@@ -367,31 +444,43 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     draft = tiny_tokenizer.decode(answer[:-1])
     assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
     monkeypatch.setattr(teacher_module, "answer_ids", None)
-    again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG).get(0)[1][0]
+    again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG).get(
+        0
+    )[1][0]
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
 def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path):
     made = replace(EXAMPLES[0], source="books", license="cc-by-sa-4.0")
-    adapter = train(build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run")
+    adapter = train(
+        build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run"
+    )
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]
-    assert adapter.card.license == "unknown" and adapter.card.between == default_between(tiny_tokenizer)
+    assert adapter.card.license == "unknown" and adapter.card.between == default_between(
+        tiny_tokenizer
+    )
 
 
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda meta, own: meta.update(step="9" * 30), lambda meta, own: meta.update(step="7"),
-        lambda meta, own: meta.update(config="[" * 9000), lambda meta, own: meta.update(config='{"lr": "high"}'),
-        lambda meta, own: meta.update(origin="[]"), lambda meta, own: meta.pop("origin"),
-        lambda meta, own: own.pop("adapter.embeddings"), lambda meta, own: own.update(more=torch.ones(1)),
+        lambda meta, own: meta.update(step="9" * 30),
+        lambda meta, own: meta.update(step="7"),
+        lambda meta, own: meta.update(config="[" * 9000),
+        lambda meta, own: meta.update(config='{"lr": "high"}'),
+        lambda meta, own: meta.update(origin="[]"),
+        lambda meta, own: meta.pop("origin"),
+        lambda meta, own: own.pop("adapter.embeddings"),
+        lambda meta, own: own.update(more=torch.ones(1)),
         lambda meta, own: own.update({"adapter.embeddings": own["adapter.embeddings"] * torch.nan}),
         lambda meta, own: own.update({"optimizer.0.exp_avg_sq": own["optimizer.0.exp_avg_sq"] - 1}),
         lambda meta, own: own.update({"optimizer.0.step": torch.tensor(99.0)}),
-        lambda meta, own: own.update({"optimizer.0.exp_avg": own["optimizer.0.exp_avg"][:1].clone()}),
+        lambda meta, own: own.update(
+            {"optimizer.0.exp_avg": own["optimizer.0.exp_avg"][:1].clone()}
+        ),
     ],
-)  # fmt: skip
+)
 def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenizer, tmp_path, harm):
     model = build_model("qwen3")
     train(model, tiny_tokenizer, EXAMPLES[:2], replace(CONFIG, steps=2), tmp_path / "run")
@@ -409,7 +498,9 @@ def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenize
 def test_each_step_draws_one_of_several_evictors(tiny_tokenizer, tmp_path):
     model = build_model("llama")
     config = replace(CONFIG, evictor="snapkv:window=8,kernel=3,h2o", ratio_weight=1.0)
-    adapter = train(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run", store=tmp_path / "store")
+    adapter = train(
+        model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run", store=tmp_path / "store"
+    )
     assert [each.spec for each in config.evictions()] == ["snapkv:window=8,kernel=3", "h2o"]
     drawn = {sample_step(config, step, EXAMPLES)[0].evictor for step in range(20)}
     assert drawn == {0, 1}
@@ -442,7 +533,9 @@ def test_draws_read_a_context_once(tiny_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(TeacherCache, "prepared", counted)
     config = replace(CONFIG, keep=0, contexts=1, draws=3, steps=2)
     train(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
-    assert len(reads) == 2, "one context a step; the check before the first step read its context for it"
+    assert len(reads) == 2, (
+        "one context a step; the check before the first step read its context for it"
+    )
     samples = sample_step(config, 1, EXAMPLES)
     assert len(samples) == 3 and len({sample.index for sample in samples}) == 1
     assert len({sample.ratio for sample in samples}) == 3
@@ -458,7 +551,9 @@ def test_processes_share_contexts_and_not_draws():
         assert [share[0].index] * 3 == [sample.index for sample in share[:3]] and len(share) == 6
 
 
-def test_training_without_tensorboard_is_refused_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch):
+def test_training_without_tensorboard_is_refused_before_the_first_step(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(RestoreKVError, match=r"install 'restorekv\[train\]'"):
         train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")

@@ -1,4 +1,6 @@
-"""Training gates: planted ones are found again, interruptions lose nothing, and the command tells mistakes plainly."""
+"""Training gates: planted ones are found again, interruptions lose nothing, and the command tells
+mistakes plainly.
+"""
 
 import json
 import math
@@ -35,7 +37,10 @@ from tests.helpers.gates import random_layers
 from tests.helpers.models import build_model
 
 CPU = torch.device("cpu")
-TEXTS = [f"the code of the red house is {word}; who lives in the blue house? " * 3 for word in ("seven", "ten", "two")]
+TEXTS = [
+    f"the code of the red house is {word}; who lives in the blue house? " * 3
+    for word in ("seven", "ten", "two")
+]
 
 
 def silent(*_):
@@ -61,7 +66,9 @@ def test_ridge_finds_a_planted_linear_gate():
 
 
 def test_ridge_is_the_penalised_minimum():
-    """At the minimum of |y - XW - b|^2 + alpha |W|^2 the gradient vanishes, and the intercept has no penalty."""
+    """At the minimum of |y - XW - b|^2 + alpha |W|^2 the gradient vanishes, and the intercept has
+    no penalty.
+    """
     shape, _, hidden, target = planted("kvzap-mlp", KVzap.predict)
     data = Features(hidden, target.exp(), torch.zeros(600))
     found = fit_linear(data, shape, GateConfig("kvzap-linear", alpha=30.0), CPU, silent)
@@ -86,7 +93,10 @@ def test_training_comes_close_to_a_planted_gate(kind):
     target = target if kind == "fastkvzip" else target.exp()
     data = Features(hidden, target, torch.arange(1500) // 500)
     train, held = data.held_out(0.3)
-    few, many = GateConfig(kind, steps=1, epochs=1, lr=1e-9), GateConfig(kind, steps=400, epochs=40, batch=200)
+    few, many = (
+        GateConfig(kind, steps=1, epochs=1, lr=1e-9),
+        GateConfig(kind, steps=400, epochs=40, batch=200),
+    )
     before, after = (
         measured(held, fit(train, shape, config.resolved(shape), CPU, silent), predict, config, CPU)
         for config in (few, many)
@@ -103,7 +113,9 @@ def test_the_loss_sums_heads_and_layers_and_averages_tokens():
     total = 0.0
     for layer in range(3):
         for head in range(2):
-            for p, y in zip(scores[layer, head].tolist(), target[layer, head].tolist(), strict=True):
+            for p, y in zip(
+                scores[layer, head].tolist(), target[layer, head].tolist(), strict=True
+            ):
                 total -= (y * math.log(p) + (1 - y) * math.log(1 - p)) / 5
     assert float(cross_entropy(scores, target)) == pytest.approx(total)
 
@@ -117,7 +129,9 @@ def test_ranks_and_overlap():
     first = torch.tensor([0.1, 0.9, 0.5, 0.7])
     assert float(spearman(first, first.exp())) == pytest.approx(1)
     assert float(spearman(first, -first)) == pytest.approx(-1)
-    assert float(spearman(first, torch.tensor([1.0, 3, 2, 4]))) == pytest.approx(1 - 6 * 2 / (4 * 15))
+    assert float(spearman(first, torch.tensor([1.0, 3, 2, 4]))) == pytest.approx(
+        1 - 6 * 2 / (4 * 15)
+    )
     tied = torch.tensor([0.0, 0.0, 1.0, 1.0])  # ranks 1.5, 1.5, 3.5, 3.5
     assert float(spearman(tied, torch.tensor([1.0, 2, 3, 4]))) == pytest.approx(2 / 5**0.5)
     assert float(spearman(torch.zeros(4), first)) == 0, "what knows nothing agrees with nothing"
@@ -143,7 +157,10 @@ def test_whole_contexts_are_held_out():
 
 def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_tokenizer, tmp_path):
     found = collect(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
-    assert found.hidden.shape == (60, 3, 32) and found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
+    assert (
+        found.hidden.shape == (60, 3, 32)
+        and found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
+    )
     context, inputs = make_context(tiny_tokenizer, TEXTS[1]), {}
     with observe_layers(tiny_model, lambda view: inputs.update({view.layer: view.hidden})):
         full = prefill(tiny_model, context.ids)
@@ -173,7 +190,10 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
     arguments = (model, tiny_tokenizer, TEXTS, config, tmp_path / "gate", tmp_path / "f1")
     with pytest.raises(KeyboardInterrupt):
         train_gate(*arguments)
-    assert sorted(path.name for path in (tmp_path / "f1").iterdir()) == ["00000.safetensors", "00001.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "f1").iterdir()) == [
+        "00000.safetensors",
+        "00001.safetensors",
+    ]
     assert not (tmp_path / "gate").exists()
     with pytest.raises(RestoreKVError, match="holds features already"):
         train_gate(*arguments)
@@ -189,9 +209,12 @@ def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path):
     model, folder = build_model("qwen3"), tmp_path / "f"
     collect(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder)
     cases = [
-        (build_model("qwen3", seed=1), TEXTS, "kvzip", 5, 0), (model, TEXTS[::-1], "kvzip", 5, 0),
-        (model, TEXTS, "kvzip+", 5, 0), (model, TEXTS, "kvzip", 6, 0), (model, TEXTS, "kvzip", 5, 1),
-    ]  # fmt: skip
+        (build_model("qwen3", seed=1), TEXTS, "kvzip", 5, 0),
+        (model, TEXTS[::-1], "kvzip", 5, 0),
+        (model, TEXTS, "kvzip+", 5, 0),
+        (model, TEXTS, "kvzip", 6, 0),
+        (model, TEXTS, "kvzip", 5, 1),
+    ]
     for other, texts, target, tokens, seed in cases:
         with pytest.raises(RestoreKVError, match="other data, settings or another model"):
             collect(other, tiny_tokenizer, texts, target, tokens, seed, folder, resume=True)
@@ -219,9 +242,20 @@ def folder(tmp_path_factory, tiny_tokenizer):
 def command(folder, out, *more):
     data = () if "--data" in more else ("--data", folder / "data")
     return [
-        "train-gate", "--model", folder / "model", *data, "--out", out,
-        "--tokens", 20, "--steps", 3, "--epochs", 1, *more,
-    ]  # fmt: skip
+        "train-gate",
+        "--model",
+        folder / "model",
+        *data,
+        "--out",
+        out,
+        "--tokens",
+        20,
+        "--steps",
+        3,
+        "--epochs",
+        1,
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("kind", gate_file.KINDS)
@@ -232,23 +266,41 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
     card = gate_file.read(out).card
     assert card.kind == kind and card.target == gate_file.TARGETS[kind]
     assert card.figures.keys() == {
-        "held_out_loss", "spearman", "spearman_within_heads", "overlap_of_top_tenth"
-    }  # fmt: skip
+        "held_out_loss",
+        "spearman",
+        "spearman_within_heads",
+        "overlap_of_top_tenth",
+    }
     assert card.settings.keys() == {"tokens", "held_out", "seed", "contexts", *USED[kind]}
     assert None not in card.settings.values() and card.settings.get("width", 64) == 64
     assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
     (tmp_path / "text").write_text(TEXTS[0])
     spec = f"{kind.partition('-')[0]}:gate={out}"
-    result = cli("compress", tmp_path / "text", "--model", folder / "model", "-o", tmp_path / "c", "--evictor", spec)
+    result = cli(
+        "compress",
+        tmp_path / "text",
+        "--model",
+        folder / "model",
+        "-o",
+        tmp_path / "c",
+        "--evictor",
+        spec,
+    )
     assert result.code == 0, result
 
 
 def test_a_context_with_a_line_for_each_question_counts_once(folder, tmp_path):
     """Else the gate would be measured on texts that it was trained on."""
-    rows = [{"context": text, "questions": [question]} for text in TEXTS for question in ("who?", "where?")]
+    rows = [
+        {"context": text, "questions": [question]}
+        for text in TEXTS
+        for question in ("who?", "where?")
+    ]
     (tmp_path / "lines").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "gate.safetensors"
-    result = cli(*command(folder, out, "--data", tmp_path / "lines", "--data", folder / "data", "--count", 3))
+    result = cli(
+        *command(folder, out, "--data", tmp_path / "lines", "--data", folder / "data", "--count", 3)
+    )
     assert result.code == 0 and "6 of 9 contexts repeat an earlier one" in result.err, result
     assert gate_file.read(out).card.settings["contexts"] == 3
     assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
@@ -273,8 +325,14 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence(folder, tmp_path, name):
     more, words = MISTAKES[name]
-    result = cli(*command(folder, tmp_path / "gate", *[str(word).replace("{}", str(folder)) for word in more]))
-    assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1, result
+    result = cli(
+        *command(
+            folder, tmp_path / "gate", *[str(word).replace("{}", str(folder)) for word in more]
+        )
+    )
+    assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1, (
+        result
+    )
     assert re.search(words, result.err), result.err
     assert not list(tmp_path.iterdir())
 

@@ -1,6 +1,8 @@
-"""What a training step keeps for its backward pass and computes at once: nothing that grows with the context.
+"""What a training step keeps for its backward pass and computes at once: nothing that grows with
+the context.
 
-Counted tensor by tensor, so the figures are exact; and the path that keeps nothing gives the same gradients.
+Counted tensor by tensor, so the figures are exact; and the path that keeps nothing gives the same
+gradients.
 """
 
 import pytest
@@ -40,25 +42,39 @@ def storages(*tensors):
 
 
 def kept_for_backward(model, tokenizer, words):
-    """Bytes kept by a restore pass and a student, beside weights and the frozen context; and the context's length."""
-    prepared, adapter, kept = Eviction.make("knorm").prepare(model, tokenizer, WORDS * words), make_adapter(model), {}
+    """Bytes kept by a restore pass and a student, beside weights and the frozen context; and the
+    context's length.
+    """
+    prepared, adapter, kept = (
+        Eviction.make("knorm").prepare(model, tokenizer, WORDS * words),
+        make_adapter(model),
+        {},
+    )
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # held, so that no address comes twice
+        # Held, so that no address comes twice.
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         student, loss = student_loss(model, prepared, adapter)
-    frozen = storages(*model.parameters(), *(x for layer in prepared.full.layers for x in (layer.keys, layer.values)))
+    frozen = storages(
+        *model.parameters(),
+        *(x for layer in prepared.full.layers for x in (layer.keys, layer.values)),
+    )
     for layer in student.layers:
         frozen |= storages(layer.context_keys, layer.context_values)
     loss.backward()
     assert adapter.embeddings.grad.any()
-    return sum(storage.nbytes() for place, storage in kept.items() if place not in frozen), prepared.context.tokens
+    return sum(
+        storage.nbytes() for place, storage in kept.items() if place not in frozen
+    ), prepared.context.tokens
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_nothing_kept_for_the_backward_pass_grows_with_the_context(tiny_tokenizer, monkeypatch, family):
+def test_nothing_kept_for_the_backward_pass_grows_with_the_context(
+    tiny_tokenizer, monkeypatch, family
+):
     monkeypatch.setattr(attention, "WORKSPACE", 0)
     model = build_model(family)
     short, few = kept_for_backward(model, tiny_tokenizer, 3)
@@ -84,9 +100,10 @@ def test_blocks_bound_what_is_computed_at_once(monkeypatch):
     monkeypatch.setattr(frozen, "BLOCK", 50_000)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
-    query, keys, values = (draw(*shape, dim).requires_grad_() for shape in (
-        (1, heads, groups, queries), (1, heads, tail), (1, heads, tail)
-    ))  # fmt: skip
+    query, keys, values = (
+        draw(*shape, dim).requires_grad_()
+        for shape in ((1, heads, groups, queries), (1, heads, tail), (1, heads, tail))
+    )
     keep = torch.ones(heads, kept, dtype=torch.bool)
     layer = make_layer(keep, draw(heads, kept, dim), draw(heads, kept, dim), keys, values, None)
     with Largest() as largest:
@@ -97,9 +114,19 @@ def test_blocks_bound_what_is_computed_at_once(monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 100])
 def test_blocks_of_rows_are_exact(monkeypatch, block):
-    """Gradients by finite differences: with a bias, padding, and a query that sees nothing in an empty head."""
+    """Gradients by finite differences: with a bias, padding, and a query that sees nothing in an
+    empty head.
+    """
     monkeypatch.setattr(frozen, "BLOCK", block)
-    case = {"seed": 4, "lengths": [3, 0, 9], "batch": 2, "queries": 3, "tail": 5, "bias": True, "padding": True}
+    case = {
+        "seed": 4,
+        "lengths": [3, 0, 9],
+        "batch": 2,
+        "queries": 3,
+        "tail": 5,
+        "bias": True,
+        "padding": True,
+    }
     keep, leaves, fixed, bias, mask = build(case)
     mask[1, :, 0] = False
 
@@ -107,7 +134,9 @@ def test_blocks_of_rows_are_exact(monkeypatch, block):
         layer = make_layer(keep, **fixed, tail_keys=tail_keys, tail_values=tail_values, bias=bias)
         return frozen.attend(query, layer, mask, 0.3)
 
-    assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves.values()], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        run, [leaf.requires_grad_() for leaf in leaves.values()], fast_mode=True
+    )
 
 
 def test_both_paths_give_the_same_loss_and_gradients(tiny_model, tiny_tokenizer, monkeypatch):
@@ -121,22 +150,32 @@ def test_both_paths_give_the_same_loss_and_gradients(tiny_model, tiny_tokenizer,
         found.append([loss.detach(), *(p.grad for p in adapter.parameters() if p.grad is not None)])
     assert len(found[0]) == len(found[1]) > 20
     for copied, referred in zip(*found, strict=True):
-        torch.testing.assert_close(referred, copied, rtol=1e-3, atol=1e-3 * float(copied.abs().max()))
+        torch.testing.assert_close(
+            referred, copied, rtol=1e-3, atol=1e-3 * float(copied.abs().max())
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_restore_pass_leaves_the_full_cache_alone(tiny_model, tokens):
     """Without gradients it is bit for bit the pass that appends to a plain cache."""
     ids = torch.randint(3, 300, (1, 30), generator=torch.Generator().manual_seed(0))
-    adapter, full, grown = RestoreAdapter.create(tiny_model, tokens), prefill(tiny_model, ids), prefill(tiny_model, ids)
+    adapter, full, grown = (
+        RestoreAdapter.create(tiny_model, tokens),
+        prefill(tiny_model, ids),
+        prefill(tiny_model, ids),
+    )
     with torch.no_grad():
         adapter.append(grown)
         caches = {True: read_only_view(full), False: RaggedCache.whole(full)}
         for cache in caches.values():
             adapter.append(cache)
     assert full.get_seq_length() == 30
-    for plain, joined, apart in zip(grown.layers, caches[True].layers, caches[False].layers, strict=True):
-        assert joined.keys.equal(plain.keys[:, :, 30:]) and joined.values.equal(plain.values[:, :, 30:])
+    for plain, joined, apart in zip(
+        grown.layers, caches[True].layers, caches[False].layers, strict=True
+    ):
+        assert joined.keys.equal(plain.keys[:, :, 30:]) and joined.values.equal(
+            plain.values[:, :, 30:]
+        )
         torch.testing.assert_close(apart.keys, joined.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(apart.values, joined.values, rtol=1e-4, atol=1e-4)
 
@@ -149,12 +188,22 @@ def test_a_whole_cache_is_a_view_even_of_slices(tiny_model):
     expected = [layer.keys.clone() for layer in full.layers]
     whole = RaggedCache.whole(full)
     for layer, dense, keys in zip(whole.layers, full.layers, expected, strict=True):
-        assert storages(layer.context_keys, layer.context_values) == storages(dense.keys, dense.values)
+        assert storages(layer.context_keys, layer.context_values) == storages(
+            dense.keys, dense.values
+        )
         assert dense.keys.equal(keys) and layer.context_keys.equal(keys[0].flatten(0, 1))
 
 
 def test_the_backend_follows_gradients():
-    case = {"seed": 0, "lengths": [4, 2, 7], "batch": 2, "queries": 2, "tail": 3, "bias": False, "padding": False}
+    case = {
+        "seed": 0,
+        "lengths": [4, 2, 7],
+        "batch": 2,
+        "queries": 2,
+        "tail": 3,
+        "bias": False,
+        "padding": False,
+    }
     keep, leaves, fixed, _, _ = build(case)
     query = leaves.pop("query")
     layer = make_layer(keep, **fixed, **leaves, bias=None)

@@ -43,7 +43,9 @@ class Layer:
 
     kv_cache: torch.Tensor
     num_kv_heads: int
-    impl: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(do_kv_cache_update=update))
+    impl: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(do_kv_cache_update=update)
+    )
 
 
 def update(layer, keys, values, cache, slots):
@@ -60,7 +62,11 @@ def connector(monkeypatch, tiny_model, tiny_tokenizer, tmp_path):
     parts = BASE.split(".")
     for name in [".".join(parts[:count]) for count in range(1, len(parts) + 1)] + [STATE]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, value in (("KVConnectorBase_V1", Base), ("KVConnectorMetadata", object), ("KVConnectorRole", Role)):
+    for name, value in (
+        ("KVConnectorBase_V1", Base),
+        ("KVConnectorMetadata", object),
+        ("KVConnectorRole", Role),
+    ):
         setattr(sys.modules[BASE], name, value)
     ranks = SimpleNamespace(rank=0, count=1)
     sys.modules[STATE].get_tensor_model_parallel_rank = lambda: ranks.rank
@@ -72,7 +78,13 @@ def connector(monkeypatch, tiny_model, tiny_tokenizer, tmp_path):
 
 class World:
     def __init__(self, module, model, tokenizer, store, ranks):
-        self.module, self.model, self.tokenizer, self.store, self.ranks = module, model, tokenizer, store, ranks
+        self.module, self.model, self.tokenizer, self.store, self.ranks = (
+            module,
+            model,
+            tokenizer,
+            store,
+            ranks,
+        )
         self.documents = [portable_of(model, tokenizer, text) for text in TEXTS]
         for document, name in zip(self.documents, ("red", "blue"), strict=True):
             document.save(store / f"{name}.safetensors")
@@ -82,11 +94,17 @@ class World:
         return SimpleNamespace(
             kv_transfer_config=SimpleNamespace(**transfer_config(self.store)),
             model_config=SimpleNamespace(
-                hf_text_config=text, dtype=torch.float32, get_head_size=lambda: self.documents[0].keys.shape[-1]
+                hf_text_config=text,
+                dtype=torch.float32,
+                get_head_size=lambda: self.documents[0].keys.shape[-1],
             ),
             cache_config=SimpleNamespace(block_size=BLOCK),
             parallel_config=SimpleNamespace(
-                **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+                **{
+                    "decode_context_parallel_size": 1,
+                    "prefill_context_parallel_size": 1,
+                    **parallel,
+                }
             ),
         )
 
@@ -95,7 +113,9 @@ class World:
 
     def layers(self, heads):
         shape = (2, BLOCKS, BLOCK, heads, self.documents[0].keys.shape[-1])
-        names = [f"model.layers.{index}.self_attn.attn" for index in range(len(self.documents[0].keys))]
+        names = [
+            f"model.layers.{index}.self_attn.attn" for index in range(len(self.documents[0].keys))
+        ]
         return {name: Layer(torch.zeros(shape), heads) for name in names} | {"lm_head": object()}
 
     def prompt(self, number):
@@ -106,10 +126,14 @@ class World:
 
 
 def schedule(scheduler, request, computed, blocks, beside=True):
-    """What vLLM's scheduler does with a request of which it has `computed` tokens; returns how many it need not."""
+    """What vLLM's scheduler does with a request of which it has `computed` tokens; returns how many
+    it need not.
+    """
     tokens, later = scheduler.get_num_new_matched_tokens(request, computed)
     assert later is beside
-    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), tokens)
+    scheduler.update_state_after_alloc(
+        request, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), tokens
+    )
     return tokens
 
 
@@ -132,7 +156,9 @@ def test_a_document_goes_to_the_blocks_of_its_request(connector, computed):
     load(worker, scheduler.build_connector_meta(None), layers)
     assert worker.get_block_ids_with_load_errors() == set()
     for index, layer in enumerate(list(layers.values())[:-1]):
-        for pages, own in zip(layer.kv_cache, (document.keys[index], document.values[index]), strict=True):
+        for pages, own in zip(
+            layer.kv_cache, (document.keys[index], document.values[index]), strict=True
+        ):
             there = pages[blocks].flatten(0, 1)  # by the request's positions
             assert there[computed:m].equal(own[:, computed:].transpose(0, 1))
             assert not there[:computed].any() and not there[m:].any()
@@ -143,7 +169,11 @@ def test_every_rank_takes_its_heads(connector):
     document, heads = connector.documents[0], connector.documents[0].keys.shape[1]
     for rank in range(heads):
         connector.ranks.rank, connector.ranks.count = rank, heads
-        scheduler, worker, layers = connector.make(Role.SCHEDULER), connector.make(Role.WORKER), connector.layers(1)
+        scheduler, worker, layers = (
+            connector.make(Role.SCHEDULER),
+            connector.make(Role.WORKER),
+            connector.layers(1),
+        )
         schedule(scheduler, connector.request(connector.prompt(0)), 0, range(BLOCKS))
         load(worker, scheduler.build_connector_meta(None), layers)
         first = next(iter(layers.values())).kv_cache[0].flatten(0, 1)[: document.tokens, 0]
@@ -155,7 +185,10 @@ def test_a_request_that_fails_names_its_own_blocks(connector):
     ids, layers = connector.prompt(0), connector.layers(2)
     strange = [*ids[:10], (ids[10] + 1) % VOCABULARY, *ids[11:]]
     blocks = [5, 6, 8, 10, 3, 0]
-    assert schedule(scheduler, connector.request(strange, "bad"), BLOCK, blocks, False) == len(ids) - 1 - BLOCK
+    assert (
+        schedule(scheduler, connector.request(strange, "bad"), BLOCK, blocks, False)
+        == len(ids) - 1 - BLOCK
+    )
     schedule(scheduler, connector.request(ids, "good"), 0, [7, 2, 9, 4, 11, 1])
     load(worker, scheduler.build_connector_meta(None), layers)
     last = -(-(len(ids) - 1) // BLOCK)
@@ -166,8 +199,14 @@ def test_a_request_that_fails_names_its_own_blocks(connector):
 
 
 def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monkeypatch):
-    """Steps go on while a request waits for a file; the next request for it gets it with its first step."""
-    scheduler, worker, layers = connector.make(Role.SCHEDULER), connector.make(Role.WORKER), connector.layers(2)
+    """Steps go on while a request waits for a file; the next request for it gets it with its first
+    step.
+    """
+    scheduler, worker, layers = (
+        connector.make(Role.SCHEDULER),
+        connector.make(Role.WORKER),
+        connector.layers(2),
+    )
     go, real = threading.Event(), worker.store.pairs
     monkeypatch.setattr(worker.store, "pairs", lambda document: go.wait(30) and real(document))
     schedule(scheduler, connector.request(connector.prompt(0), "first"), 0, [7, 2, 9, 4, 11, 1])
@@ -176,9 +215,18 @@ def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monke
     assert worker.get_finished(set()) == (None, set())
     go.set()
     wait(list(worker.reading.values()))
-    assert worker.get_finished(set()) == (None, {"first"}) and worker.get_finished(set()) == (None, set())
+    assert worker.get_finished(set()) == (None, {"first"}) and worker.get_finished(set()) == (
+        None,
+        set(),
+    )
     scheduler.update_connector_output(SimpleNamespace(finished_recving={"first"}))
-    schedule(scheduler, connector.request(connector.prompt(0), "second"), 0, [0, 3, 5, 6, 8, 10], beside=False)
+    schedule(
+        scheduler,
+        connector.request(connector.prompt(0), "second"),
+        0,
+        [0, 3, 5, 6, 8, 10],
+        beside=False,
+    )
     assert load(worker, scheduler.build_connector_meta(None), layers) == set()
     pages = next(iter(layers.values())).kv_cache[0]
     assert pages[[0, 3, 5]].equal(pages[[7, 2, 9]]) and pages[0].any()
@@ -191,7 +239,9 @@ def test_a_file_that_vanishes_ends_the_request_that_waits(connector):
     schedule(scheduler, connector.request(ids), 0, blocks)
     (connector.store / "red.safetensors").unlink()
     assert load(worker, scheduler.build_connector_meta(None), connector.layers(2)) == {"a"}
-    assert worker.get_block_ids_with_load_errors() == set(blocks[: -(-connector.documents[0].tokens // BLOCK)])
+    assert worker.get_block_ids_with_load_errors() == set(
+        blocks[: -(-connector.documents[0].tokens // BLOCK)]
+    )
 
 
 def test_requests_without_documents_are_left_alone(connector):
@@ -223,10 +273,15 @@ def test_earlier_turns_stand_before_the_question(connector):
     ids = prompt(document, QUESTION, tokenizer, "It", turns)
     assert ids[: document.tokens] == document.ids.tolist()
     asked = conversation_ids(tokenizer, document.context, turns, QUESTION)
-    assert ids[document.tokens :] == [*asked.tolist(), *tokenizer.encode("It", add_special_tokens=False)]
+    assert ids[document.tokens :] == [
+        *asked.tolist(),
+        *tokenizer.encode("It", add_special_tokens=False),
+    ]
     body = chat(document, QUESTION, tokenizer, turns=turns)
     assert [each["role"] for each in body["messages"]] == ["user", "assistant"] * 2 + ["user"]
-    assert body["kv_transfer_params"]["prompt_token_ids"] == prompt(document, QUESTION, tokenizer, turns=turns)
+    assert body["kv_transfer_params"]["prompt_token_ids"] == prompt(
+        document, QUESTION, tokenizer, turns=turns
+    )
     alone = question_ids(tokenizer, document.context, QUESTION)[0].tolist()
     assert prompt(document, QUESTION, tokenizer) == document.ids.tolist() + alone
     with pytest.raises(RestoreKVError, match="is text, not list"):

@@ -31,7 +31,9 @@ def own_logprobs(world, document, question):
     ids=str,
 )
 def test_first_tokens_are_near_those_of_the_file(world, options, near):
-    """Nearer than those of a document that differs in a name and two numbers, in mean distance of logprobs."""
+    """Nearer than those of a document that differs in a name and two numbers, in mean distance of
+    logprobs.
+    """
     with engine(world, **options) as llm:
         rows = [(number, place) for place in (0, 1, 2) for number in range(len(world.documents))]
         outputs = ask(llm, [world.prompt(*row) for row in rows], max_tokens=1, logprobs=5)

@@ -5,7 +5,16 @@ import urllib.error
 import pytest
 
 from restorekv.vllm import chat
-from tests.helpers.engine import TOKENS, answers, ask, engine, make_world, post, server, without_halves
+from tests.helpers.engine import (
+    TOKENS,
+    answers,
+    ask,
+    engine,
+    make_world,
+    post,
+    server,
+    without_halves,
+)
 from tests.helpers.models import build_model, build_tokenizer
 
 pytest.importorskip("vllm")
@@ -20,7 +29,11 @@ def llm(request, world):
 
 
 def test_answers_equal_those_of_ask_in_mixed_batches_and_alone(world, llm):
-    rows = [(number, place) for place in range(len(world.questions)) for number in range(len(world.documents))]
+    rows = [
+        (number, place)
+        for place in range(len(world.questions))
+        for number in range(len(world.documents))
+    ]
     found = answers(llm, [world.prompt(*row) for row in rows])
     assert found == [world.expected[number][place] for number, place in rows]  # 100 of 100
     for number, place in rows[::17]:
@@ -44,34 +57,61 @@ def test_documents_survive_eviction_from_a_small_cache(world):
     small = {"max_model_len": 512, "max_num_seqs": 2, "num_gpu_blocks_override": 8}
     with engine(world, enable_prefix_caching=True, **small) as llm:
         for _ in range(2):
-            found = answers(llm, [world.prompt(number, 1) for number in range(len(world.documents))])
+            found = answers(
+                llm, [world.prompt(number, 1) for number in range(len(world.documents))]
+            )
             assert found == [row[1] for row in world.expected]
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
 def test_preempted_requests_resume_with_their_document(tmp_path, caching):
     """Blocks in which two requests can begin and only one can end."""
-    texts = {color: f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")}
+    texts = {
+        color: f"The code of the {color} house is seven; nobody lives there. " * 3
+        for color in ("red", "blue")
+    }
     model = build_model("llama", hidden_size=128, head_dim=32)
-    options = {"evictor": "knorm", "tokens_per_head": 40, "tokens": 2 * BLOCK}  # answers that take two blocks more
-    world = make_world(tmp_path, model, build_tokenizer(), texts, ["Which code?", "who lives there?"], **options)
+    # Answers that take two blocks more.
+    options = {"evictor": "knorm", "tokens_per_head": 40, "tokens": 2 * BLOCK}
+    world = make_world(
+        tmp_path, model, build_tokenizer(), texts, ["Which code?", "who lives there?"], **options
+    )
     rows = [(number, place) for number in range(2) for place in range(2)]
     first = -(-max(len(world.prompt(*row)) for row in rows) // BLOCK)
-    small = {"block_size": BLOCK, "max_model_len": BLOCK * (first + 3), "num_gpu_blocks_override": 2 * first + 2}
+    small = {
+        "block_size": BLOCK,
+        "max_model_len": BLOCK * (first + 3),
+        "num_gpu_blocks_override": 2 * first + 2,
+    }
     with engine(world, enable_prefix_caching=caching, disable_log_stats=False, **small) as llm:
         before = preemptions(llm)
         found = answers(llm, [world.prompt(*row) for row in rows], max_tokens=options["tokens"])
         assert preemptions(llm) > before
-    assert without_halves(found) == without_halves([world.expected[number][place] for number, place in rows])
+    assert without_halves(found) == without_halves(
+        [world.expected[number][place] for number, place in rows]
+    )
 
 
 def test_a_file_that_became_another_ends_the_request_that_waits_for_it(tmp_path):
     """vLLM reads a document's file beside its steps, and then finds another document in it."""
-    texts = {color: f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")}
+    texts = {
+        color: f"The code of the {color} house is seven; nobody lives there. " * 3
+        for color in ("red", "blue")
+    }
     model = build_model("llama", hidden_size=128, head_dim=32)
-    world = make_world(tmp_path, model, build_tokenizer(), texts, ["Which code?"], evictor="knorm", tokens_per_head=40)
+    world = make_world(
+        tmp_path,
+        model,
+        build_tokenizer(),
+        texts,
+        ["Which code?"],
+        evictor="knorm",
+        tokens_per_head=40,
+    )
     with engine(world) as llm:
-        (world.store / "red.safetensors").write_bytes((world.store / "blue.safetensors").read_bytes())
+        (world.store / "red.safetensors").write_bytes(
+            (world.store / "blue.safetensors").read_bytes()
+        )
         outputs = ask(llm, [world.prompt(0, 0), world.prompt(1, 0)])
         assert (outputs[0].text, outputs[0].finish_reason) == ("", "error")
         found = [outputs[1].text, *answers(llm, [world.prompt(1, 0)])]
@@ -79,7 +119,9 @@ def test_a_file_that_became_another_ends_the_request_that_waits_for_it(tmp_path)
 
 
 def preemptions(llm) -> float:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    return sum(
+        metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+    )
 
 
 def test_through_vllms_own_server(world):

@@ -1,4 +1,6 @@
-"""Our server with the real engine behind it: every answer is that of `ask` on the same portable cache."""
+"""Our server with the real engine behind it: every answer is that of `ask` on the same portable
+cache.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,16 +19,29 @@ from tests.helpers.models import build_model, build_tokenizer  # noqa: E402
 from tests.helpers.serving import about, ask, client_of, expected, serving, upload  # noqa: E402
 
 pytestmark = pytest.mark.slow
-TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 4 for color in ("red", "blue", "old")]
-QUESTIONS = ["Which code?", "who lives in the red house?", "Is there a well?", "What is the text about?"]
-INSIDE = {"engine": "vllm", "options": {"options": {"max_model_len": 1024, "enforce_eager": True, "block_size": 32}}}
+TEXTS = [
+    f"The code of the {color} house is seven; nobody lives there. " * 4
+    for color in ("red", "blue", "old")
+]
+QUESTIONS = [
+    "Which code?",
+    "who lives in the red house?",
+    "Is there a well?",
+    "What is the text about?",
+]
+INSIDE = {
+    "engine": "vllm",
+    "options": {"options": {"max_model_len": 1024, "enforce_eager": True, "block_size": 32}},
+}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
     """A small random model in a folder from which vLLM can load it; our server makes the documents."""
     model = build_model("llama", hidden_size=128, head_dim=32)
-    made = make_world(tmp_path_factory.mktemp("world"), model, build_tokenizer(), {}, [], evictor="knorm")
+    made = make_world(
+        tmp_path_factory.mktemp("world"), model, build_tokenizer(), {}, [], evictor="knorm"
+    )
     model.config.name_or_path = made.folder
     return made
 
@@ -43,9 +58,14 @@ def told(answer) -> list[str]:
 def assert_answers(client, files, world, small) -> None:
     """Alone, in mixed batches of several clients, composed, in the full cache and as a stream."""
     greedy = {"max_tokens": TOKENS}
-    wanted = [without_halves(each.portable().ask(world.model, world.tokenizer, QUESTIONS, TOKENS)) for each in small]
+    wanted = [
+        without_halves(each.portable().ask(world.model, world.tokenizer, QUESTIONS, TOKENS))
+        for each in small
+    ]
     assert told(ask(client, about(files[0], question=QUESTIONS[0]), **greedy)) == wanted[0][:1]
-    places = [(document, question) for question in range(len(QUESTIONS)) for document in range(len(files))]
+    places = [
+        (document, question) for question in range(len(QUESTIONS)) for document in range(len(files))
+    ]
 
     def asked(place: tuple[int, int]) -> list[str]:
         return told(ask(client, about(files[place[0]], question=QUESTIONS[place[1]]), **greedy))
@@ -54,11 +74,17 @@ def assert_answers(client, files, world, small) -> None:
         found = list(pool.map(asked, places))
     assert found == [[wanted[document][question]] for document, question in places]
     both = compose(small[:2]).portable().ask(world.model, world.tokenizer, QUESTIONS[:1], TOKENS)
-    assert told(ask(client, about(*files[:2], question=QUESTIONS[0]), **greedy)) == without_halves(both)
+    assert told(ask(client, about(*files[:2], question=QUESTIONS[0]), **greedy)) == without_halves(
+        both
+    )
     full = expected(world.model, world.tokenizer, TEXTS[0], ratio=1).ask(QUESTIONS[0], TOKENS)
-    assert told(ask(client, about(files[0], question=QUESTIONS[0]), "tiny", **greedy)) == without_halves([full])
+    assert told(
+        ask(client, about(files[0], question=QUESTIONS[0]), "tiny", **greedy)
+    ) == without_halves([full])
     pieces = ask(client, about(files[0], question=QUESTIONS[1]), stream=True, **greedy)
-    assert without_halves(["".join(each.choices[0].delta.content or "" for each in pieces)]) == [wanted[0][1]]
+    assert without_halves(["".join(each.choices[0].delta.content or "" for each in pieces)]) == [
+        wanted[0][1]
+    ]
     schema = {"name": "x", "schema": {"type": "nonsense"}}
     with pytest.raises(openai.BadRequestError, match="vLLM refuses"):
         ask(client, about(files[0]), response_format={"type": "json_schema", "json_schema": schema})
@@ -69,7 +95,9 @@ def foreign(ids: list[int], folder: Path) -> list[int]:
     for path in folder.glob("*.safetensors"):
         portable = load_portable(path)
         if portable.ids.tolist() == ids:
-            replace(portable, manifest=replace(portable.manifest, rope={"rope_type": "yarn"})).save(path)
+            replace(portable, manifest=replace(portable.manifest, rope={"rope_type": "yarn"})).save(
+                path
+            )
     return ids
 
 
@@ -82,28 +110,56 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch):
         files = [upload(client, text) for text in TEXTS]
         assert_answers(client, files, world, small)
         (written,) = small[0].ask(QUESTIONS[:1], TOKENS, details=True, logprobs=3)
-        answer = ask(client, about(files[0], question=QUESTIONS[0]), max_tokens=TOKENS, logprobs=True, top_logprobs=3)
+        answer = ask(
+            client,
+            about(files[0], question=QUESTIONS[0]),
+            max_tokens=TOKENS,
+            logprobs=True,
+            top_logprobs=3,
+        )
         likely = answer.choices[0].logprobs.content
         assert [each.logprob for each in likely] == pytest.approx(list(written.logprobs), abs=1e-3)
         assert answer.choices[0].finish_reason == written.finish
         counts = answer.usage
         assert (counts.prompt_tokens, counts.completion_tokens) == (
-            small[0].context.positions + written.read, len(written.ids)
-        )  # fmt: skip
-        whole = [ask(client, about(files[2], question=each), "tiny").usage for each in QUESTIONS[:2]]
+            small[0].context.positions + written.read,
+            len(written.ids),
+        )
+        whole = [
+            ask(client, about(files[2], question=each), "tiny").usage for each in QUESTIONS[:2]
+        ]
         assert [each.prompt_tokens_details.cached_tokens > 60 for each in whole] == [False, True]
         drawn = ask(client, about(files[0]), temperature=1.0, seed=3, n=2)
         assert told(drawn) == told(ask(client, about(files[0]), temperature=1.0, seed=3, n=2))
-        schema = {"type": "object", "properties": {"code": {"type": "integer"}}, "required": ["code"]}
+        schema = {
+            "type": "object",
+            "properties": {"code": {"type": "integer"}},
+            "required": ["code"],
+        }
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        shaped = ask(client, about(files[0]), response_format=form, max_tokens=40).choices[0].message.content
+        shaped = (
+            ask(client, about(files[0]), response_format=form, max_tokens=40)
+            .choices[0]
+            .message.content
+        )
         assert shaped.startswith("{") and '"code"' in shaped
-        stopped = ask(client, about(files[0], question=QUESTIONS[0]), stop=written.text[4:6], max_tokens=TOKENS)
-        assert stopped.choices[0].message.content == written.text[: written.text.find(written.text[4:6])].lstrip()
-        other = upload(client, TEXTS[0] * 2)  # another model's document ends its requests alone, with a sentence
+        stopped = ask(
+            client,
+            about(files[0], question=QUESTIONS[0]),
+            stop=written.text[4:6],
+            max_tokens=TOKENS,
+        )
+        assert (
+            stopped.choices[0].message.content
+            == written.text[: written.text.find(written.text[4:6])].lstrip()
+        )
+        # Another model's document ends its requests alone, with a sentence.
+        other = upload(client, TEXTS[0] * 2)
         take = Portables.take
         with monkeypatch.context() as patch:
-            patch.setattr(Portables, "take", lambda *given: foreign(take(*given), tmp_path / "portable"))
+            patch.setattr(
+                Portables, "take", lambda *given: foreign(take(*given), tmp_path / "portable")
+            )
             with pytest.raises(openai.BadRequestError, match="was made for rope"):
                 ask(client, about(other))
         assert told(ask(client, about(files[1], question=QUESTIONS[0]), max_tokens=TOKENS))
@@ -116,7 +172,10 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch):
 def test_a_vllm_server_by_its_url(world, tmp_path):
     """The server of the other tests reads documents from the folder `world.store`."""
     small = smalls(world)
-    options = {"engine": "vllm", "options": {"url": "http://127.0.0.1:8765/v1", "folder": world.store}}
+    options = {
+        "engine": "vllm",
+        "options": {"url": "http://127.0.0.1:8765/v1", "folder": world.store},
+    }
     with server(world), serving(world.model, world.tokenizer, tmp_path, **options) as url:
         client = client_of(url)
         files = [upload(client, text) for text in TEXTS]

@@ -1,4 +1,6 @@
-"""Which document a prompt asks, without vLLM: unknown, damaged, foreign and replaced documents are never served."""
+"""Which document a prompt asks, without vLLM: unknown, damaged, foreign and replaced documents are
+never served.
+"""
 
 import os
 import shutil
@@ -20,7 +22,12 @@ from tests.helpers.portables import QUESTION, TEXTS, portable_of
 
 def expected_for(model, **more):
     shape = CacheShape.of(model)
-    facts = {"layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim, "vocabulary": VOCABULARY}
+    facts = {
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "vocabulary": VOCABULARY,
+    }
     return Expected(**{**facts, "rope": rope_fingerprint(model.config), "dtype": "float32", **more})
 
 
@@ -34,7 +41,8 @@ def place(tiny_model, tiny_tokenizer, tmp_path):
 
 def test_a_prompt_finds_its_document_and_its_pairs(place):
     _, documents, store, tokenizer = place
-    assert len({document.tokens for document in documents}) == 1  # of equal length, which is the hard case
+    # Of equal length, which is the hard case.
+    assert len({document.tokens for document in documents}) == 1
     for document, name in zip(documents, ("red", "blue"), strict=True):
         found = store.find(prompt(document, QUESTION, tokenizer))
         assert (found.name, found.path.stem) == (document.name, name)
@@ -46,10 +54,16 @@ def test_other_prompts_are_not_ours(place):
     _, documents, store, tokenizer = place
     assert store.find(tokenizer.encode(QUESTION)) is None
     assert store.find([]) is None
-    with pytest.raises(RestoreKVError, match="does not begin with placeholders of the document red"):
+    with pytest.raises(
+        RestoreKVError, match="does not begin with placeholders of the document red"
+    ):
         store.find(tokenizer.encode(QUESTION), "red")
     asked = prompt(documents[0], QUESTION, tokenizer)
-    assert store.find(asked, "red").name == store.find(asked, documents[0].name).name == documents[0].name
+    assert (
+        store.find(asked, "red").name
+        == store.find(asked, documents[0].name).name
+        == documents[0].name
+    )
     with pytest.raises(RestoreKVError, match=r"red.safetensors, not of blue"):
         store.find(asked, "blue")
 
@@ -80,16 +94,23 @@ def test_files_may_come_go_and_change(place):
     for path in folder.glob("*.safetensors"):
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     fresh = Store(folder, store.expected)
-    with pytest.raises(RestoreKVError, match=r"does not have\. .*red.safetensors"):  # which says what is wrong with it
+    # Which says what is wrong with it.
+    with pytest.raises(RestoreKVError, match=r"does not have\. .*red.safetensors"):
         fresh.find(asked[0])
 
 
 @pytest.mark.parametrize(
     ("facts", "what"),
-    [({"head_dim": 7}, "head_dim"), ({"heads": 7}, "heads"), ({"layers": 1}, "layers"),
-     ({"rope": {"rope_type": "yarn"}}, "rope"), ({"fingerprint": "0"}, "other weights"),
-     ({"vocabulary": 9}, "token ids"), ({"vocabulary": VOCABULARY + 1}, "token ids")],
-)  # fmt: skip
+    [
+        ({"head_dim": 7}, "head_dim"),
+        ({"heads": 7}, "heads"),
+        ({"layers": 1}, "layers"),
+        ({"rope": {"rope_type": "yarn"}}, "rope"),
+        ({"fingerprint": "0"}, "other weights"),
+        ({"vocabulary": 9}, "token ids"),
+        ({"vocabulary": VOCABULARY + 1}, "token ids"),
+    ],
+)
 def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
     """A prompt that asks one is told why, whatever vocabulary its placeholders were drawn from."""
     folder, documents, _, tokenizer = place
@@ -114,7 +135,8 @@ def test_pairs_are_cast_to_the_dtype_of_the_engine(tiny_model, place, dtype):
 def test_numbers_that_the_dtype_cannot_hold_are_refused(tiny_model, place):
     folder, documents, _, tokenizer = place
     values = documents[0].values
-    large = replace(documents[0], values=values * (65_530 / values.abs().max()))  # float16 ends at 65,504
+    # Float16 ends at 65,504.
+    large = replace(documents[0], values=values * (65_530 / values.abs().max()))
     large.save(folder / "large.safetensors")
     for dtype, fits in (("float16", False), ("bfloat16", True)):
         store = Store(folder, expected_for(tiny_model, dtype=dtype))
@@ -145,11 +167,18 @@ def test_links_and_fifos_among_the_files_hide_no_document(place):
 
 @pytest.mark.parametrize(
     ("heads", "ranks", "held"),
-    [(4, 1, [[0, 1, 2, 3]]), (4, 2, [[0, 1], [2, 3]]), (2, 4, [[0], [0], [1], [1]]), (3, 3, [[0], [1], [2]]),
-     (1, 2, [[0], [0]])],
-)  # fmt: skip
+    [
+        (4, 1, [[0, 1, 2, 3]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (3, 3, [[0], [1], [2]]),
+        (1, 2, [[0], [0]]),
+    ],
+)
 def test_tensor_parallel_ranks_take_their_heads(heads, ranks, held):
-    """As vLLM spreads them: in blocks, and with more ranks than heads each head to neighboring ranks."""
+    """As vLLM spreads them: in blocks, and with more ranks than heads each head to neighboring
+    ranks.
+    """
     own = max(heads // ranks, 1)
     assert [list(range(heads))[heads_of(rank, ranks, heads, own)] for rank in range(ranks)] == held
 

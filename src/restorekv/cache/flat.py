@@ -1,8 +1,10 @@
-"""Rows of any number of documents in one pass of the model, each with as many new tokens as it brings.
+"""Rows of any number of documents in one pass of the model, each with as many new tokens as it
+brings.
 
-The tokens of all rows are laid end to end, (1, T): the layers of the model treat every token alone, and only attention
-has to know where a row begins. So a row that writes its next token and one that reads a piece of a long question share
-a pass, and nothing is padded but rows of one document, which are read in one block.
+The tokens of all rows are laid end to end, (1, T): the layers of the model treat every token alone,
+and only attention has to know where a row begins. So a row that writes its next token and one that
+reads a piece of a long question share a pass, and nothing is padded but rows of one document, which
+are read in one block.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from restorekv.cache.tail import SPARE
 class Block:
     """What a pass reads for one part: `queries` new tokens for each of `rows` rows.
 
-    mask (B, 1, Q, columns) says what each query sees of the tail, new tokens included; None is causal.
+    mask (B, 1, Q, columns) says what each query sees of the tail, new tokens included; None is
+    causal.
     """
 
     rows: int
@@ -36,7 +39,9 @@ class Block:
 
 
 class FlatLayer(LayerOfParts):
-    """One layer of a pass: the layers of several documents, and the block that each of them gets of the tokens."""
+    """One layer of a pass: the layers of several documents, and the block that each of them gets of
+    the tokens.
+    """
 
     def __init__(self, parts: Sequence[RaggedLayer], blocks: Sequence[Block]) -> None:
         super().__init__(parts)
@@ -57,7 +62,9 @@ class FlatLayer(LayerOfParts):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Append (1, H, T, D) to the tails and return this layer twice, for the attention function."""
-        for part, keys, values in zip(self.parts, self.rows_of(key_states), self.rows_of(value_states), strict=True):
+        for part, keys, values in zip(
+            self.parts, self.rows_of(key_states), self.rows_of(value_states), strict=True
+        ):
             part.update(keys, values)
         return self, self
 
@@ -68,14 +75,19 @@ class FlatLayer(LayerOfParts):
 
 
 def share_tail(layer: RaggedLayer) -> RaggedLayer:
-    """Return a layer with the same context that shares the tail so far; once it grows, it has a tail of its own."""
+    """Return a layer with the same context that shares the tail so far; once it grows, it has a
+    tail of its own.
+    """
     other = copy.copy(layer)
     other.keys, other.values = layer.pair
     return other
 
 
-def gather_rows(sources: Sequence[tuple[RaggedLayer, Sequence[int]]], widths: Sequence[int], room: int) -> RaggedLayer:
-    """Return one layer with chosen rows of layers over one context, their tails aligned at the last column.
+def gather_rows(
+    sources: Sequence[tuple[RaggedLayer, Sequence[int]]], widths: Sequence[int], room: int
+) -> RaggedLayer:
+    """Return one layer with chosen rows of layers over one context, their tails aligned at the last
+    column.
 
     Args:
         sources: layers and the numbers of the rows to take of each.

@@ -1,9 +1,11 @@
-"""Several compressed documents in one batch: its rows ask different contexts in one pass of the model.
+"""Several compressed documents in one batch: its rows ask different contexts in one pass of the
+model.
 
-In each layer every document keeps its own context and its own tail, with one row per question. New pairs go to the
-documents' rows and attention is computed document by document; everything else sees one batch. The tails end together
-but start at different columns, since they hold different numbers of restore tokens: a tail corresponds to the last
-columns of the mask. Positions differ from row to row and are up to the caller.
+In each layer every document keeps its own context and its own tail, with one row per question. New
+pairs go to the documents' rows and attention is computed document by document; everything else sees
+one batch. The tails end together but start at different columns, since they hold different numbers
+of restore tokens: a tail corresponds to the last columns of the mask. Positions differ from row to
+row and are up to the caller.
 """
 
 from __future__ import annotations
@@ -53,8 +55,12 @@ class MultiContextLayer(LayerOfParts):
         """(B, H, columns, D), for kvpress; see TailLayer.shape."""
         return sum(self.rows), self.heads, self.columns, self.parts[0].keys.shape[-1]
 
-    def split(self, query: Tensor, mask: Tensor | None) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
-        """Yields each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q, columns) or None."""
+    def split(
+        self, query: Tensor, mask: Tensor | None
+    ) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
+        """Yields each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
+        columns) or None.
+        """
         masks = [None] * len(self.parts)
         if mask is not None:
             masks = mask.expand(len(query), -1, -1, -1).split(self.rows)
@@ -68,7 +74,9 @@ class MultiContextLayer(LayerOfParts):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Appends (B, H, Q, D) to the tails; see TailLayer."""
-        for part, *states in zip(self.parts, key_states.split(self.rows), value_states.split(self.rows), strict=True):
+        for part, *states in zip(
+            self.parts, key_states.split(self.rows), value_states.split(self.rows), strict=True
+        ):
             part.update(*states)
         return self, self
 
@@ -85,8 +93,16 @@ class MultiContextLayer(LayerOfParts):
 
 
 def forked(caches: Sequence[RaggedCache]) -> Cache:
-    """Returns a cache for a batch whose row i asks caches[i]; where all are the same cache, that is a plain fork."""
-    forks = [cache.fork(len(list(rows))) for cache, rows in groupby(caches, key=lambda cache: cache)]
+    """Returns a cache for a batch whose row i asks caches[i]; where all are the same cache, that is
+    a plain fork.
+    """
+    forks = [
+        cache.fork(len(list(rows))) for cache, rows in groupby(caches, key=lambda cache: cache)
+    ]
     if len(forks) == 1:
         return forks[0]
-    return Cache(layers=[MultiContextLayer(parts) for parts in zip(*(fork.layers for fork in forks), strict=True)])
+    return Cache(
+        layers=[
+            MultiContextLayer(parts) for parts in zip(*(fork.layers for fork in forks), strict=True)
+        ]
+    )

@@ -5,8 +5,8 @@ int8    keys: one scale per channel and group of GROUP neighboring rows of a hea
         points). With the scale s = max|x| / 127 a number is off by at most s / 2.
 fp8     e4m3, one scale s = max|x| / 448 per head for keys and one for values: off by at most |x| / 16 or s / 1024.
 
-Restore cache, question and answer keep the model's dtype. Scales are float32. Rows are read a few at a time, in the
-model's dtype or in a wider one for sums.
+Restore cache, question and answer keep the model's dtype. Scales are float32. Rows are read a few
+at a time, in the model's dtype or in a wider one for sums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Bounds = Sequence[int]
 class Packed:
     """Rows (N, D) as 8-bit codes (N, D) and scales (M, D) or (M, 1) float32, to be read in `dtype`.
 
-    Scale m belongs to the rows from starts[m] (M,) int32 to the next start; without `starts` every row has its own.
+    Scale m belongs to the rows from starts[m] (M,) int32 to the next start; without `starts` every
+    row has its own.
     """
 
     codes: Tensor
@@ -61,7 +62,9 @@ class Packed:
         return self.rows(rows, self.dtype)
 
     def rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Returns (n, D) in `dtype`; the product is taken in float32, or in `dtype` if that is wider."""
+        """Returns (n, D) in `dtype`; the product is taken in float32, or in `dtype` if that is
+        wider.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         if self.starts is None:
             scales = self.scales[rows]
@@ -86,12 +89,18 @@ def check(storage: str) -> None:
 
 def pack(keys: Tensor, values: Tensor, bounds: Bounds, storage: str) -> tuple[Packed, Packed]:
     """Encodes keys and values (N, D) of one layer; head h has the rows bounds[h]:bounds[h + 1]."""
-    parts = zip((keys, values), group_sizes(bounds, storage), (storage == "int8", False), strict=True)
+    parts = zip(
+        (keys, values), group_sizes(bounds, storage), (storage == "int8", False), strict=True
+    )
     return tuple(encoded(x, bounds, size, KINDS[storage], channels) for x, size, channels in parts)
 
 
 def unpack(
-    codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], bounds: Bounds, storage: str, dtype: torch.dtype
+    codes: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    bounds: Bounds,
+    storage: str,
+    dtype: torch.dtype,
 ) -> tuple[Packed, Packed]:
     """Returns keys and values from the codes and scales that a file holds."""
     starts = (starts_of(bounds, size, codes[0].device) for size in group_sizes(bounds, storage))
@@ -104,14 +113,18 @@ def group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
 
 
 def scale_shapes(bounds: Bounds, storage: str, dim: int) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of the scales of keys and of values that a file holds for heads of D = `dim`."""
+    """Returns the shapes of the scales of keys and of values that a file holds for heads of D =
+    `dim`.
+    """
     starts = (starts_of(bounds, size, torch.device("cpu")) for size in group_sizes(bounds, storage))
     counts = (bounds[-1] if each is None else len(each) for each in starts)
     return tuple(zip(counts, (dim if storage == "int8" else 1, 1), strict=True))
 
 
 def starts_of(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:
-    """Returns the first row of every group of up to `size` rows of one head, or None for groups of one row."""
+    """Returns the first row of every group of up to `size` rows of one head, or None for groups of
+    one row.
+    """
     if size == 1:
         return None
     firsts = [row for start, end in pairwise(bounds) for row in range(start, end, size)]
@@ -119,16 +132,33 @@ def starts_of(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:
 
 
 def encoded(rows: Tensor, bounds: Bounds, size: int, kind: torch.dtype, channels: bool) -> Packed:
-    """Encodes groups of up to `size` rows of a head; with `channels`, every column of a group has its own scale."""
-    heads = [encoded_head(rows[start:end], size, kind, channels) for start, end in pairwise(bounds) if end > start]
+    """Encodes groups of up to `size` rows of a head; with `channels`, every column of a group has
+    its own scale.
+    """
+    heads = [
+        encoded_head(rows[start:end], size, kind, channels)
+        for start, end in pairwise(bounds)
+        if end > start
+    ]
     if not heads:
-        heads = [(rows.to(kind), rows.new_zeros(0, rows.shape[1] if channels else 1, dtype=torch.float32))]
-    codes, scales = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*heads, strict=True))
+        heads = [
+            (
+                rows.to(kind),
+                rows.new_zeros(0, rows.shape[1] if channels else 1, dtype=torch.float32),
+            )
+        ]
+    codes, scales = (
+        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*heads, strict=True)
+    )
     return Packed(codes, scales, starts_of(bounds, size, rows.device), rows.dtype)
 
 
-def encoded_head(rows: Tensor, size: int, kind: torch.dtype, channels: bool) -> tuple[Tensor, Tensor]:
-    """Encodes one head's rows (N, D): codes (N, D), scales (M, D) or (M, 1). A group of zeros has the least scale."""
+def encoded_head(
+    rows: Tensor, size: int, kind: torch.dtype, channels: bool
+) -> tuple[Tensor, Tensor]:
+    """Encodes one head's rows (N, D): codes (N, D), scales (M, D) or (M, 1). A group of zeros has
+    the least scale.
+    """
     exact, largest = rows.to(torch.float32), LARGEST[kind]
     highest = exact.abs() if channels else exact.abs().amax(-1, keepdim=True)
     lengths = torch.full((-(-len(rows) // size),), min(size, len(rows)), device=rows.device)

@@ -1,9 +1,10 @@
 """A compressed cache: a frozen ragged context and a dense tail that grows.
 
-After eviction the heads of a layer keep different numbers of pairs, while everything that follows (restore cache,
-question, answer) has one length in every head. So a layer holds flat context keys and values (N, D), which are written
-once and shared by all forks, and an ordinary tail (B, H, n + q, D) that starts with the restore cache. The paper's
-Concat(retained, restore) is (context, tail[:n]). Positions count tokens seen, not kept.
+After eviction the heads of a layer keep different numbers of pairs, while everything that follows
+(restore cache, question, answer) has one length in every head. So a layer holds flat context keys
+and values (N, D), which are written once and shared by all forks, and an ordinary tail (B, H, n +
+q, D) that starts with the restore cache. The paper's Concat(retained, restore) is (context,
+tail[:n]). Positions count tokens seen, not kept.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from restorekv.errors import RestoreKVError
 class RaggedLayer(TailLayer):
     """One layer: a context and the tail that follows it.
 
-    context_keys, context_values (N, D), in 8 bits if Packed; offsets (H + 1,) int32: head h has the rows
-    offsets[h]:offsets[h + 1]; positions (N,) int32: the column of the full cache that each row came from; bias (N,) is
-    added to the logits, or None.
+    context_keys, context_values (N, D), in 8 bits if Packed; offsets (H + 1,) int32: head h has the
+    rows offsets[h]:offsets[h + 1]; positions (N,) int32: the column of the full cache that each row
+    came from; bias (N,) is added to the logits, or None.
     """
 
     def __init__(
@@ -45,22 +46,27 @@ class RaggedLayer(TailLayer):
         super().__init__(restore_keys, restore_values, seen)
         self.context_keys, self.context_values = context_keys, context_values
         self.offsets, self.positions, self.bias = offsets, positions, bias
-        self.bounds = tuple(offsets.tolist())  # on the host: reading offsets at every token would wait for the device
-        self.plans: dict[str, object] = {}  # what a backend derives from the bounds; shared by forks, never saved
+        # On the host: reading offsets at every token would wait for the device.
+        self.bounds = tuple(offsets.tolist())
+        # What a backend derives from the bounds; shared by forks, never saved.
+        self.plans: dict[str, object] = {}
 
     @classmethod
     def whole(cls, dense: DynamicLayer) -> RaggedLayer:
         """Returns a layer with all pairs of a dense one, as views of them, and an empty tail."""
         keys, values = dense.keys.contiguous(), dense.values.contiguous()
-        # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill, all are contiguous).
-        # An offloaded layer has no keys of its own to replace.
+        # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill,
+        # all are contiguous). An offloaded layer has no keys of its own to replace.
         if "keys" in vars(dense):
             dense.keys, dense.values = keys, values
         keys, values = keys.detach(), values.detach()
         heads, columns = keys.shape[1:3]
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
         positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
-        flat, empty = (x[0].flatten(0, 1) for x in (keys, values)), (x[:, :, :0] for x in (keys, values))
+        flat, empty = (
+            (x[0].flatten(0, 1) for x in (keys, values)),
+            (x[:, :, :0] for x in (keys, values)),
+        )
         return cls(*flat, offsets, positions, columns, *empty)
 
     @property
@@ -75,15 +81,23 @@ class RaggedLayer(TailLayer):
         return torch.arange(self.heads, device=counts.device).repeat_interleave(counts)
 
     def fork(self, batch: int = 1) -> RaggedLayer:
-        """Returns a layer with the same context and restore cache and its own tail, for `batch` questions."""
+        """Returns a layer with the same context and restore cache and its own tail, for `batch`
+        questions.
+        """
         layer = copy.copy(self)
         layer.locked = False
         layer.spread(batch)
         return layer
 
     def tensors(self) -> list[Tensor]:
-        """Returns every tensor of the layer; the restore cache counts once while it is still the whole tail."""
-        tensors = [x for rows in (self.context_keys, self.context_values) for x in quantized.tensors_of(rows)]
+        """Returns every tensor of the layer; the restore cache counts once while it is still the
+        whole tail.
+        """
+        tensors = [
+            x
+            for rows in (self.context_keys, self.context_values)
+            for x in quantized.tensors_of(rows)
+        ]
         tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
         tensors += [] if self.bias is None else [self.bias]
         return tensors + list(self.room or (self.pair if self.columns > self.restore else ()))
@@ -91,7 +105,9 @@ class RaggedLayer(TailLayer):
 
 @dataclass(frozen=True)
 class Rows:
-    """Context pairs of one layer: keys and values (N, D), their heads (N,) and positions (N,), in any order."""
+    """Context pairs of one layer: keys and values (N, D), their heads (N,) and positions (N,), in
+    any order.
+    """
 
     keys: Tensor
     values: Tensor
@@ -101,7 +117,9 @@ class Rows:
     @classmethod
     def of(cls, layer: RaggedLayer) -> Rows:
         """Returns a layer's context, in the model's dtype."""
-        return cls(layer.context_keys[:], layer.context_values[:], layer.owners, layer.positions.long())
+        return cls(
+            layer.context_keys[:], layer.context_values[:], layer.owners, layer.positions.long()
+        )
 
     @classmethod
     def of_restore_cache(cls, layer: RaggedLayer, first: int) -> Rows:
@@ -121,16 +139,22 @@ class Rows:
         return Rows(*(x[kept] for x in vars(self).values()))
 
     def layer(self, heads: int, seen: int, *tail: Tensor) -> RaggedLayer:
-        """Returns a layer with these rows as its context; `tail` are its restore keys and values (1, H, n, D)."""
+        """Returns a layer with these rows as its context; `tail` are its restore keys and values
+        (1, H, n, D).
+        """
         columns = int(self.positions.max()) + 1 if len(self.heads) else 1
         order = (self.heads * columns + self.positions).argsort()
         counts = torch.bincount(self.heads, minlength=heads).cumsum(0)
         offsets = torch.cat([counts.new_zeros(1), counts]).int()
-        return RaggedLayer(self.keys[order], self.values[order], offsets, self.positions[order].int(), seen, *tail)
+        return RaggedLayer(
+            self.keys[order], self.values[order], offsets, self.positions[order].int(), seen, *tail
+        )
 
 
 class RaggedCache(Cache):
-    """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())` works."""
+    """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())`
+    works.
+    """
 
     layers: list[RaggedLayer]
 
@@ -148,14 +172,17 @@ class RaggedCache(Cache):
     ) -> RaggedCache:
         """Gathers the pairs that `keep` (L, H, S + T) bool marks and adds `restore_cache`.
 
-        `restore_cache` holds keys and values (1, H, n, D) of every layer; by default these are the columns of `full`
-        after the first S + T. `offset` moves the positions of questions (a control of the paper). Gradients reach the
-        restore cache and never the context, even if both are views of one tensor. `consume` empties each layer of
-        `full` before the next is gathered, so that the full and the ragged cache never exist side by side.
+        `restore_cache` holds keys and values (1, H, n, D) of every layer; by default these are the
+        columns of `full` after the first S + T. `offset` moves the positions of questions (a
+        control of the paper). Gradients reach the restore cache and never the context, even if both
+        are views of one tensor. `consume` empties each layer of `full` before the next is gathered,
+        so that the full and the ragged cache never exist side by side.
         """
         columns = keep.shape[-1]
         if restore_cache is None:
-            restore_cache = ((layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers)
+            restore_cache = (
+                (layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers
+            )
         layers = []
         for dense, kept, restored in zip(full.layers, keep, restore_cache, strict=True):
             kept = kept.to(dense.keys.device)
@@ -178,11 +205,15 @@ class RaggedCache(Cache):
 
     @classmethod
     def whole(cls, full: DynamicCache) -> RaggedCache:
-        """Returns every pair of `full`, which is not changed, for passes whose own pairs go to the tails."""
+        """Returns every pair of `full`, which is not changed, for passes whose own pairs go to the
+        tails.
+        """
         return cls([RaggedLayer.whole(layer) for layer in full.layers])
 
     def store(self, storage: str) -> None:
-        """Converts the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves it as it is."""
+        """Converts the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
+        it as it is.
+        """
         for layer in self.layers if storage != "model" else ():
             rows = layer.context_keys, layer.context_values
             layer.context_keys, layer.context_values = quantized.pack(*rows, layer.bounds, storage)
@@ -192,7 +223,9 @@ class RaggedCache(Cache):
         return RaggedCache([layer.fork(batch) for layer in self.layers])
 
     def lock(self) -> None:
-        """Lets only forks change from now on: the cache itself refuses, also inside `model.generate`."""
+        """Lets only forks change from now on: the cache itself refuses, also inside
+        `model.generate`.
+        """
         for layer in self.layers:
             layer.locked = True
 
@@ -228,9 +261,9 @@ class RaggedCache(Cache):
     def to_dynamic_cache(self) -> DynamicCache:
         """Returns a plain transformers cache with copies of context and restore cache.
 
-        transformers takes a plain cache's length for the number of tokens seen, which is too low here: pass
-        position_ids that start at `get_seq_length()` of this cache, as `CompressedContext.inputs(plain=True)` does.
-        Refuses heads of different lengths and a bias.
+        transformers takes a plain cache's length for the number of tokens seen, which is too low
+        here: pass position_ids that start at `get_seq_length()` of this cache, as
+        `CompressedContext.inputs(plain=True)` does. Refuses heads of different lengths and a bias.
         """
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):
             raise RestoreKVError(
@@ -238,9 +271,14 @@ class RaggedCache(Cache):
             )
         plain = DynamicCache()
         for index, layer in enumerate(self.layers):
-            context = (x[:].unflatten(0, (layer.heads, -1))[None] for x in (layer.context_keys, layer.context_values))
+            context = (
+                x[:].unflatten(0, (layer.heads, -1))[None]
+                for x in (layer.context_keys, layer.context_values)
+            )
             restored = (layer.restore_keys, layer.restore_values)
-            plain.update(*(torch.cat(pair, 2) for pair in zip(context, restored, strict=True)), index)
+            plain.update(
+                *(torch.cat(pair, 2) for pair in zip(context, restored, strict=True)), index
+            )
         return plain
 
     @property
@@ -255,4 +293,8 @@ class RaggedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor, plans included; the tail counts with what it holds now."""
-        return sum(getattr(x, "nbytes", 0) for layer in self.layers for x in (*layer.tensors(), *layer.plans.values()))
+        return sum(
+            getattr(x, "nbytes", 0)
+            for layer in self.layers
+            for x in (*layer.tensors(), *layer.plans.values())
+        )

@@ -1,9 +1,11 @@
-"""What follows a compressed context: restore cache, question and answer, which have one length in every head.
+"""What follows a compressed context: restore cache, question and answer, which have one length in
+every head.
 
-While gradients are recorded, every append makes new tensors, as autograd requires. Otherwise keys and values are the
-start of larger buffers, an append writes only its own columns, and `reset` writes only the restore cache: a step costs
-what it adds, and addresses stay while the buffers suffice. A `fixed` tail shows its whole buffer and a tensor says
-where to write, so that every step is the same work (see `Steps` in generation/generate.py).
+While gradients are recorded, every append makes new tensors, as autograd requires. Otherwise keys
+and values are the start of larger buffers, an append writes only its own columns, and `reset`
+writes only the restore cache: a step costs what it adds, and addresses stay while the buffers
+suffice. A `fixed` tail shows its whole buffer and a tensor says where to write, so that every step
+is the same work (see `Steps` in generation/generate.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ SPARE = 16  # columns, at least, that a buffer gains when it has to grow
 
 
 class CompressedLayer(CacheLayerMixin):
-    """What transformers asks of a layer with `columns` columns in its tail, which start after `seen` positions."""
+    """What transformers asks of a layer with `columns` columns in its tail, which start after
+    `seen` positions.
+    """
 
     is_sliding = False
 
@@ -26,11 +30,14 @@ class CompressedLayer(CacheLayerMixin):
         """Does nothing: a compressed layer is complete from the start."""
 
     def get_seq_length(self, *_: object) -> int:
-        """Returns the number of positions seen, from which transformers derives the next RoPE position."""
+        """Returns the number of positions seen, from which transformers derives the next RoPE
+        position.
+        """
         return self.seen + self.columns
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Returns the mask's width and offset: it covers the tail alone, since every query sees the whole context.
+        """Returns the mask's width and offset: it covers the tail alone, since every query sees the
+        whole context.
 
         transformers 5.2 passes the positions of the queries, later versions their number.
         """
@@ -43,11 +50,13 @@ class CompressedLayer(CacheLayerMixin):
 
 
 class TailLayer(CompressedLayer):
-    """One layer: `seen` positions, the restore cache (1, H, n, D), keys and values (B, H, n + q, D) that start with it.
+    """One layer: `seen` positions, the restore cache (1, H, n, D), keys and values (B, H, n + q, D)
+    that start with it.
 
-    `room` holds the buffers (B, H, columns, D) whose start keys and values are, or None. `fixed` is None or
-    (first, moved) with a 0-d int64 tensor `moved`: an append of Q columns then writes the columns from first + moved.
-    A `locked` tail belongs to a compressed context that many questions share: it refuses every change.
+    `room` holds the buffers (B, H, columns, D) whose start keys and values are, or None. `fixed` is
+    None or (first, moved) with a 0-d int64 tensor `moved`: an append of Q columns then writes the
+    columns from first + moved. A `locked` tail belongs to a compressed context that many questions
+    share: it refuses every change.
     """
 
     is_croppable = True
@@ -106,16 +115,22 @@ class TailLayer(CompressedLayer):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(B, H, positions, D). Once imported, kvpress wraps every attention function and reads `key.shape`."""
+        """(B, H, positions, D). Once imported, kvpress wraps every attention function and reads
+        `key.shape`.
+        """
         batch, heads, tail, dim = self.keys.shape
         return batch, heads, self.seen + tail, dim
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Appends (B, H, Q, D) to the tail and returns this layer twice, for the attention function."""
+        """Appends (B, H, Q, D) to the tail and returns this layer twice, for the attention
+        function.
+        """
         self.check_unlocked()
         new, end = (key_states, value_states), self.columns + key_states.shape[-2]
         if torch.is_grad_enabled():
-            self.keys, self.values = (torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True))
+            self.keys, self.values = (
+                torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True)
+            )
             return self, self
         if self.fixed:
             first, moved = self.fixed
@@ -123,7 +138,8 @@ class TailLayer(CompressedLayer):
             for buffer, states in zip(self.room, new, strict=True):
                 buffer.index_copy_(-2, columns, states)
             return self, self
-        if not self.fits(end):  # the first append gets exactly what it needs, since it may be the last
+        # The first append gets exactly what it needs, since it may be the last.
+        if not self.fits(end):
             self.reserve(end if self.columns == self.restore else end + max(end // 4, SPARE))
         for buffer, states in zip(self.room, new, strict=True):
             buffer[:, :, self.columns : end] = states
@@ -134,13 +150,23 @@ class TailLayer(CompressedLayer):
         """Returns whether the first `columns` columns of the buffers may be written."""
         if self.room is None or self.room[0].shape[-2] < columns:
             return False
-        # torch.compile cannot ask whether a tensor was made in inference mode, and it traces none that were.
-        return torch.compiler.is_compiling() or not self.room[0].is_inference() or torch.is_inference_mode_enabled()
+        # torch.compile cannot ask whether a tensor was made in inference mode, and it traces none
+        # that were.
+        return (
+            torch.compiler.is_compiling()
+            or not self.room[0].is_inference()
+            or torch.is_inference_mode_enabled()
+        )
 
     def reserve(self, columns: int) -> None:
-        """Makes buffers of `columns` columns that start with what the tail holds now; the rest is zero."""
+        """Makes buffers of `columns` columns that start with what the tail holds now; the rest is
+        zero.
+        """
         self.check_unlocked()
-        room, end = tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair), self.columns
+        room, end = (
+            tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair),
+            self.columns,
+        )
         for buffer, states in zip(room, self.pair, strict=True):
             buffer[:, :, :end] = states
         self.room = room
@@ -152,7 +178,8 @@ class TailLayer(CompressedLayer):
         self.fixed = None
 
     def fix(self, count: int, moved: Tensor) -> None:
-        """Reserves and shows `count` more columns; appends write where `moved`, which starts at 0, says.
+        """Reserves and shows `count` more columns; appends write where `moved`, which starts at 0,
+        says.
 
         The caller moves it and hides the columns that are not written yet with a mask.
         """
@@ -167,7 +194,9 @@ class TailLayer(CompressedLayer):
         self.restore_keys, self.restore_values = self.pair
 
     def reset(self) -> None:
-        """Goes back to the restore cache, with as many rows as the tail has now; buffers keep their addresses."""
+        """Goes back to the restore cache, with as many rows as the tail has now; buffers keep their
+        addresses.
+        """
         if not self.fits(self.restore) or torch.is_grad_enabled():
             self.spread(len(self.keys))
             return
@@ -176,12 +205,20 @@ class TailLayer(CompressedLayer):
         self.end_at(self.restore)
 
     def spread(self, batch: int) -> None:
-        """Reduces the tail to the restore cache, for `batch` rows, which share it until they are written."""
-        self.keys, self.values = (x.expand(batch, -1, -1, -1) for x in (self.restore_keys, self.restore_values))
+        """Reduces the tail to the restore cache, for `batch` rows, which share it until they are
+        written.
+        """
+        self.keys, self.values = (
+            x.expand(batch, -1, -1, -1) for x in (self.restore_keys, self.restore_values)
+        )
 
     def crop(self, length: int) -> None:
-        """Drops -length positions (if negative) or all after the first `length`; never drops context."""
-        end = min(max(self.columns + length if length <= 0 else length - self.seen, 0), self.columns)
+        """Drops -length positions (if negative) or all after the first `length`; never drops
+        context.
+        """
+        end = min(
+            max(self.columns + length if length <= 0 else length - self.seen, 0), self.columns
+        )
         if self.room:
             self.end_at(end)
         else:

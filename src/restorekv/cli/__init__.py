@@ -1,8 +1,8 @@
 """The command line `restorekv COMMAND`: names the commands and imports the one that runs.
 
-PyTorch takes seconds to import, so a command's module is imported only when that command runs. The signature of its
-function is the command's arguments: of `run`, unless the table names another behind a colon. A module with a group of
-commands calls the group `app`.
+PyTorch takes seconds to import, so a command's module is imported only when that command runs. The
+signature of its function is the command's arguments: of `run`, unless the table names another
+behind a colon. A module with a group of commands calls the group `app`.
 """
 
 import importlib
@@ -35,18 +35,62 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
         USE,
     ),
     "compose": ("restorekv.cli.cache_files:compose", "Make one cache file of several.", USE),
-    "serve": ("restorekv.cli.serve", "Serve OpenAI's API over documents that stay compressed.", USE),
-    "inspect": ("restorekv.cli.inspect", "Show which tokens a cache file keeps, and in which heads.", USE),
-    "export": ("restorekv.cli.cache_files:export", "Turn a cache file into a plain prefix for other engines.", USE),
-    "verify": ("restorekv.cli.verify", "Say of files whether they can be trusted to load, and what they are.", USE),
-    "doctor": ("restorekv.cli.doctor", "Check what this machine computes, and show what is used on it.", USE),
-    "demo": ("restorekv.cli.demo", "Compare a full cache with small ones on SmolLM2 and short stories.", USE),
-    "eval": ("restorekv.cli.eval", "Score evictors on benchmarks, with and without restoring.", MEASURE),
-    "report": ("restorekv.cli.eval:report", "Write the results of a folder as one page of tables and charts.", MEASURE),
-    "data": ("restorekv.cli.data", "Build or show training data: documents, questions, the model's answers.", TRAIN),
+    "serve": (
+        "restorekv.cli.serve",
+        "Serve OpenAI's API over documents that stay compressed.",
+        USE,
+    ),
+    "inspect": (
+        "restorekv.cli.inspect",
+        "Show which tokens a cache file keeps, and in which heads.",
+        USE,
+    ),
+    "export": (
+        "restorekv.cli.cache_files:export",
+        "Turn a cache file into a plain prefix for other engines.",
+        USE,
+    ),
+    "verify": (
+        "restorekv.cli.verify",
+        "Say of files whether they can be trusted to load, and what they are.",
+        USE,
+    ),
+    "doctor": (
+        "restorekv.cli.doctor",
+        "Check what this machine computes, and show what is used on it.",
+        USE,
+    ),
+    "demo": (
+        "restorekv.cli.demo",
+        "Compare a full cache with small ones on SmolLM2 and short stories.",
+        USE,
+    ),
+    "eval": (
+        "restorekv.cli.eval",
+        "Score evictors on benchmarks, with and without restoring.",
+        MEASURE,
+    ),
+    "report": (
+        "restorekv.cli.eval:report",
+        "Write the results of a folder as one page of tables and charts.",
+        MEASURE,
+    ),
+    "data": (
+        "restorekv.cli.data",
+        "Build or show training data: documents, questions, the model's answers.",
+        TRAIN,
+    ),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation.", TRAIN),
-    "train-gate": ("restorekv.cli.gate:train", "Train a learned scorer for the evictors fastkvzip and kvzap.", TRAIN),
-    "convert-gate": ("restorekv.cli.gate:convert", "Convert a published gate of Fast KVzip or KVzap.", TRAIN),
+    "train-gate": (
+        "restorekv.cli.gate:train",
+        "Train a learned scorer for the evictors fastkvzip and kvzap.",
+        TRAIN,
+    ),
+    "convert-gate": (
+        "restorekv.cli.gate:convert",
+        "Convert a published gate of Fast KVzip or KVzap.",
+        TRAIN,
+    ),
     "push": ("restorekv.cli.push", "Publish a restore adapter on the Hugging Face Hub.", TRAIN),
 }
 
@@ -59,7 +103,9 @@ class Commands(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for name, (_, line, *panel) in self.table.items():
-            self.add_command(TyperCommand(name, help=line, rich_help_panel=panel[0] if panel else None))
+            self.add_command(
+                TyperCommand(name, help=line, rich_help_panel=panel[0] if panel else None)
+            )
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
         name, _, rest = super().resolve_command(ctx, args)
@@ -67,7 +113,9 @@ class Commands(TyperGroup):
 
 
 def load(path: str, line: str, name: str) -> TyperCommand:
-    """Imports a command; its flags come from the signature of its function, or from the group `app`."""
+    """Imports a command; its flags come from the signature of its function, or from the group
+    `app`.
+    """
     place, _, function = path.partition(":")
     module = importlib.import_module(place)
     if hasattr(module, "app"):
@@ -89,14 +137,17 @@ app = typer.Typer(cls=Commands, add_completion=False)
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Compress a long context once, restore what eviction lost, ask anything."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs a command and exits with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP)."""
+    """Runs a command and exits with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM)
+    or 129 (SIGHUP).
+    """
     prepare_process()
     code = execute(sys.argv[1:] if args is None else list(args))
     sys.exit(128 + RECEIVED[-1] if RECEIVED else code)

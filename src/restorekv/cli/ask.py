@@ -1,4 +1,6 @@
-"""`restorekv ask doc.rkv ... "question" ...`: answers from a cache file, or from several in one batch."""
+"""`restorekv ask doc.rkv ... "question" ...`: answers from a cache file, or from several in one
+batch.
+"""
 
 import time
 from itertools import chain, takewhile
@@ -21,17 +23,25 @@ def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     questions: Annotated[
         list[str],
-        typer.Argument(help="Further cache files (.rkv), then questions; - reads them from stdin, one a line."),
+        typer.Argument(
+            help="Further cache files (.rkv), then questions; - reads them from stdin, one a line."
+        ),
     ],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    json: Annotated[Path | None, options.target("Write questions and answers here, for programs.")] = None,
+    json: Annotated[
+        Path | None, options.target("Write questions and answers here, for programs.")
+    ] = None,
     **sampling: object,
 ) -> None:
     files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
-    questions = [each for word in questions[len(files) - 1 :] for each in (typed() if word == "-" else [word])]
+    questions = [
+        each
+        for word in questions[len(files) - 1 :]
+        for each in (typed() if word == "-" else [word])
+    ]
     if not questions:
         raise RestoreKVError("There is no question after the cache files; ask something.")
     if not all(question.strip() for question in questions):

@@ -16,10 +16,16 @@ from restorekv.many_contexts import compose as compose_documents
 
 def append(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress; it stays as it is.")],
-    text: Annotated[str, typer.Argument(help="The text, HTML, PDF or DOCX file to put behind it, or - for stdin.")],
+    text: Annotated[
+        str,
+        typer.Argument(help="The text, HTML, PDF or DOCX file to put behind it, or - for stdin."),
+    ],
     out: options.CacheFile,
     restore: Annotated[
-        str, typer.Option(help="Restore tokens of earlier parts: last (replaced), every (kept as pairs) or none.")
+        str,
+        typer.Option(
+            help="Restore tokens of earlier parts: last (replaced), every (kept as pairs) or none."
+        ),
     ] = "last",
     adapter: options.Adapter = "auto",
     model: options.OtherModel = None,
@@ -31,13 +37,17 @@ def append(
     added = read_text(text)
     (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
-        grown = document.append(added, restore=restore, adapter=None if adapter == "none" else adapter)
+        grown = document.append(
+            added, restore=restore, adapter=None if adapter == "none" else adapter
+        )
         grown.save(out)
     print_figures(f"Wrote {out}", summary(grown, out))
 
 
 def compose(
-    files: Annotated[list[Path], typer.Argument(help="Cache files of one model, in the order of their texts.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Cache files of one model, in the order of their texts.")
+    ],
     out: options.CacheFile,
     model: options.OtherModel = None,
     device: options.Device = "cpu",
@@ -50,7 +60,9 @@ def compose(
 
 
 def export(
-    file: Annotated[Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")],
+    file: Annotated[
+        Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")
+    ],
     out: Annotated[Path, options.target("The portable file to write.", "--output", "-o")],
     model: options.OtherModel = None,
 ) -> None:

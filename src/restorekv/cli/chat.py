@@ -36,8 +36,12 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--continue", help="Go on with a conversation that /save wrote.")
     ] = None,
-    system: Annotated[str, typer.Option(help="What the model is told before the first question.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
+    system: Annotated[
+        str, typer.Option(help="What the model is told before the first question.")
+    ] = "",
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="The longest answer, in tokens.")
+    ] = 512,
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -54,10 +58,15 @@ def run(
 def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
     """Read questions and commands until the input ends."""
     if sys.stdin is None:
-        raise RestoreKVError("The standard input is closed; type questions or pipe them in, one a line.")
-    sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not UTF-8 is refused by itself
+        raise RestoreKVError(
+            "The standard input is closed; type questions or pipe them in, one a line."
+        )
+    # So that a line that is not UTF-8 is refused by itself.
+    sys.stdin.reconfigure(errors="surrogateescape")
     m = chat.document.manifest
-    notes.print(f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands.")
+    notes.print(
+        f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands."
+    )
     for line in lines():
         line = line.strip()
         if line.split()[:1] in (["/quit"], ["/exit"]):
@@ -71,7 +80,9 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
 
 @contextmanager
 def going_on(after_ctrl_c: str) -> Iterator[None]:
-    """Says why the block failed, or that Ctrl-C broke it off, and goes on; other signals end the command."""
+    """Says why the block failed, or that Ctrl-C broke it off, and goes on; other signals end the
+    command.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -137,12 +148,15 @@ def command(chat: Chat, line: str) -> None:
         case "/save":
             if not rest.strip():
                 raise RestoreKVError("Give a file after /save.")
-            path = Path(os.path.expanduser(rest.strip()))  # which leaves the home of an unknown user as it is
+            # Which leaves the home of an unknown user as it is.
+            path = Path(os.path.expanduser(rest.strip()))
             check_target(path)
             if path.suffix == ".rkv":
                 chat.document.save(path)
             elif chat.folded:
-                raise RestoreKVError("Folded turns are part of the document; save that, as in /save doc.rkv.")
+                raise RestoreKVError(
+                    "Folded turns are part of the document; save that, as in /save doc.rkv."
+                )
             else:
                 chat.save(path)
             notes.print(f"Wrote {path}.", markup=False)

@@ -9,7 +9,14 @@ import typer
 
 from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import folder, options
-from restorekv.cli.session import check_apart, method_of, notes, open_model, print_figures, read_text
+from restorekv.cli.session import (
+    check_apart,
+    method_of,
+    notes,
+    open_model,
+    print_figures,
+    read_text,
+)
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
@@ -20,12 +27,20 @@ from restorekv.pipeline import chosen_evictor, compress
 
 
 def run(
-    file: Annotated[str, typer.Argument(help="A text, HTML, PDF or DOCX file, - for stdin, or a folder of such.")],
-    out: Annotated[Path, typer.Option("--output", "-o", help="The cache file to write, or for a folder, a folder.")],
+    file: Annotated[
+        str,
+        typer.Argument(help="A text, HTML, PDF or DOCX file, - for stdin, or a folder of such."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The cache file to write, or for a folder, a folder."),
+    ],
     ratio: Annotated[
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
     ] = None,
-    tokens_per_head: Annotated[int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")] = None,
+    tokens_per_head: Annotated[
+        int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")
+    ] = None,
     preset: options.Preset = None,
     evictor: options.Evictor = None,
     adapter: options.Adapter = "auto",
@@ -45,18 +60,40 @@ def run(
     max_context: options.MaxContext = "refuse",
     yarn: options.Yarn = None,
     json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
-    ray: Annotated[str | None, typer.Option(help="Spread a folder over Ray: local, auto or an address.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="With --ray, how many documents at once.")] = 2,
+    ray: Annotated[
+        str | None, typer.Option(help="Spread a folder over Ray: local, auto or an address.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="With --ray, how many documents at once.")
+    ] = 2,
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
-    make_compressor(evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset))
-    recipe = folder.Recipe(model, dtype, device, yarn, {
-        "evictor": evictor, "ratio": ratio, "tokens_per_head": tokens_per_head,
-        "adapter": None if adapter == "none" else adapter, "restore_tokens": restore_tokens, "system": system,
-        "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
-        "restore_from": restore_from, "offset": offset,
-        "storage": storage, "streaming": streaming, "offload": offload, "max_context": max_context,
-    })  # fmt: skip
+    make_compressor(
+        evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
+    )
+    recipe = folder.Recipe(
+        model,
+        dtype,
+        device,
+        yarn,
+        {
+            "evictor": evictor,
+            "ratio": ratio,
+            "tokens_per_head": tokens_per_head,
+            "adapter": None if adapter == "none" else adapter,
+            "restore_tokens": restore_tokens,
+            "system": system,
+            "prefix_policy": prefix_policy,
+            "on_small_budget": on_small_budget,
+            "allocation": allocation,
+            "restore_from": restore_from,
+            "offset": offset,
+            "storage": storage,
+            "streaming": streaming,
+            "offload": offload,
+            "max_context": max_context,
+        },
+    )
     if file != "-" and Path(file).is_dir():
         return folder.run(Path(file), out, recipe, ray, workers, json)
     if ray:
@@ -77,12 +114,19 @@ def compress_file(file: str, out: Path, recipe: folder.Recipe, json: Path | None
         status.update("saving")
         compressed.save(out)
     if json:
-        write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})
+        write_json(
+            json,
+            {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()},
+        )
     print_figures(f"Wrote {out}", summary(compressed, out, seconds))
 
 
 def checked(
-    ratio: str | None, tokens_per_head: int | None, evictor: str | None, preset: str | None, storage: str
+    ratio: str | None,
+    tokens_per_head: int | None,
+    evictor: str | None,
+    preset: str | None,
+    storage: str,
 ) -> str:
     """Returns the evictor's spec; refuses, before a model is loaded, what could not be done."""
     if ratio is not None and tokens_per_head is not None:
@@ -93,8 +137,12 @@ def checked(
     return chosen_evictor(evictor, preset)
 
 
-def summary(compressed: CompressedContext, out: Path, seconds: float | None = None) -> dict[str, str]:
-    """Returns what a person wants to know about a new cache; without `seconds`, its phases tell them."""
+def summary(
+    compressed: CompressedContext, out: Path, seconds: float | None = None
+) -> dict[str, str]:
+    """Returns what a person wants to know about a new cache; without `seconds`, its phases tell
+    them.
+    """
     m = compressed.manifest
     seconds = sum(m.seconds.values()) if seconds is None else seconds
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
@@ -106,5 +154,7 @@ def summary(compressed: CompressedContext, out: Path, seconds: float | None = No
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
         "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "
         f"file {size(out.stat().st_size)}",
-        "seconds": f"{seconds:.2f} (" + ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items()) + ")",
+        "seconds": f"{seconds:.2f} ("
+        + ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items())
+        + ")",
     }

@@ -1,4 +1,6 @@
-"""`restorekv data build` and `restorekv data show`: the training mixture; BuildConfig's fields are options."""
+"""`restorekv data build` and `restorekv data show`: the training mixture; BuildConfig's fields are
+options.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,10 @@ from restorekv.data.table import data_table, figures, left_out
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
 
-app = typer.Typer(add_completion=False, help="Build the training mixture, with the teacher's answers, or show one.")
+app = typer.Typer(
+    add_completion=False,
+    help="Build the training mixture, with the teacher's answers, or show one.",
+)
 
 
 @app.command("build")
@@ -29,12 +34,20 @@ def run(
     exclude: Annotated[
         list[str], typer.Option(help="Evaluation texts to keep out: a file or folder; repeatable.")
     ] = (),
-    permissive: Annotated[bool, typer.Option("--permissive", help="Short for --mixture permissive.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Finish the folder's unfinished data.")] = False,
+    permissive: Annotated[
+        bool, typer.Option("--permissive", help="Short for --mixture permissive.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish the folder's unfinished data.")
+    ] = False,
     **settings: Any,
 ) -> None:
-    """Build a mixture: long documents, books and FLAN, questions and greedy answers of the model itself."""
-    config = BuildConfig(**{**settings, "mixture": "permissive" if permissive else settings["mixture"]})
+    """Build a mixture: long documents, books and FLAN, questions and greedy answers of the model
+    itself.
+    """
+    config = BuildConfig(
+        **{**settings, "mixture": "permissive" if permissive else settings["mixture"]}
+    )
     check_folder(out, resume)
     for name in exclude:
         if not Path(name).exists():
@@ -46,7 +59,9 @@ def run(
         with bar("asking and answering", lines=True) as progress:
             build(loaded, tokenizer, config, out, exclude, resume, progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; continue with --resume, nothing in {out} is asked twice.") from None
+        raise KeyboardInterrupt(
+            f"Interrupted; continue with --resume, nothing in {out} is asked twice."
+        ) from None
     print_written(out)
     print_tables(out)
 

@@ -41,7 +41,9 @@ COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
 
 @dataclass(frozen=True)
 class Show:
-    """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document at `shown` ratios."""
+    """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document
+    at `shown` ratios.
+    """
 
     benchmark: str
     evictors: tuple[str, ...]
@@ -62,16 +64,21 @@ def show_for(model: str) -> Show:
 
 def run(
     model: options.Model = SMOLLM2,
-    count: Annotated[int | None, typer.Option(min=1, help="Held-out documents; else the model's own number.")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Held-out documents; else the model's own number.")
+    ] = None,
     json: Annotated[Path | None, options.target("Write rows and conventions here.")] = None,
 ) -> None:
     start, model = time.perf_counter(), canonical(model)
     show = show_for(model)
     quiet()
     with notes.status(f"loading {model}"):
-        loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")  # stays open for the grid's cells
+        # Stays open for the grid's cells.
+        loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")
     sample = document(model, tokenizer)
-    tokens, answers = side_by_side(loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown)
+    tokens, answers = side_by_side(
+        loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown
+    )
     output.print(answers_table(sample, tokens, answers))
     output.print(seconds_table(answers))
     figures = measure(model, show, count or show.count)
@@ -81,12 +88,19 @@ def run(
 
 
 def measure(model: str, show: Show, count: int) -> dict:
-    """Prints what the methods keep of the answers to held-out documents; returns rows and conventions."""
-    benchmark, title = replace(tasks.make(show.benchmark), count=count).spec, "asking held-out documents"
+    """Prints what the methods keep of the answers to held-out documents; returns rows and
+    conventions.
+    """
+    benchmark, title = (
+        replace(tasks.make(show.benchmark), count=count).spec,
+        "asking held-out documents",
+    )
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
     with shares(title) as update, TemporaryDirectory() as folder:
-        results = run_grid(cells, Path(folder), on_progress=lambda progress: update(title, progress.share))
+        results = run_grid(
+            cells, Path(folder), on_progress=lambda progress: update(title, progress.share)
+        )
         tables = tables_of(GridResults(results))
         figures = payload(results)
         del figures["answers"]
@@ -123,7 +137,8 @@ def side_by_side(
     adapters: Mapping[str, str | None],
     ratios: Sequence[float],
 ) -> tuple[int, list[Answered]]:
-    """Returns the document's tokens, and the answers of the full cache and of every evictor and ratio.
+    """Returns the document's tokens, and the answers of the full cache and of every evictor and
+    ratio.
 
     `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
     """
@@ -133,7 +148,9 @@ def side_by_side(
         adapter = load_adapter(model, source, eviction)
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
         for title, cache, seconds in caches(prepared, evictor, ratios, with_full=not answers):
-            questions, limits = zip(*((each.text, each.max_new_tokens) for each in sample.questions), strict=True)
+            questions, limits = zip(
+                *((each.text, each.max_new_tokens) for each in sample.questions), strict=True
+            )
             with timed(seconds, "ask"):
                 texts = ask(model, tokenizer, prepared.context, cache, questions, limits)
             answers.append(Answered(title, cache.nbytes, [text.strip() for text in texts], seconds))
@@ -143,23 +160,32 @@ def side_by_side(
 def caches(
     prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
 ) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
-    """Yields title, cache and seconds at every ratio, without restoring and, where there is an adapter, with it."""
+    """Yields title, cache and seconds at every ratio, without restoring and, where there is an
+    adapter, with it.
+    """
     if with_full:
         yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
     for ratio in ratios:
         for restored in (False, True) if prepared.restore_tokens else (False,):
-            seconds = {phase: prepared.seconds[phase] for phase in ("prefill", "score", "restore")[: 2 + restored]}
+            seconds = {
+                phase: prepared.seconds[phase]
+                for phase in ("prefill", "score", "restore")[: 2 + restored]
+            }
             with timed(seconds, "evict"):
                 cache = prepared.evict(ratio, None if restored else 0)
             yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
 
 
 def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) -> Table:
-    """Returns a block for each question: the reference answers, then every cache's answer with the bytes it holds."""
+    """Returns a block for each question: the reference answers, then every cache's answer with the
+    bytes it holds.
+    """
     rows: list[list[str]] = []
     strong: list[int] = []
     for number, question in enumerate(sample.questions):
-        asked = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
+        asked = (
+            question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
+        )
         true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
         strong.append(len(rows))
         rows.append(["question", "", asked])
@@ -173,7 +199,10 @@ def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) 
 def seconds_table(found: Sequence[Answered]) -> Table:
     phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
     rows = [
-        [each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases)]
+        [
+            each.title,
+            *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases),
+        ]
         for each in found
     ]
     note = "prefill and score serve every ratio; ask: all questions"

@@ -36,13 +36,15 @@ PACKAGES = (
     "huggingface-hub",
     "vllm",
 )
-HUB_SECONDS = 6.0  # to wait for the hub, whose name may take longer to resolve than a request may take
+# To wait for the hub, whose name may take longer to resolve than a request may take.
+HUB_SECONDS = 6.0
 TOKENS, TAIL, RATIO = 8192, 64, 0.1
 COPIED = 64 << 20  # bytes
 BENCHMARK_SECONDS = 0.3  # for each of the sides
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SHORTEST_SECRET = 6
-COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}  # names that say nothing of anybody
+# Names that say nothing of anybody.
+COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}
 
 
 def versions() -> dict[str, str]:
@@ -59,9 +61,12 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, str]:
     """Returns the system, the processor, its threads and the memory."""
     return {
-        "system": platform.platform(), "processor": processor(), "cores": str(os.cpu_count()),
-        "threads of PyTorch": str(torch.get_num_threads()), "memory": memory(),
-    }  # fmt: skip
+        "system": platform.platform(),
+        "processor": processor(),
+        "cores": str(os.cpu_count()),
+        "threads of PyTorch": str(torch.get_num_threads()),
+        "memory": memory(),
+    }
 
 
 def processor() -> str:
@@ -108,7 +113,9 @@ def devices() -> list[dict[str, object]]:
     """Returns every device with its driver, memory and compute capability."""
     found = []
     for device in all_devices():
-        known = {name: value for name, value in proofs.identify(device).items() if value is not None}
+        known = {
+            name: value for name, value in proofs.identify(device).items() if value is not None
+        }
         if device.type == "cuda":
             known["memory"] = size(torch.cuda.get_device_properties(device).total_memory)
         elif device.type == "cpu":
@@ -124,10 +131,13 @@ def places() -> dict[str, str]:
     """Returns where models, caches and proofs are looked for, and whether the hub answers."""
     folder = cache_folder()
     return {
-        "models and proofs of restorekv": str(folder) if folder else "nowhere, there is no home folder",
-        "models of the hub": str(constants.HF_HUB_CACHE), "the hub": hub(),
+        "models and proofs of restorekv": str(folder)
+        if folder
+        else "nowhere, there is no home folder",
+        "models of the hub": str(constants.HF_HUB_CACHE),
+        "the hub": hub(),
         "models in packages": f"{SMOLLM2}, {TINY}",
-    }  # fmt: skip
+    }
 
 
 def hub() -> str:
@@ -146,14 +156,19 @@ def hub() -> str:
 def extras() -> dict[str, str]:
     """Returns which optional extras are installed, and the line that installs those that are not."""
     try:
-        names, needed = metadata("restorekv").get_all("Provides-Extra") or [], requires("restorekv") or []
+        names, needed = (
+            metadata("restorekv").get_all("Provides-Extra") or [],
+            requires("restorekv") or [],
+        )
     except PackageNotFoundError:
         return {"unknown": "restorekv runs from a checkout that is not installed"}
     parsed = [Requirement(line) for line in needed]
     found = {}
     for name in names:
         own = [each for each in parsed if each.marker and belongs(each, name)]
-        missing = sorted({each.name for each in own if each.name != "restorekv" and not is_installed(each.name)})
+        missing = sorted(
+            {each.name for each in own if each.name != "restorekv" and not is_installed(each.name)}
+        )
         line = f"pip install 'restorekv[{name}]'"
         found[name] = f"{', '.join(missing)} missing: {line}" if missing else "installed"
     return found
@@ -161,7 +176,9 @@ def extras() -> dict[str, str]:
 
 def belongs(requirement: Requirement, extra: str) -> bool:
     """Returns whether this extra brings the requirement on this system."""
-    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
+    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate(
+        {"extra": ""}
+    )
 
 
 def is_installed(name: str) -> bool:
@@ -176,23 +193,32 @@ def benchmark(target: Target) -> dict[str, float | str]:
     """Returns what `time_step` measures, or the problem that a device has with it."""
     try:
         return time_step(target)
-    except Exception as error:  # of a device that computes wrongly or has too little memory: any kind
+    except (
+        Exception
+    ) as error:  # of a device that computes wrongly or has too little memory: any kind
         return {"problem": first_sentence(error)}
 
 
 def time_step(target: Target) -> dict[str, float | str]:
-    """Times one layer of a decode step: over a compressed cache as it is used here, and over the full one with SDPA."""
+    """Times one layer of a decode step: over a compressed cache as it is used here, and over the
+    full one with SDPA.
+    """
     device, dtype, heads, dim = target.device, target.dtype, target.heads, target.dim
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        )
 
     kept = int(TOKENS * RATIO)
-    lengths = [2 * kept * (head + 1) // (heads + 1) for head in range(heads)]  # uneven, on average `kept`
+    # Uneven, on average `kept`.
+    lengths = [2 * kept * (head + 1) // (heads + 1) for head in range(heads)]
     edges = [sum(lengths[:head]) for head in range(heads + 1)]
     context = draw(edges[-1], dim), draw(edges[-1], dim)
-    layer = ragged_layer(*context, edges, draw(1, heads, TAIL, dim), draw(1, heads, TAIL, dim), None)
+    layer = ragged_layer(
+        *context, edges, draw(1, heads, TAIL, dim), draw(1, heads, TAIL, dim), None
+    )
     query = draw(1, heads * target.groups, 1, dim)
     full = draw(1, heads, TOKENS + TAIL, dim), draw(1, heads, TOKENS + TAIL, dim)
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
@@ -205,13 +231,20 @@ def time_step(target: Target) -> dict[str, float | str]:
         dense = seconds(lambda: sdpa(query, *full, enable_gqa=True), device)
         copying = seconds(lambda: copy.copy_(source), device)
     return {
-        "backend": backend.__module__.rpartition(".")[2], "tokens": TOKENS, "ratio": RATIO, "compressed": ours,
-        "full": dense, "full / compressed": dense / ours, "bytes per second": 2 * COPIED / copying,
-    }  # fmt: skip
+        "backend": backend.__module__.rpartition(".")[2],
+        "tokens": TOKENS,
+        "ratio": RATIO,
+        "compressed": ours,
+        "full": dense,
+        "full / compressed": dense / ours,
+        "bytes per second": 2 * COPIED / copying,
+    }
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Returns the median of runs that take BENCHMARK_SECONDS together, after one that is not counted."""
+    """Returns the median of runs that take BENCHMARK_SECONDS together, after one that is not
+    counted.
+    """
     step()
     proofs.synchronize(device)
     took: list[float] = []
@@ -236,15 +269,21 @@ def sentences(figures: dict) -> dict[str, str]:
 
 
 def model_for_report(name: str) -> str:
-    """Returns a model's name if it is one of ours or a hub id, since a folder's name may be private."""
-    public = canonical(name) in NAMES or (re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name))
+    """Returns a model's name if it is one of ours or a hub id, since a folder's name may be
+    private.
+    """
+    public = canonical(name) in NAMES or (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
+    )
     return name if public else "a file or folder of this machine"
 
 
 def without_private_data(value: object) -> object:
     """Returns JSON values in which no text names the user, a home folder, the machine or a secret."""
     if isinstance(value, dict):
-        return {without_private_data(name): without_private_data(each) for name, each in value.items()}
+        return {
+            without_private_data(name): without_private_data(each) for name, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [without_private_data(each) for each in value]
     return clean(value) if isinstance(value, str) else value

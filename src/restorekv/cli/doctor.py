@@ -1,7 +1,8 @@
-"""`restorekv doctor`: what this machine has, which code has proven itself on its devices, and what is used.
+"""`restorekv doctor`: what this machine has, which code has proven itself on its devices, and what
+is used.
 
-Every proof of `model/attention/proofs.py` runs, on CPUs too. The file that `-o` writes is for an issue: it names no
-user, no home folder, no machine and no secret.
+Every proof of `model/attention/proofs.py` runs, on CPUs too. The file that `-o` writes is for an
+issue: it names no user, no home folder, no machine and no secret.
 """
 
 from dataclasses import asdict
@@ -33,7 +34,8 @@ CAPTION = (
     "Error: of the trial closest to what rounding explains (allowed). For 8-bit storage, 1 is what 8 bits explain: "
     "half a step between two codes."
 )
-ON_CPU = {"graph": "here the same steps, without a graph"}  # what a check runs on a CPU, which has no CUDA
+# What a check runs on a CPU, which has no CUDA.
+ON_CPU = {"graph": "here the same steps, without a graph"}
 
 
 def run(
@@ -41,13 +43,19 @@ def run(
         str, typer.Option(help=f"Whose shape to check; no weights are loaded. {options.MODEL_HELP}")
     ] = SMOLLM2,
     device: Annotated[
-        str | None, typer.Option(help="The device to check; unless given, the CPU and every kind of GPU here.")
+        str | None,
+        typer.Option(help="The device to check; unless given, the CPU and every kind of GPU here."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")
+    ] = "auto",
     out: Annotated[
-        Path | None, options.target("Write all of it here, to attach to an issue.", "--output", "-o")
+        Path | None,
+        options.target("Write all of it here, to attach to an issue.", "--output", "-o"),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Check everything now, whatever is remembered.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Check everything now, whatever is remembered.")
+    ] = False,
 ) -> None:
     check_dtype(dtype)
     quiet()
@@ -55,15 +63,24 @@ def run(
     devices = [usable_device(device)] if device else diagnosis.distinct_devices()
     with notes.status("looking at this machine"):
         report = {
-            "versions": diagnosis.versions(), "machine": diagnosis.machine(), "devices": diagnosis.devices(),
-            "places": diagnosis.places(), "extras": diagnosis.extras(),
-            "shape": {"model": diagnosis.model_for_report(model), "heads": heads, "groups": groups, "dim": dim},
-        }  # fmt: skip
+            "versions": diagnosis.versions(),
+            "machine": diagnosis.machine(),
+            "devices": diagnosis.devices(),
+            "places": diagnosis.places(),
+            "extras": diagnosis.extras(),
+            "shape": {
+                "model": diagnosis.model_for_report(model),
+                "heads": heads,
+                "groups": groups,
+                "dim": dim,
+            },
+        }
     for title in ("versions", "machine"):
         print_figures(title, report[title])
     for each in report["devices"]:
         print_figures(
-            f"device {each['device']}", {name: str(value) for name, value in each.items() if name != "device"}
+            f"device {each['device']}",
+            {name: str(value) for name, value in each.items() if name != "device"},
         )
     report["checks"] = []
     for each in devices:
@@ -71,10 +88,14 @@ def run(
         with notes.status(f"checking {each}"):
             checked = check_device(target, again)
             figures = diagnosis.benchmark(target)
-        report["checks"].append({
-            "device": str(each), "dtype": str(target.dtype).removeprefix("torch."), "components": checked,
-            "benchmark": figures,
-        })  # fmt: skip
+        report["checks"].append(
+            {
+                "device": str(each),
+                "dtype": str(target.dtype).removeprefix("torch."),
+                "components": checked,
+                "benchmark": figures,
+            }
+        )
         output.print(table_of(target, checked))
         print_figures(f"a decode step's attention on {each}", diagnosis.sentences(figures))
     print_figures("places", report["places"])
@@ -86,15 +107,21 @@ def run(
 
 
 def shape_of(name: str) -> tuple[int, int, int]:
-    """Returns KV heads, query heads for each and the head dimension of a model, from its config alone."""
+    """Returns KV heads, query heads for each and the head dimension of a model, from its config
+    alone.
+    """
     if name == SMOLLM2:
         return SMOLLM2_SHAPE
     source = model_source(name)
     local = source.is_local()
     source.check(local, weights=False)
     try:
-        config = AutoConfig.from_pretrained(source.path, local_files_only=local, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
+        config = AutoConfig.from_pretrained(
+            source.path, local_files_only=local, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise ModelError(
             f"Cannot read the config of {name!r} ({first_sentence(error)}); give a model folder or leave out --model."
         ) from error
@@ -103,7 +130,9 @@ def shape_of(name: str) -> tuple[int, int, int]:
 
 
 def dtype_for(device: torch.device, name: str) -> torch.dtype:
-    """Returns the dtype to check: the one that was named, or what models usually have on the device."""
+    """Returns the dtype to check: the one that was named, or what models usually have on the
+    device.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
@@ -115,17 +144,31 @@ def check_device(target: Target, again: bool) -> list[dict[str, object]]:
     for component in COMPONENTS.values():
         missing = component.missing(target.device, target.dtype)
         if missing:
-            rows.append({"component": component.name, "title": component.title, "used": False, "why": missing})
+            rows.append(
+                {
+                    "component": component.name,
+                    "title": component.title,
+                    "used": False,
+                    "why": missing,
+                }
+            )
             continue
         found = proof_of(component, target, again)
         why = "" if found.right else f"{found.reason()}. {component.instead}"
-        row = {"component": component.name, "title": component.title, "used": found.right, "why": why}
+        row = {
+            "component": component.name,
+            "title": component.title,
+            "used": found.right,
+            "why": why,
+        }
         rows.append({**row, "proof": asdict(found)})
     return rows
 
 
 def proof_of(component: Component, target: Target, again: bool) -> Proof:
-    """Returns what is known of a component or is found out now; on a CPU, whose code is tested, nothing is kept."""
+    """Returns what is known of a component or is found out now; on a CPU, whose code is tested,
+    nothing is kept.
+    """
     if proofs.needed(target.device):
         return proofs.prove(component.name, target, again)
     return proofs.check(component, target)
@@ -133,17 +176,26 @@ def proof_of(component: Component, target: Target, again: bool) -> Proof:
 
 def table_of(target: Target, rows: list[dict[str, object]]) -> Table:
     """Shows the components of a device, each with the trial that came closest to what is allowed."""
-    shape = f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"
+    shape = (
+        f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"
+    )
     title = f"{target.device}, {str(target.dtype).removeprefix('torch.')}, {shape}"
     table = Table(
-        title=Text(title), title_justify="left", title_style="bold", caption=CAPTION, caption_justify="left",
-    )  # fmt: skip
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        caption=CAPTION,
+        caption_justify="left",
+    )
     for name in ("component", "used", "error", "allowed", "trials"):
         table.add_column(name)
     table.add_column("remarks", overflow="fold")
     for row in rows:
         proof = row.get("proof") or {}
-        numbers = ["" if proof.get(name) is None else f"{proof[name]:.1e}" for name in ("error", "tolerance")]
+        numbers = [
+            "" if proof.get(name) is None else f"{proof[name]:.1e}"
+            for name in ("error", "tolerance")
+        ]
         used = "yes" if row["used"] else "no" if proof else "-"
         here = ON_CPU.get(row["component"]) if target.device.type == "cpu" else None
         remark = row["why"] or (f"{row['title']} ({here})" if here else row["title"])
@@ -160,13 +212,20 @@ def finish(checks: list[dict]) -> None:
             f"PyTorch's own operations compute attention wrongly on {', '.join(broken)}; use another device, and "
             "attach the file of `restorekv doctor -o report.json` to an issue."
         )
-    wrong = [f"{row['component']} on {each['device']}" for each in checks for row in each["components"]
-             if not row["used"] and row.get("proof")]  # fmt: skip
+    wrong = [
+        f"{row['component']} on {each['device']}"
+        for each in checks
+        for row in each["components"]
+        if not row["used"] and row.get("proof")
+    ]
     if wrong:
-        output.print(Text(
-            f"Not used because it did not prove itself: {', '.join(wrong)}. Answers are right and come more slowly; "
-            f"please {proofs.REPORT}."
-        ), soft_wrap=True)  # fmt: skip
+        output.print(
+            Text(
+                f"Not used because it did not prove itself: {', '.join(wrong)}. Answers are right and come more slowly; "
+                f"please {proofs.REPORT}."
+            ),
+            soft_wrap=True,
+        )
     else:
         output.print("Everything that is used here has proven itself.")
 

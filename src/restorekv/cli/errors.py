@@ -15,7 +15,9 @@ import typer
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 
 # The root of the usage errors of click or, since typer carries its own copy, of typer.
-UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+UsageError: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 
 FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another place"),
@@ -26,7 +28,12 @@ FIXES = {
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "annot allocate memory", "not enough memory")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "annot allocate memory",
+    "not enough memory",
+)
 OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
 SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"
@@ -55,24 +62,36 @@ def report_error(error: BaseException) -> int:
         return 1
     text = str(error)
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
-        return print_error("There is not enough memory; take a shorter context, a smaller model or another device.", 1)
+        return print_error(
+            "There is not enough memory; take a shorter context, a smaller model or another device.",
+            1,
+        )
     if isinstance(error, OSError) and error.errno is not None:
-        where, fix = error.filename or "the output", FIXES.get(error.errno, "check it and try again")
+        where, fix = (
+            error.filename or "the output",
+            FIXES.get(error.errno, "check it and try again"),
+        )
         return print_error(f"Cannot use {where}: {error.strerror}; {fix}.", 1)
     if isinstance(error, OverflowError) or any(words in text for words in TOO_LARGE):
         return print_error("A number is too large to compute with; give a smaller one.", 1)
     if isinstance(error, UnicodeEncodeError) and is_broken(error.object):
-        return print_error("A text or a name on the command line is not UTF-8; convert or rename it.", 1)
+        return print_error(
+            "A text or a name on the command line is not UTF-8; convert or rename it.", 1
+        )
     raise error
 
 
 def is_broken(text: str) -> bool:
-    """Returns whether a text has half a character, as bytes that are not UTF-8 become on the command line."""
+    """Returns whether a text has half a character, as bytes that are not UTF-8 become on the
+    command line.
+    """
     return any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def prepare_process() -> None:
-    """Refuses a closed stdout, prints signs that the terminal lacks as others, and lets signals end like Ctrl-C."""
+    """Refuses a closed stdout, prints signs that the terminal lacks as others, and lets signals end
+    like Ctrl-C.
+    """
     for number, mode in enumerate(("r", "w", "w")):
         try:
             os.fstat(number)
@@ -81,10 +100,16 @@ def prepare_process() -> None:
             if number == 2:
                 sys.stderr = open(os.devnull, mode)  # noqa: SIM115
     if sys.stdout is None:
-        sys.exit(print_error("The standard output is closed; send it to a file, for example /dev/null.", 1))
+        sys.exit(
+            print_error(
+                "The standard output is closed; send it to a file, for example /dev/null.", 1
+            )
+        )
     codecs.register_error("plain", plain)
     sys.stdout.reconfigure(errors="plain")
-    threading.excepthook = lambda failure: None if failure.exc_type is OSError else threading.__excepthook__(failure)
+    threading.excepthook = lambda failure: (
+        None if failure.exc_type is OSError else threading.__excepthook__(failure)
+    )
     for name in ENDINGS:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores one
@@ -98,7 +123,9 @@ def plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def visible(text: str) -> str:
-    """Returns a text with signs for control characters other than tabs and line ends, which could act on a terminal."""
+    """Returns a text with signs for control characters other than tabs and line ends, which could
+    act on a terminal.
+    """
     return text.translate(CONTROL)
 
 

@@ -1,4 +1,5 @@
-"""`restorekv eval`: evaluates evictors, with and without restoring, over a grid of models, benchmarks and ratios.
+"""`restorekv eval`: evaluates evictors, with and without restoring, over a grid of models,
+benchmarks and ratios.
 
 `restorekv report` makes one page of tables and charts from the results.
 """
@@ -24,23 +25,39 @@ from restorekv.evaluation.tables import import_eval_module
 from restorekv.files import write_json
 from restorekv.tasks import BENCHMARKS
 
-BENCHMARK_HELP = f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
+BENCHMARK_HELP = (
+    f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
+)
 
 
 def run(
     evictor: Annotated[
         list[str],
         typer.Option(
-            help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none); repeatable. " + options.EVICTOR_HELP
+            help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none); repeatable. "
+            + options.EVICTOR_HELP
         ),
     ] = ("kvzip", "kvzip+"),
-    ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.4", "0.2", "0.1", "0.05"),
+    ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = (
+        "0.4",
+        "0.2",
+        "0.1",
+        "0.05",
+    ),
     benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)] = ("tiny",),
-    protocol: Annotated[list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")] = ("kvpress",),
+    protocol: Annotated[list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")] = (
+        "kvpress",
+    ),
     model: Annotated[list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")] = ("tiny",),
-    out: Annotated[Path, typer.Option(help="The run's folder; its cells are not run again.")] = Path("runs/eval"),
-    count: Annotated[int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own number.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="The run's folder; its cells are not run again.")
+    ] = Path("runs/eval"),
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own number.")
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")
+    ] = None,
     restore_tokens: options.RestoreTokens = None,
     prefix_policy: options.ProtocolPrefixPolicy = None,
     on_small_budget: options.OnSmallBudget = "fewer",
@@ -49,20 +66,34 @@ def run(
     offset: options.Offset = 0,
     storage: options.Storages = ("model",),
     streaming: options.Streaming = None,
-    max_context: Annotated[int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")] = 0,
+    max_context: Annotated[
+        int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")
+    ] = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    ray: Annotated[str | None, typer.Option(help="Spread the work over Ray: local, auto or an address.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Spread the work over Ray: local, auto or an address.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of Ray workers.")] = 2,
-    json: Annotated[Path | None, options.target("Also write rows, conventions and every answer here.")] = None,
+    json: Annotated[
+        Path | None, options.target("Also write rows, conventions and every answer here.")
+    ] = None,
 ) -> None:
     common = {
-        "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
-        "restore_from": restore_from, "offset": offset, "max_context": max_context, "dtype": dtype,
-        "restore_tokens": restore_tokens, "streaming": streaming or 0,
-    }  # fmt: skip
+        "prefix_policy": prefix_policy,
+        "on_small_budget": on_small_budget,
+        "allocation": allocation,
+        "restore_from": restore_from,
+        "offset": offset,
+        "max_context": max_context,
+        "dtype": dtype,
+        "restore_tokens": restore_tokens,
+        "streaming": streaming or 0,
+    }
     methods = [parse_method(each) for each in evictor]
-    cells = Grid(model, methods, benchmark, protocol, ratio, seed or (), count, storage, common).cells()
+    cells = Grid(
+        model, methods, benchmark, protocol, ratio, seed or (), count, storage, common
+    ).cells()
     check(cells)
     quiet()
     with shares("evaluating") as update, open_pool(ray, workers, device) as pool:
@@ -72,7 +103,10 @@ def run(
         write_json(json, payload(results))
     for table in tables_of(GridResults(results)):
         output.print(table)
-    notes.print(f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}", highlight=False)
+    notes.print(
+        f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}",
+        highlight=False,
+    )
 
 
 def open_pool(ray: str | None, workers: int, device: str) -> AbstractContextManager[WorkerPool]:
@@ -81,8 +115,12 @@ def open_pool(ray: str | None, workers: int, device: str) -> AbstractContextMana
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that eval --out wrote.")],
-    out: Annotated[Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder that eval --out wrote.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")
+    ] = None,
 ) -> None:
     module = import_eval_module("restorekv.evaluation.report")
     print_written(module.write_report(folder, out))

@@ -1,6 +1,8 @@
-"""`restorekv compress FOLDER -o FOLDER`: a cache file for every document of a folder, here or on a Ray cluster.
+"""`restorekv compress FOLDER -o FOLDER`: a cache file for every document of a folder, here or on a
+Ray cluster.
 
-Beside the cache files, `.made/` has a record of what each was made of, so that a run that was stopped goes on.
+Beside the cache files, `.made/` has a record of what each was made of, so that a run that was
+stopped goes on.
 """
 
 import hashlib
@@ -30,7 +32,8 @@ from restorekv.storage.cache_file import read
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 CONVENTIONS = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
-EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)  # what one document may raise without ending the others
+# What one document may raise without ending the others.
+EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,25 @@ class Maker:
             return
         recipe, options = self.recipe, self.recipe.options
         model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
-        how = make_compressor(options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS)))
+        how = make_compressor(
+            options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS))
+        )
         between = default_between(tokenizer)
         ratio = exact_ratio(options["ratio"]) if options["ratio"] else None
-        adapter = load_adapter(model, options["adapter"], how, options["restore_tokens"], between, ratio)
+        adapter = load_adapter(
+            model, options["adapter"], how, options["restore_tokens"], between, ratio
+        )
         facts = [
-            __version__, model_fingerprint(model), rope_fingerprint(model.config), template_hash(tokenizer),
-            str(model.dtype), between, how.identity(model), adapter and adapter.identity(), options,
-        ]  # fmt: skip
+            __version__,
+            model_fingerprint(model),
+            rope_fingerprint(model.config),
+            template_hash(tokenizer),
+            str(model.dtype),
+            between,
+            how.identity(model),
+            adapter and adapter.identity(),
+            options,
+        ]
         self.facts, self.opened = json.dumps(facts, sort_keys=True, default=str), (model, tokenizer)
 
     def make(self, source: str, name: str, target: str) -> Made:
@@ -97,7 +111,9 @@ class Maker:
         seconds, plain = compressed.manifest.seconds, replace(compressed.manifest, seconds={})
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
         replace(compressed, manifest=plain).save(target)  # the same bytes, whoever makes it
-        write_json(record, {"of": digest, "file": file_digest(target), "seconds": seconds}, follow=False)
+        write_json(
+            record, {"of": digest, "file": file_digest(target), "seconds": seconds}, follow=False
+        )
         return Made("wrote", plain.bytes_held, plain.bytes_full)
 
 
@@ -106,7 +122,9 @@ def record_of(target: Path) -> Path:
 
 
 def existing(target: Path, record: Path, digest: str) -> Made | None:
-    """Returns what is there if it is whole and made of the same; old records do not name the file's bytes."""
+    """Returns what is there if it is whole and made of the same; old records do not name the file's
+    bytes.
+    """
     if not target.exists() or not record.exists():
         return None
     try:
@@ -125,14 +143,20 @@ def documents_of(folder: Path) -> list[Path]:
     """Returns the documents below a folder, relative to it, in order."""
     below = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     found = [
-        path for path in below if path.suffix.lower() in ENDINGS and not any(p.startswith(".") for p in path.parts)
+        path
+        for path in below
+        if path.suffix.lower() in ENDINGS and not any(p.startswith(".") for p in path.parts)
     ]
     if not found:
-        raise RestoreKVError(f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one.")
+        raise RestoreKVError(
+            f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one."
+        )
     return found
 
 
-def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, figures: Path | None) -> None:
+def run(
+    folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, figures: Path | None
+) -> None:
     """Compresses every document of a folder; raises RestoreKVError at the end if some could not be."""
     names = documents_of(folder)
     if out.exists() and not out.is_dir():
@@ -140,7 +164,10 @@ def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, 
     out.mkdir(parents=True, exist_ok=True)
     check_target(out / "x.rkv")
     start, sizes = time.perf_counter(), [(folder / name).stat().st_size + 1 for name in names]
-    work = [(str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve())) for name in names]
+    work = [
+        (str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve()))
+        for name in names
+    ]
     check_apart([figures], [each for source, _, target in work for each in (source, target)])
     made: list[Made] = []
     with makers(recipe, ray, workers) as each, shares("compressing") as update:
@@ -149,7 +176,10 @@ def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, 
             made.append(one)
             if one.done == "failed":
                 notes.print(f"{name}: {one.reason}", markup=False, highlight=False, soft_wrap=True)
-            update(f"{number} of {len(names)}, {names[min(number, len(names) - 1)]}", sum(sizes[:number]) / sum(sizes))
+            update(
+                f"{number} of {len(names)}, {names[min(number, len(names) - 1)]}",
+                sum(sizes[:number]) / sum(sizes),
+            )
     counts = {done: sum(one.done == done for one in made) for done in ("wrote", "kept", "failed")}
     if figures:
         rows = {str(name): vars(one) for name, one in zip(names, made, strict=True)}
@@ -157,8 +187,11 @@ def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, 
     held, full = (sum(getattr(one, part) for one in made) for part in ("held", "full"))
     output.print(
         f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {size(held)} of {size(full)} in "
-        f"{time.perf_counter() - start:.1f} s", markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{time.perf_counter() - start:.1f} s",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     if counts["failed"]:
         what = "document" if len(names) == 1 else f"of {len(names)} documents"
         raise RestoreKVError(
@@ -168,7 +201,9 @@ def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, 
 
 @contextmanager
 def makers(recipe: Recipe, ray: str | None, workers: int) -> Iterator[Any]:
-    """Yields a function that takes (source, name, target) of every document and yields what became of each."""
+    """Yields a function that takes (source, name, target) of every document and yields what became
+    of each.
+    """
     if ray is None:
         maker = Maker(recipe)
         maker.open()

@@ -25,17 +25,33 @@ from restorekv.train.gate import GateConfig, train_gate
 def train(
     out: Annotated[Path, options.target("The gate file to write.")],
     data: Annotated[
-        list[str], typer.Option(help='tiny (its world), a mixture, or JSON lines {"context", "questions"}; repeatable.')
+        list[str],
+        typer.Option(
+            help='tiny (its world), a mixture, or JSON lines {"context", "questions"}; repeatable.'
+        ),
     ] = ("tiny",),
     count: Annotated[
-        int, typer.Option(min=2, help="Number of contexts of the tiny world; of other data the maximum, evenly spaced.")
+        int,
+        typer.Option(
+            min=2,
+            help="Number of contexts of the tiny world; of other data the maximum, evenly spaced.",
+        ),
     ] = 200,
-    shortest: Annotated[int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")] = SHORTEST,
-    longest: Annotated[int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")] = LONGEST,
+    shortest: Annotated[
+        int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")
+    ] = SHORTEST,
+    longest: Annotated[
+        int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")
+    ] = LONGEST,
     features: Annotated[
-        Path | None, typer.Option(help="Folder that keeps attention inputs and scores; OUT.features by default.")
+        Path | None,
+        typer.Option(
+            help="Folder that keeps attention inputs and scores; OUT.features by default."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Use the features that are there already.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Use the features that are there already.")
+    ] = False,
     model: options.Model = "tiny",
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -55,14 +71,19 @@ def train(
         with bar("training a gate", lines=True) as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; continue with --resume and the features in {folder}.") from None
+        raise KeyboardInterrupt(
+            f"Interrupted; continue with --resume and the features in {folder}."
+        ) from None
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in gate.card.figures.items()}
     print_figures(f"Wrote {out}", {"kind": config.kind, "predicts": gate.card.target, **rows})
 
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}.")
+        str,
+        typer.Argument(
+            help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}."
+        ),
     ],
     out: Annotated[Path, options.target("The gate file to write.", "--output", "-o")],
     model: options.Model = "tiny",

@@ -23,16 +23,20 @@ from restorekv.model.prompt import template_hash
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
-INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")  # of cividis
+# Of cividis.
+INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")
 GONE = "·"
 
 
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
-    plot: Annotated[Path | None, options.target("Draw the same as a picture: .png, .pdf or .svg.")] = None,
+    plot: Annotated[
+        Path | None, options.target("Draw the same as a picture: .png, .pdf or .svg.")
+    ] = None,
     json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Whose tokenizer shows the text; one that ships unless given.")
+        str | None,
+        typer.Option(help="Whose tokenizer shows the text; one that ships unless given."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
 ) -> None:
@@ -44,7 +48,9 @@ def run(
     if plot:
         save_plot(survivors, plot, file.name)
     if json:
-        write_json(json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()})
+        write_json(
+            json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()}
+        )
     print_figures(str(file), facts(survivors))
     output.print(heads(survivors))
     output.print(positions(survivors))
@@ -57,7 +63,9 @@ def run(
 
 
 def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
-    """Returns the tokenizer asked for, or that of a model that ships, if its template fits; the file names no other."""
+    """Returns the tokenizer asked for, or that of a model that ships, if its template fits; the
+    file names no other.
+    """
     if model is not None:
         return load_tokenizer(model)
     for name in filter(None, (shipped_name(survivors.manifest.model), TINY)):
@@ -90,7 +98,9 @@ def heads(survivors: Survivors) -> Table:
     counts, shares = survivors.per_head, survivors.per_layer
     most = max(int(counts.max()), 1)
     numbered = counts.shape[1] * 8 + 40 <= output.width
-    table = Table(title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold")
+    table = Table(
+        title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold"
+    )
     table.add_column("layer", justify="right")
     for head in range(counts.shape[1]) if numbered else ():
         table.add_column(f"head {head}", justify="right")
@@ -99,9 +109,15 @@ def heads(survivors: Survivors) -> Table:
     table.add_column("mean", justify="right")
     table.add_column("share of all")
     for layer, row in enumerate(counts.tolist()):
-        cells = [f"{n:,} {shade(n / most)}" for n in row] if numbered else ["".join(shade(n / most) for n in row)]
+        cells = (
+            [f"{n:,} {shade(n / most)}" for n in row]
+            if numbered
+            else ["".join(shade(n / most) for n in row)]
+        )
         bar = "█" * round(16 * float(shares[layer] / shares.max().clamp(min=1e-9)))
-        table.add_row(str(layer), *cells, f"{sum(row) / len(row):,.1f}", f"{bar} {float(shares[layer]):.1%}")
+        table.add_row(
+            str(layer), *cells, f"{sum(row) / len(row):,.1f}", f"{bar} {float(shares[layer]):.1%}"
+        )
     return table
 
 
@@ -112,16 +128,22 @@ def positions(survivors: Survivors) -> Text:
     parts = [float(part.mean()) for part in share.tensor_split(width)]
     line = "".join(STEPS[math.ceil(8 * part / max(*parts, 1e-9))] for part in parts)
     text = Text("Heads that keep a token, along the context", style="bold")
-    text.append(f" (█ = {max(parts):.1%}, {len(share) / width:.3g} tokens a bar)\n", style="not bold")
+    text.append(
+        f" (█ = {max(parts):.1%}, {len(share) / width:.3g} tokens a bar)\n", style="not bold"
+    )
     return text.append(f"start │{line}│ end\n", style="not bold")
 
 
 def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
-    """Shows the text as the cache has it: the brighter a token, the more heads keep it; a dot where none does."""
+    """Shows the text as the cache has it: the brighter a token, the more heads keep it; a dot where
+    none does.
+    """
     start = survivors.context.prefix
     share = survivors.per_position[start:]
     most = max(float(share.max()), 1e-9)
-    text = Text("The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n")
+    text = Text(
+        "The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n"
+    )
     ids = survivors.context.ids[0, start : start + limit].tolist()
     for piece, part in characters(tokenizer, ids, share.tolist()):
         if part == 0:
@@ -134,8 +156,12 @@ def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     return text
 
 
-def characters(tokenizer: Tokenizer, ids: Sequence[int], shares: Sequence[float]) -> Iterator[tuple[str, float]]:
-    """Yields pieces of whole characters, each the text of as many tokens as it takes, with their highest share."""
+def characters(
+    tokenizer: Tokenizer, ids: Sequence[int], shares: Sequence[float]
+) -> Iterator[tuple[str, float]]:
+    """Yields pieces of whole characters, each the text of as many tokens as it takes, with their
+    highest share.
+    """
     start = 0
     for end in range(1, len(ids) + 1):
         piece = tokenizer.decode(ids[start:end])

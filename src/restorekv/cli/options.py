@@ -33,9 +33,15 @@ def target(help: str, *names: str) -> Any:
 CacheFile = Annotated[Path, target("The cache file to write.", "--output", "-o")]
 EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 
-Evictor = Annotated[str | None, typer.Option(help=f"{DEFAULT} unless a preset or an evictor is named. {EVICTOR_HELP}")]
+Evictor = Annotated[
+    str | None,
+    typer.Option(help=f"{DEFAULT} unless a preset or an evictor is named. {EVICTOR_HELP}"),
+]
 Preset = Annotated[
-    str | None, typer.Option(help="fast (fastkvzip: costs little more than reading) or best (kvzip), for --evictor.")
+    str | None,
+    typer.Option(
+        help="fast (fastkvzip: costs little more than reading) or best (kvzip), for --evictor."
+    ),
 ]
 Adapter = Annotated[
     str,
@@ -47,40 +53,66 @@ Adapter = Annotated[
 MODEL_HELP = "smollm2, tiny, a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 OtherModel = Annotated[
-    str | None, typer.Option("--model", help=f"The model, needed unless it is one that ships. {MODEL_HELP}")
+    str | None,
+    typer.Option("--model", help=f"The model, needed unless it is one that ships. {MODEL_HELP}"),
 ]
-System = Annotated[str, typer.Option(help="The system message before the text; unless given, the template's own.")]
+System = Annotated[
+    str, typer.Option(help="The system message before the text; unless given, the template's own.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[
-    str, typer.Option(help="free: keep the chat prefix and do not count it; counted: let it compete.")
+    str,
+    typer.Option(help="free: keep the chat prefix and do not count it; counted: let it compete."),
 ]
-ProtocolPrefixPolicy = Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")]
-OnSmallBudget = Annotated[str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")]
+ProtocolPrefixPolicy = Annotated[
+    str | None, typer.Option(help="free or counted; the protocol's unless given.")
+]
+OnSmallBudget = Annotated[
+    str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
+]
 Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(ALLOCATIONS)}.")]
 RestoreFrom = Annotated[
-    str, typer.Option(help="What the restore pass reads: full, or evicted (a control; its adapter is trained so).")
+    str,
+    typer.Option(
+        help="What the restore pass reads: full, or evicted (a control; its adapter is trained so)."
+    ),
 ]
 Offset = Annotated[
-    int, typer.Option(min=0, max=2**31, help="Positions between context and question (a control, no adapter).")
+    int,
+    typer.Option(
+        min=0, max=2**31, help="Positions between context and question (a control, no adapter)."
+    ),
 ]
 STORAGE_HELP = f"How to store the kept pairs: {', '.join(STORAGES)}; the ratio does not count it."
 Storage = Annotated[str, typer.Option(help=STORAGE_HELP)]
 Storages = Annotated[list[str], typer.Option(help=f"{STORAGE_HELP} Repeatable.")]
 Streaming = Annotated[
     int | None,
-    typer.Option(min=1, help="Compress while the prefill reads so many tokens at a time; an approximation."),
+    typer.Option(
+        min=1, help="Compress while the prefill reads so many tokens at a time; an approximation."
+    ),
 ]
 Offload = Annotated[
-    bool, typer.Option("--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory).")
+    bool,
+    typer.Option(
+        "--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory)."
+    ),
 ]
-MaxContext = Annotated[str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")]
+MaxContext = Annotated[
+    str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")
+]
 Yarn = Annotated[
-    float | None, typer.Option(help="Stretch the model's positions by this factor; ask does the same with the file.")
+    float | None,
+    typer.Option(
+        help="Stretch the model's positions by this factor; ask does the same with the file."
+    ),
 ]
 RestoreTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="Use the adapter's first so many restore tokens; train it with --nested."),
+    typer.Option(
+        min=1, help="Use the adapter's first so many restore tokens; train it with --nested."
+    ),
 ]
 
 
@@ -88,15 +120,31 @@ RestoreTokens = Annotated[
 class Sampling:
     """How `ask` and `chat` write answers; see `Decoding`."""
 
-    temperature: float = field(default=0.0, metadata={"help": "How much chance decides; 0 takes the likeliest token."})
-    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this probability."})
-    top_k: int = field(default=0, metadata={"help": "Sample from so many likeliest tokens; 0 for all."})
-    min_p: float = field(default=0.0, metadata={"help": "Leave out tokens below this share of the likeliest one's."})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1, makes what was read or said rarer."})
+    temperature: float = field(
+        default=0.0, metadata={"help": "How much chance decides; 0 takes the likeliest token."}
+    )
+    top_p: float = field(
+        default=1.0, metadata={"help": "Sample from the likeliest tokens of this probability."}
+    )
+    top_k: int = field(
+        default=0, metadata={"help": "Sample from so many likeliest tokens; 0 for all."}
+    )
+    min_p: float = field(
+        default=0.0, metadata={"help": "Leave out tokens below this share of the likeliest one's."}
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Above 1, makes what was read or said rarer."}
+    )
     seed: int = field(default=0, metadata={"help": "The same seed gives the same answer."})
-    stop: list[str] | None = field(default=None, metadata={"help": "End an answer before this text; repeatable."})
-    json_schema: Path | None = field(default=None, metadata={"help": "A file with the JSON schema of every answer."})
-    regex: str | None = field(default=None, metadata={"help": "An expression that every answer matches as a whole."})
+    stop: list[str] | None = field(
+        default=None, metadata={"help": "End an answer before this text; repeatable."}
+    )
+    json_schema: Path | None = field(
+        default=None, metadata={"help": "A file with the JSON schema of every answer."}
+    )
+    regex: str | None = field(
+        default=None, metadata={"help": "An expression that every answer matches as a whole."}
+    )
 
     def decoding(self) -> dict[str, Any]:
         """Returns the options of `Decoding`; checks them and reads the schema."""
@@ -108,7 +156,8 @@ class Sampling:
 
 
 def options_of(config: type) -> Callable[[Callable], Callable]:
-    """Decorates a command that takes `**settings`: every field of the dataclass becomes an option with its help.
+    """Decorates a command that takes `**settings`: every field of the dataclass becomes an option
+    with its help.
 
     Tuples are written with commas between, literals as text; a field's metadata holds `help`.
     """
@@ -118,13 +167,23 @@ def options_of(config: type) -> Callable[[Callable], Callable]:
         if get_origin(kind) in (tuple, Literal):
             kind, default = str, ",".join(default) if isinstance(default, tuple) else default
         typed = Annotated[kind, typer.Option(help=field.metadata["help"])]
-        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
+        return inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed
+        )
 
     def decorate(run: Callable) -> Callable:
         kinds = get_type_hints(config)
-        own = [p for p in inspect.signature(run).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        run.__signature__ = inspect.Signature([*own, *(option(field, kinds[field.name]) for field in fields(config))])
-        run.__annotations__ = {name: parameter.annotation for name, parameter in run.__signature__.parameters.items()}
+        own = [
+            p
+            for p in inspect.signature(run).parameters.values()
+            if p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        run.__signature__ = inspect.Signature(
+            [*own, *(option(field, kinds[field.name]) for field in fields(config))]
+        )
+        run.__annotations__ = {
+            name: parameter.annotation for name, parameter in run.__signature__.parameters.items()
+        }
         return run
 
     return decorate

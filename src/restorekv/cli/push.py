@@ -1,4 +1,6 @@
-"""`restorekv push FOLDER REPO`: uploads a restore adapter and its model card to the Hugging Face hub."""
+"""`restorekv push FOLDER REPO`: uploads a restore adapter and its model card to the Hugging Face
+hub.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +17,37 @@ from restorekv.restore import adapter_file, model_card, publish
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="The folder of a trained adapter, as runs/mine/adapter.")],
-    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub, which is created if need be.")],
-    private: Annotated[bool, typer.Option("--private", help="Only the owner sees the repository.")] = False,
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of a trained adapter, as runs/mine/adapter.")
+    ],
+    repo: Annotated[
+        str, typer.Argument(help="OWNER/NAME on the hub, which is created if need be.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Only the owner sees the repository.")
+    ] = False,
     dtype: Annotated[
-        str, typer.Option(help=f"Type of the LoRA weights: auto (as they are), {', '.join(DTYPES[1:])}.")
+        str,
+        typer.Option(
+            help=f"Type of the LoRA weights: auto (as they are), {', '.join(DTYPES[1:])}."
+        ),
     ] = "auto",
     license: Annotated[
-        str | None, typer.Option(help="License by the hub's name for it; passed on from the data unless given.")
+        str | None,
+        typer.Option(
+            help="License by the hub's name for it; passed on from the data unless given."
+        ),
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="What `restorekv eval --json` wrote for this adapter; recorded in its folder.")
+        Path | None,
+        typer.Option(
+            help="What `restorekv eval --json` wrote for this adapter; recorded in its folder."
+        ),
     ] = None,
     message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the model card and publish nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the model card and publish nothing.")
+    ] = False,
 ) -> None:
     if not folder.is_dir():
         raise AdapterError(f"{folder} is no folder; give the one of a trained adapter.")
@@ -40,7 +59,9 @@ def run(
             "save it first."
         )
     if results:
-        stored = replace(stored, card=publish.with_results(stored.card, publish.results_in(results, stored)))
+        stored = replace(
+            stored, card=publish.with_results(stored.card, publish.results_in(results, stored))
+        )
         if not dry_run:
             publish.save(folder, stored)
     stored = replace(stored, card=publish.with_origin(stored.card, folder, folder, bare=False))
@@ -53,7 +74,9 @@ def run(
         typer.echo(publish.prepare(repo, stored, license, readme)[1], nl=False)
         return
     with notes.status(f"publishing {repo}"):
-        address = publish.push(repo, stored, private=private, license=license, readme=readme, commit_message=message)
+        address = publish.push(
+            repo, stored, private=private, license=license, readme=readme, commit_message=message
+        )
     output.print(f"Published {address}", markup=False)
 
 

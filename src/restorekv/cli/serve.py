@@ -26,20 +26,42 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 @options.options_of(Spread)
 def run(
     model: options.Model = "smollm2",
-    preset: Annotated[str, typer.Option(help="How uploads are compressed: fast, best or an evictor's name.")] = "fast",
+    preset: Annotated[
+        str, typer.Option(help="How uploads are compressed: fast, best or an evictor's name.")
+    ] = "fast",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs that uploads keep.")] = "0.1",
-    host: Annotated[str, typer.Option(help="Where to listen; other machines reach 0.0.0.0.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Where to listen; other machines reach 0.0.0.0.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.")] = 8080,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with the keys of clients, one a line.")] = None,
-    store: Annotated[Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")] = None,
-    memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the keys of clients, one a line.")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="How much of the documents is held in memory.")
+    ] = "4G",
     disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
-    shared: Annotated[str | None, typer.Option(help="A folder of caches for several servers, s3://... too.")] = None,
-    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 256,
-    engine: Annotated[str, typer.Option(help="Who answers: embedded (this library) or vllm.")] = "embedded",
-    vllm_url: Annotated[str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")] = None,
-    vllm_store: Annotated[Path | None, typer.Option(help="The folder from which that server reads documents.")] = None,
-    vllm_options: Annotated[str | None, typer.Option(help="Arguments of vLLM's engine, as JSON.")] = None,
+    shared: Annotated[
+        str | None, typer.Option(help="A folder of caches for several servers, s3://... too.")
+    ] = None,
+    waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")
+    ] = 256,
+    engine: Annotated[
+        str, typer.Option(help="Who answers: embedded (this library) or vllm.")
+    ] = "embedded",
+    vllm_url: Annotated[
+        str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")
+    ] = None,
+    vllm_store: Annotated[
+        Path | None, typer.Option(help="The folder from which that server reads documents.")
+    ] = None,
+    vllm_options: Annotated[
+        str | None, typer.Option(help="Arguments of vLLM's engine, as JSON.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -51,11 +73,23 @@ def run(
     keys = read_keys(api_key_file) if api_key_file else ()
     server, store = loaded_server(host, keys), store or Path("restorekv-store")
     shared = shared or (str((store / "shared").resolve()) if spread.ray else None)
-    own = {"url": vllm_url, "folder": vllm_store, "options": vllm_options and object_of("--vllm-options", vllm_options)}
+    own = {
+        "url": vllm_url,
+        "folder": vllm_store,
+        "options": vllm_options and object_of("--vllm-options", vllm_options),
+    }
     settings = server.Settings(
-        store, model, f"{model}:{preset}-{ratio}", size_of("--memory", memory), size_of("--disk", disk), shared,
-        keys, server.Limits(tokens=max_tokens, waiting=waiting), engine, {k: v for k, v in own.items() if v},
-    )  # fmt: skip
+        store,
+        model,
+        f"{model}:{preset}-{ratio}",
+        size_of("--memory", memory),
+        size_of("--disk", disk),
+        shared,
+        keys,
+        server.Limits(tokens=max_tokens, waiting=waiting),
+        engine,
+        {k: v for k, v in own.items() if v},
+    )
     server.engine_class(engine).check(**settings.options)
     server.Variant.parse(settings.default, model)
     if shared:
@@ -67,7 +101,9 @@ def run(
         if spread.ray:
             engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
-                replicas = lasting.enter_context(engines.deployed(settings, spread, model, dtype, device))
+                replicas = lasting.enter_context(
+                    engines.deployed(settings, spread, model, dtype, device)
+                )
             app = server.application_of(replicas, server.store_of(settings), settings)
         else:
             app = server.application(*open_model(model, dtype, device), settings)
@@ -82,14 +118,17 @@ def run(
 def lock_store(store: Path, lasting: ExitStack) -> None:
     """Refuses a second server at a store for as long as `lasting` lasts.
 
-    A disk that is full or read-only may have no room for the lock file; then the lock of the store's index does it.
+    A disk that is full or read-only may have no room for the lock file; then the lock of the
+    store's index does it.
     """
     try:
         lasting.enter_context(alone(store))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or not store.is_dir():
             raise
-        say(f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until it can.")
+        say(
+            f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until it can."
+        )
 
 
 def say(text: str) -> None:
@@ -99,24 +138,33 @@ def say(text: str) -> None:
 
 
 def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
-    """Returns the module that serves; warns where a server without keys can be reached from elsewhere."""
+    """Returns the module that serves; warns where a server without keys can be reached from
+    elsewhere.
+    """
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
-        notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
+        notes.print(
+            "warning: whoever reaches this machine can ask; --api-key-file asks for a key.",
+            highlight=False,
+        )
     try:
         return import_module("restorekv.serve.run")
     except ImportError as error:
-        raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
+        raise RestoreKVError(
+            f"Serving needs {error.name}; pip install 'restorekv[serve]'."
+        ) from None
 
 
 def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.socket]:
     """Returns sockets that listen at every address of a host, until `lasting` closes them.
 
-    Whoever connects before the server answers waits. A port of 0 is one that is free, the same at all addresses.
-    Raises RestoreKVError where nothing can listen.
+    Whoever connects before the server answers waits. A port of 0 is one that is free, the same at
+    all addresses. Raises RestoreKVError where nothing can listen.
     """
     listeners: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         for family, kind, protocol, _, place in dict.fromkeys(found):
             try:
                 listener = lasting.enter_context(socket.socket(family, kind, protocol))
@@ -133,14 +181,17 @@ def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.sock
                 listener.bind((place[0], chosen, *place[2:]))
                 listener.listen(BACKLOG)
             except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL and (listeners or len(found) > 1):  # IPv6 is switched off
+                # IPv6 is switched off.
+                if error.errno == errno.EADDRNOTAVAIL and (listeners or len(found) > 1):
                     continue
                 raise
             listeners.append(listener)
         if not listeners:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
-        raise RestoreKVError(f"Cannot listen at {host}:{port} ({error.strerror}); choose another --port.") from None
+        raise RestoreKVError(
+            f"Cannot listen at {host}:{port} ({error.strerror}); choose another --port."
+        ) from None
     if hasattr(os, "register_at_fork"):  # a process that outlives the server must not hold its port
         os.register_at_fork(after_in_child=lambda: [each.close() for each in listeners])
     return listeners
@@ -161,7 +212,9 @@ def object_of(name: str, text: str) -> dict:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise RestoreKVError(f"{name} is a JSON object such as '{{\"max_model_len\": 8192}}', not {text[:60]!r}.")
+        raise RestoreKVError(
+            f"{name} is a JSON object such as '{{\"max_model_len\": 8192}}', not {text[:60]!r}."
+        )
     return found
 
 
@@ -170,5 +223,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     text = read_bytes(path, f"The file {path}").decode("utf-8", "replace")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or min(map(len, keys)) < 16:
-        raise RestoreKVError(f"The file {path} has keys of at least 16 characters, one a line; this one does not.")
+        raise RestoreKVError(
+            f"The file {path} has keys of at least 16 characters, one a line; this one does not."
+        )
     return keys

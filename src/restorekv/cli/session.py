@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
@@ -39,7 +46,9 @@ class Terminal(Console):
         """Shows a line while the block works, in which the names of files and models are no markup."""
         return super().status(Text(status), **settings)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)
 
@@ -48,7 +57,9 @@ output, notes = Terminal(), Terminal(stderr=True)
 
 
 def read_text(name: str) -> str:
-    """Returns the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is "-"."""
+    """Returns the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
+    "-".
+    """
     if name == "-":
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
@@ -65,11 +76,15 @@ def read_text(name: str) -> str:
 
 
 def check_apart(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
-    """Refuses to write a file that the command reads, or one file twice; None names none, and "-" stdin."""
+    """Refuses to write a file that the command reads, or one file twice; None names none, and "-"
+    stdin.
+    """
     others = [each for each in inputs if each not in (None, "-")]
     for path in filter(None, outputs):
         if any(one_file(path, other) for other in others):
-            raise RestoreKVError(f"{path} is also another file of this command; choose another name for the output.")
+            raise RestoreKVError(
+                f"{path} is also another file of this command; choose another name for the output."
+            )
         others.append(path)
 
 
@@ -87,7 +102,10 @@ def quiet() -> None:
 
 
 def open_model(
-    name: str, dtype: str = "auto", device: str = "cpu", rope: Mapping[str, object] | float | None = None
+    name: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Calls `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
@@ -96,10 +114,13 @@ def open_model(
         return load_model(name, dtype, device, rope)
 
 
-def open_documents(files: Sequence[Path], model: str | None, dtype: str | None, device: str) -> list[CompressedContext]:
+def open_documents(
+    files: Sequence[Path], model: str | None, dtype: str | None, device: str
+) -> list[CompressedContext]:
     """Reads cache files of one model, which wrong files are refused before, and loads them.
 
-    Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those that ship.
+    Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those
+    that ship.
     """
     stored = [read(each) for each in files]
     first = stored[0].manifest
@@ -110,7 +131,9 @@ def open_documents(files: Sequence[Path], model: str | None, dtype: str | None, 
 
 
 def named_model(file: Path, name: str) -> str:
-    """Returns the model that a file was made with, if it ships; refuses to open any other because a file says so."""
+    """Returns the model that a file was made with, if it ships; refuses to open any other because a
+    file says so.
+    """
     if known := shipped_name(name):
         return known
     raise RestoreKVError(
@@ -127,22 +150,38 @@ def quoted(text: str) -> str:
 def yarn_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the YaRN that a cache was made with, for `load_model`, or None."""
     names = ("rope_type", "factor", "original_max_position_embeddings")
-    return {name: rope[name] for name in names if name in rope} if rope.get("rope_type") == "yarn" else None
+    return (
+        {name: rope[name] for name in names if name in rope}
+        if rope.get("rope_type") == "yarn"
+        else None
+    )
 
 
 @contextmanager
 def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows a progress bar on a terminal's stderr; the block gets the callback (done, total, what=title).
+    """Shows a progress bar on a terminal's stderr; the block gets the callback (done, total,
+    what=title).
 
     With `lines`, prints a line now and then elsewhere.
     """
-    parts = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("to go"))
-    with Progress(*parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal) as progress:
+    parts = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("to go"),
+    )
+    with Progress(
+        *parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal
+    ) as progress:
         task = progress.add_task(title, total=None)
 
         def update(done: int, total: int, what: str = title) -> None:
             progress.update(task, completed=done, total=total, description=what)
-            if lines and not notes.is_terminal and (done % max(total // 10, 1) == 0 or done == total):
+            if (
+                lines
+                and not notes.is_terminal
+                and (done % max(total // 10, 1) == 0 or done == total)
+            ):
                 notes.print(f"{done}/{total} {what}")
 
         yield update
@@ -150,9 +189,18 @@ def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def shares(title: str) -> Iterator[Callable[[str, float], None]]:
-    """Shows a progress bar for work of unequal parts; the block gets the callback (current part, share done)."""
-    parts = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TextColumn("to go"))
-    with Progress(*parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal) as progress:
+    """Shows a progress bar for work of unequal parts; the block gets the callback (current part,
+    share done).
+    """
+    parts = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("to go"),
+    )
+    with Progress(
+        *parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal
+    ) as progress:
         task, printed = progress.add_task(title, total=1.0), 0.0
 
         def update(what: str, share: float) -> None:
@@ -174,7 +222,11 @@ def method_of(m: Manifest) -> str:
         f"adapter {m.adapter['hash'] if m.adapter else 'none'}",
     ]
     facts += [f"allocation {m.allocation}"] if m.allocation != plain.allocation.spec else []
-    facts += [f"restored from the {m.restore_from} cache"] if m.restore_from != plain.restore_from else []
+    facts += (
+        [f"restored from the {m.restore_from} cache"]
+        if m.restore_from != plain.restore_from
+        else []
+    )
     facts += [f"offset {m.offset}"] if m.offset else []
     facts += [f"streamed {m.streaming} tokens at a time"] if m.streaming else []
     facts += [f"{len(m.parts)} texts"] if m.parts else []
@@ -189,7 +241,8 @@ def print_written(path: Path) -> None:
 
 def print_figures(title: str, rows: dict[str, str]) -> None:
     """Prints a table with names on the left and values on the right."""
-    # As Text, in which brackets and backslashes of names stay what they are; `escape` of rich keeps only some of them.
+    # As Text, in which brackets and backslashes of names stay what they are; `escape` of rich keeps
+    # only some of them.
     table = Table(title=Text(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")

@@ -29,24 +29,41 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
     data: Annotated[list[str], typer.Option(help=DATA_HELP)] = ("tiny",),
     count: Annotated[int, typer.Option(min=1, help="Number of contexts of the tiny world.")] = 1000,
-    shortest: Annotated[int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")] = SHORTEST,
-    longest: Annotated[int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")] = LONGEST,
+    shortest: Annotated[
+        int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")
+    ] = SHORTEST,
+    longest: Annotated[
+        int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")
+    ] = LONGEST,
     model: options.Model = "tiny",
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")
+    ] = False,
     shard: Annotated[
-        bool, typer.Option("--shard", help="Spread the backbone over the processes of `accelerate launch`.")
+        bool,
+        typer.Option(
+            "--shard", help="Spread the backbone over the processes of `accelerate launch`."
+        ),
     ] = False,
     store: Annotated[
-        Path | None, typer.Option(help="Folder that keeps scores and the teacher's answers for later steps and runs.")
+        Path | None,
+        typer.Option(
+            help="Folder that keeps scores and the teacher's answers for later steps and runs."
+        ),
     ] = None,
     store_prefill: Annotated[
-        bool, typer.Option("--store-prefill", help="Keep the full caches there too: for small models.")
+        bool,
+        typer.Option("--store-prefill", help="Keep the full caches there too: for small models."),
     ] = False,
     **settings: Any,
 ) -> None:
-    targets = () if settings["targets"] == "none" else tuple(name.strip() for name in settings["targets"].split(","))
+    targets = (
+        ()
+        if settings["targets"] == "none"
+        else tuple(name.strip() for name in settings["targets"].split(","))
+    )
     config = TrainConfig(**{**settings, "targets": targets})
     check_lengths(shortest, longest)
     checkpoint.check_folders(out, resume, store)
@@ -54,7 +71,9 @@ def run(
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
     for name in data:
         if name != "tiny" and not Path(name).exists():
-            raise RestoreKVError(f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'.")
+            raise RestoreKVError(
+                f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'."
+            )
     own, sharing = own_device(device), wants_shards(shard)
     with process_group(own) as group:
         notes.quiet = output.quiet = group.rank > 0
@@ -63,9 +82,23 @@ def run(
             spread(loaded, own)
         world = count, config.seed, shortest, longest
         examples = [each for name in data for each in read_data(name, loaded, tokenizer, world)]
-        kept = {"store": store, "store_prefill": store_prefill, "group": group, "notice": notes.print}
+        kept = {
+            "store": store,
+            "store_prefill": store_prefill,
+            "group": group,
+            "notice": notes.print,
+        }
         with naming_the_way_on(out), bar("training") as show:
-            train(loaded, tokenizer, examples, config, out, resume, reporter(show, config.checkpoint_every), **kept)
+            train(
+                loaded,
+                tokenizer,
+                examples,
+                config,
+                out,
+                resume,
+                reporter(show, config.checkpoint_every),
+                **kept,
+            )
     print_written(out / "adapter")
 
 
@@ -75,8 +108,14 @@ def check_lengths(shortest: int, longest: int) -> None:
 
 
 def read_data(name: str, model, tokenizer, world: tuple[int, int, int, int]) -> list[Example]:
-    """Returns the examples of one --data; `world` is count, seed, shortest and longest of the tiny world's."""
-    return tiny_examples(tokenizer, *world) if name == "tiny" else read_examples(Path(name), model, tokenizer)
+    """Returns the examples of one --data; `world` is count, seed, shortest and longest of the tiny
+    world's.
+    """
+    return (
+        tiny_examples(tokenizer, *world)
+        if name == "tiny"
+        else read_examples(Path(name), model, tokenizer)
+    )
 
 
 @contextmanager
@@ -86,7 +125,11 @@ def naming_the_way_on(out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         saved = (out / checkpoint.FILE).exists()
-        way = f"continue from the last checkpoint in {out} with --resume" if saved else f"no checkpoint yet in {out}"
+        way = (
+            f"continue from the last checkpoint in {out} with --resume"
+            if saved
+            else f"no checkpoint yet in {out}"
+        )
         raise KeyboardInterrupt(f"Interrupted; {way}.") from None
 
 
@@ -100,6 +143,9 @@ def reporter(show: Progress, every: int) -> Progress:
         show(step, steps, f"loss {loss:.4f}")
         if not notes.is_terminal and (step % every == 0 or step == steps):
             left = (steps - step) * (time.monotonic() - begun) / done
-            notes.print(f"step {step}/{steps}  loss {loss:.4f}" + (f"  {left:.0f} s to go" if step < steps else ""))
+            notes.print(
+                f"step {step}/{steps}  loss {loss:.4f}"
+                + (f"  {left:.0f} s to go" if step < steps else "")
+            )
 
     return report

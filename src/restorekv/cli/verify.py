@@ -1,4 +1,6 @@
-"""`restorekv verify FILE...`: whether files can be trusted to load, and what they are, in a sentence each."""
+"""`restorekv verify FILE...`: whether files can be trusted to load, and what they are, in a
+sentence each.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ from restorekv.train import checkpoint, features, teacher_cache
 
 
 def run(
-    files: Annotated[list[Path], typer.Argument(help="Cache files, gates, folders of adapters, data or results.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Cache files, gates, folders of adapters, data or results.")
+    ],
 ) -> None:
     refused = 0
     for path in files:
@@ -41,7 +45,9 @@ def describe(path: Path) -> str:
         for file, describe_folder in FOLDERS.items():
             if any(path.glob(file)):
                 return describe_folder(path)
-        raise RestoreKVError(f"{path} is no folder that restorekv made; name a file or another folder.")
+        raise RestoreKVError(
+            f"{path} is no folder that restorekv made; name a file or another folder."
+        )
     metadata, _ = read_tensors(path, str(path))
     name = metadata.get("format")
     if name in FILES:
@@ -79,7 +85,11 @@ def describe_training(path: Path, kind: FileKind) -> str:
 def describe_adapter(folder: Path) -> str:
     stored = adapter_file.read(folder)
     card = stored.card
-    known = f"for {card.model}, {card.evictor or 'any evictor'}, license {card.license}" if card else "without a record"
+    known = (
+        f"for {card.model}, {card.evictor or 'any evictor'}, license {card.license}"
+        if card
+        else "without a record"
+    )
     return f"a restore adapter of {len(stored.embeddings)} tokens {known}"
 
 

@@ -1,8 +1,8 @@
 """Which pairs stay, given scores and a count (Eq. 3: Evict(C, s, B) keeps exactly B).
 
-Every allocation keeps exactly the count, for any scores; of equal scores the lower (layer, head, position) wins, so
-that ties can neither miss the budget nor differ between devices. Where a count does not divide, the first layers or
-heads get one more.
+Every allocation keeps exactly the count, for any scores; of equal scores the lower (layer, head,
+position) wins, so that ties can neither miss the budget nor differ between devices. Where a count
+does not divide, the first layers or heads get one more.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,8 @@ from restorekv import spec
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_json
 
-BLOCK = 1 << 22  # scores read at once; PyTorch's own selection copies all of them and as many indices
+# Scores read at once; PyTorch's own selection copies all of them and as many indices.
+BLOCK = 1 << 22
 DIGIT = 1 << 16
 UNIFORM = "uniform"
 ROUNDING = 1e-3  # by how much the shares of a file may miss 1
@@ -31,7 +32,8 @@ class Allocation(ABC):
     """Which pairs compete with which."""
 
     name: ClassVar[str]
-    rectangular: ClassVar[bool] = False  # whole tokens per head, so that every head keeps the same number
+    # Whole tokens per head, so that every head keeps the same number.
+    rectangular: ClassVar[bool] = False
 
     @property
     def spec(self) -> str:
@@ -79,7 +81,9 @@ class PerHead(Allocation):
 
 @dataclass(frozen=True)
 class AdaKV(Allocation):
-    """Ada-KV (arXiv:2407.11550): ranks each layer, after each head has got a guaranteed share of its even part."""
+    """Ada-KV (arXiv:2407.11550): ranks each layer, after each head has got a guaranteed share of
+    its even part.
+    """
 
     name: ClassVar[str] = "adakv"
 
@@ -91,10 +95,14 @@ class AdaKV(Allocation):
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         counts = even(pairs, len(scores), scores.numel())
-        return torch.stack([self.layer(layer, count) for layer, count in zip(scores, counts, strict=True)])
+        return torch.stack(
+            [self.layer(layer, count) for layer, count in zip(scores, counts, strict=True)]
+        )
 
     def layer(self, scores: Tensor, pairs: int) -> Tensor:
-        """Keeps floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the whole layer."""
+        """Keeps floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the
+        whole layer.
+        """
         safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
         keep = top_of_each(scores, [safe] * len(scores))
         others = (~keep).nonzero(as_tuple=True)
@@ -104,10 +112,12 @@ class AdaKV(Allocation):
 
 @dataclass(frozen=True)
 class HeadShares(Allocation):
-    """Ranks each head alone by `shares` (L * H), layers first, or equal ones, as Attention Matching does.
+    """Ranks each head alone by `shares` (L * H), layers first, or equal ones, as Attention Matching
+    does.
 
-    `heads` is "uniform" or a file in the published form: one flat JSON object, {"L0H0": share, ...}, the shares of all
-    heads adding up to 1. They depend neither on the context nor on the ratio.
+    `heads` is "uniform" or a file in the published form: one flat JSON object, {"L0H0": share,
+    ...}, the shares of all heads adding up to 1. They depend neither on the context nor on the
+    ratio.
     """
 
     name: ClassVar[str] = "heads"
@@ -117,10 +127,15 @@ class HeadShares(Allocation):
 
     @classmethod
     def of(cls, heads: str, layers: int, kv_heads: int) -> "HeadShares":
-        """Makes the allocation for "uniform" or a file, which must name exactly the heads of the model."""
+        """Makes the allocation for "uniform" or a file, which must name exactly the heads of the
+        model.
+        """
         if heads == UNIFORM:
             return cls()
-        shares, names = read_shares(heads), [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))]
+        shares, names = (
+            read_shares(heads),
+            [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))],
+        )
         if shares.keys() != set(names):
             raise BudgetError(
                 f"{heads} has shares for {len(shares)} heads, the model has {layers} x {kv_heads}; "
@@ -160,7 +175,9 @@ def even(pairs: int, parts: int, all_pairs: int) -> list[int]:
 
 
 def share_out(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
-    """Returns numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly, first heads first."""
+    """Returns numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly,
+    first heads first.
+    """
     whole = sum(shares)
     counts = [min(floor(share * pairs / whole), most) for share in shares]
     while left := pairs - sum(counts):
@@ -174,8 +191,13 @@ def read_shares(path: str) -> dict[str, Fraction]:
     """Returns shares by the names of the heads; refuses whatever is not the published form."""
     shares = read_json(Path(path), f"The file of head budgets {path}")
     values = list(shares.values()) if isinstance(shares, dict) else [None]
-    if not all(type(value) in (int, float) and 0 <= value <= 1 for value in values) or abs(sum(values) - 1) > ROUNDING:
-        raise BudgetError(f"{path} has no shares from 0 to 1 that add up to 1; give {{'L0H0': share, ...}}.")
+    if (
+        not all(type(value) in (int, float) and 0 <= value <= 1 for value in values)
+        or abs(sum(values) - 1) > ROUNDING
+    ):
+        raise BudgetError(
+            f"{path} has no shares from 0 to 1 that add up to 1; give {{'L0H0': share, ...}}."
+        )
     return {name: Fraction(value) for name, value in shares.items()}
 
 
@@ -195,7 +217,9 @@ def exact_top(scores: Tensor, pairs: int) -> Tensor:
     flat = scores.reshape(-1)
     check_count(pairs, flat.numel())
     if flat.isnan().any():
-        raise RestoreKVError("The scores are not numbers (NaN); load the model in bfloat16 or float32.")
+        raise RestoreKVError(
+            "The scores are not numbers (NaN); load the model in bfloat16 or float32."
+        )
     if pairs == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     threshold = nth_highest(flat, pairs)
@@ -206,7 +230,9 @@ def exact_top(scores: Tensor, pairs: int) -> Tensor:
 
 
 def nth_highest(flat: Tensor, count: int) -> Tensor:
-    """Returns the `count`-th highest of values (N,) without NaN: of many float32 ones by digits, without a copy."""
+    """Returns the `count`-th highest of values (N,) without NaN: of many float32 ones by digits,
+    without a copy.
+    """
     if flat.numel() <= BLOCK or flat.dtype != torch.float32:
         return flat.kthvalue(flat.numel() - count + 1).values
     first, left = digit_of(flat, count, None)
@@ -216,8 +242,9 @@ def nth_highest(flat: Tensor, count: int) -> Tensor:
 
 
 def digit_of(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
-    """Returns the upper 16 bits of the `count`-th highest key, or the lower ones among keys that begin with `first`,
-    and its rank among the keys that share them."""
+    """Returns the upper 16 bits of the `count`-th highest key, or the lower ones among keys that
+    begin with `first`, and its rank among the keys that share them.
+    """
     tally = torch.zeros(DIGIT, dtype=torch.long, device=flat.device)
     for part in flat.split(BLOCK):
         keys = in_order(part.view(torch.int32))
@@ -231,5 +258,7 @@ def digit_of(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
 
 
 def in_order(bits: Tensor) -> Tensor:
-    """Turns the int32 bits of float32 values into keys that are ordered as the values are; its own inverse."""
+    """Turns the int32 bits of float32 values into keys that are ordered as the values are; its own
+    inverse.
+    """
     return bits ^ (bits >> 31 & 0x7FFFFFFF)

@@ -2,8 +2,9 @@
 
     B = floor(r * T_b * L * H),    restore = n * L * H,    retained = B - restore
 
-T_b is T under the prefix policy "free" (the chat prefix is kept and not counted) and S + T under "counted"
-(it competes with the context). r is the exact decimal that the user wrote, so 0.1 of 30 tokens is 3.
+T_b is T under the prefix policy "free" (the chat prefix is kept and not counted) and S + T under
+"counted" (it competes with the context). r is the exact decimal that the user wrote, so 0.1 of 30
+tokens is 3.
 """
 
 import re
@@ -22,11 +23,13 @@ PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
 
 @dataclass(frozen=True)
 class Budget:
-    """`restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was asked for.
+    """`restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was
+    asked for.
 
-    on_small_budget says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what fits, "clip" keeps n,
-    retains nothing and exceeds B, as kvpress does. whole_tokens rounds to whole tokens per head, for allocations that
-    give every head the same: B = floor(r * T_b) * L * H.
+    on_small_budget says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what
+    fits, "clip" keeps n, retains nothing and exceeds B, as kvpress does. whole_tokens rounds to
+    whole tokens per head, for allocations that give every head the same: B = floor(r * T_b) * L *
+    H.
     """
 
     ratio: Fraction
@@ -39,12 +42,20 @@ class Budget:
 
     @classmethod
     def of_ratio(
-        cls, ratio: float | str | Fraction, tokens: int, layers: int, heads: int, restore_tokens: int = 0,
-        on_small_budget: OnSmallBudget = "error", whole_tokens: bool = False,
-    ) -> "Budget":  # fmt: skip
+        cls,
+        ratio: float | str | Fraction,
+        tokens: int,
+        layers: int,
+        heads: int,
+        restore_tokens: int = 0,
+        on_small_budget: OnSmallBudget = "error",
+        whole_tokens: bool = False,
+    ) -> "Budget":
         """Returns the budget of a share of the T_b * L * H pairs."""
         if on_small_budget not in ON_SMALL_BUDGET:
-            raise BudgetError(f"on_small_budget is one of {', '.join(ON_SMALL_BUDGET)}, not {on_small_budget!r}.")
+            raise BudgetError(
+                f"on_small_budget is one of {', '.join(ON_SMALL_BUDGET)}, not {on_small_budget!r}."
+            )
         if tokens < 1:
             raise BudgetError("The context is empty; give at least one token to compress.")
         exact = exact_ratio(ratio)
@@ -57,15 +68,31 @@ class Budget:
 
     @classmethod
     def of_tokens_per_head(
-        cls, count: int, tokens: int, layers: int, heads: int, restore_tokens: int = 0,
+        cls,
+        count: int,
+        tokens: int,
+        layers: int,
+        heads: int,
+        restore_tokens: int = 0,
         on_small_budget: OnSmallBudget = "error",
-    ) -> "Budget":  # fmt: skip
-        """Returns the budget of an absolute number of pairs per head, on average: B = count * L * H."""
-        if isinstance(count, bool) or not isinstance(count, int | float) or count != count // 1 or count < 1:
+    ) -> "Budget":
+        """Returns the budget of an absolute number of pairs per head, on average: B = count * L *
+        H.
+        """
+        if (
+            isinstance(count, bool)
+            or not isinstance(count, int | float)
+            or count != count // 1
+            or count < 1
+        ):
             raise BudgetError(f"tokens_per_head is a whole number of at least 1, not {count!r}.")
         if count > tokens:
-            raise BudgetError(f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it.")
-        return cls.of_ratio(Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_small_budget)
+            raise BudgetError(
+                f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it."
+            )
+        return cls.of_ratio(
+            Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_small_budget
+        )
 
     @property
     def total(self) -> int:
@@ -94,7 +121,8 @@ def exact_ratio(ratio: float | str | Fraction) -> Fraction:
     """Returns the decimal that was written, not the nearest double: 0.1 -> 1/10."""
     text = str(ratio)[:60]
     try:
-        endless = len(text) == 60 or re.search(r"e[-+]?\d{3}", text, re.IGNORECASE)  # takes long to compute
+        # Takes long to compute.
+        endless = len(text) == 60 or re.search(r"e[-+]?\d{3}", text, re.IGNORECASE)
         exact = ratio if isinstance(ratio, Fraction) else Fraction(0 if endless else text)
     except (ValueError, ZeroDivisionError):
         exact = Fraction(0)

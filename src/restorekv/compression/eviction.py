@@ -1,4 +1,5 @@
-"""Eviction by scores, the compressor that `compress` makes unless told otherwise, and the adapter that goes with it.
+"""Eviction by scores, the compressor that `compress` makes unless told otherwise, and the adapter
+that goes with it.
 
 prepare    prefill, score every pair, append the restore cache while the full cache is still there
 evict      B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pairs, the rest is dropped
@@ -39,13 +40,16 @@ from restorekv.model.shape import CacheShape
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
-LOADED, ADAPTERS = 4, "_restorekv_adapters"  # how many adapters a model keeps loaded, and its attribute for them
-METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}  # besides eviction by each of the evictors
+# How many adapters a model keeps loaded, and its attribute for them.
+LOADED, ADAPTERS = 4, "_restorekv_adapters"
+# Besides eviction by each of the evictors.
+METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}
 
 
 @dataclass(frozen=True)
 class Eviction(Compressor):
-    """An evictor, and an adapter that restores what it loses; `streaming` reads so many tokens at a time.
+    """An evictor, and an adapter that restores what it loses; `streaming` reads so many tokens at a
+    time.
 
     Without `scoring` every pair has the score 0, which is enough where all of them stay.
     """
@@ -60,21 +64,33 @@ class Eviction(Compressor):
 
     def __post_init__(self) -> None:
         if self.adapter and self.conventions.offset:
-            raise RestoreKVError("An offset is a control without restore states; leave out the adapter or the offset.")
+            raise RestoreKVError(
+                "An offset is a control without restore states; leave out the adapter or the offset."
+            )
         if self.streaming is not None and not self.evictor.streams:
             why = f"{self.evictor.name} scores a context as a whole"
             raise RestoreKVError(f"{why}; leave out streaming or use another evictor.")
 
     @classmethod
     def make(
-        cls, evictor: str, adapter: RestoreAdapter | None = None, *, prefix_policy: PrefixPolicy = "free",
-        on_small_budget: OnSmallBudget = "error", allocation: str = "global", restore_from: RestoreFrom = "full",
+        cls,
+        evictor: str,
+        adapter: RestoreAdapter | None = None,
+        *,
+        prefix_policy: PrefixPolicy = "free",
+        on_small_budget: OnSmallBudget = "error",
+        allocation: str = "global",
+        restore_from: RestoreFrom = "full",
         offset: int = 0,
-    ) -> Eviction:  # fmt: skip
+    ) -> Eviction:
         """Makes an eviction from an evictor's spec and the settings of `CompressionConfig`."""
         if evictor.partition(":")[0] in METHODS:
-            raise RestoreKVError(f"{evictor} is no evictor: it restores nothing, so there is nothing to train for it.")
-        conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
+            raise RestoreKVError(
+                f"{evictor} is no evictor: it restores nothing, so there is nothing to train for it."
+            )
+        conventions = CompressionConfig(
+            prefix_policy, on_small_budget, allocation, restore_from, offset
+        )
         return cls(evictors.make(evictor), adapter, conventions)
 
     @property
@@ -91,33 +107,49 @@ class Eviction(Compressor):
         return replace(self, evictor=self.evictor.as_published(prefix))
 
     def suited_to(self, context: Context, budget: Budget) -> Eviction:
-        """Returns an eviction that does not stream a single part, and scores nothing where everything stays."""
-        streams = self.streaming is not None and len(parts(self.evictor, context, self.streaming)) > 1
+        """Returns an eviction that does not stream a single part, and scores nothing where
+        everything stays.
+        """
+        streams = (
+            self.streaming is not None and len(parts(self.evictor, context, self.streaming)) > 1
+        )
         scoring = budget.ratio < 1 or budget.restore_tokens > 0
         return replace(self, streaming=self.streaming if streams else None, scoring=scoring)
 
     def prepare(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: str | Context,
+        progress: Progress | None = None,
         offload: bool = False,
-    ) -> PreparedContext:  # fmt: skip
-        """Does prefill, scores and, with an adapter, the restore pass; a context that streams is left to `evict`."""
+    ) -> PreparedContext:
+        """Does prefill, scores and, with an adapter, the restore pass; a context that streams is
+        left to `evict`.
+        """
         tell = progress or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
         tell_beyond(model, context.positions, "The context")
         if self.streaming is not None:
             if offload:
-                raise RestoreKVError("streaming never holds the full cache that offload moves; leave out one of them.")
+                raise RestoreKVError(
+                    "streaming never holds the full cache that offload moves; leave out one of them."
+                )
             how = self.evictor, self.conventions, self.streaming, self.adapter
             return StreamedContext(model, tokenizer, context, *how, tell)
         if offload and not self.evictor.offloads:
-            raise RestoreKVError(f"{self.evictor.name} makes a full cache of its own in memory; leave out offload.")
+            raise RestoreKVError(
+                f"{self.evictor.name} makes a full cache of its own in memory; leave out offload."
+            )
         support.install(model)
         seconds: dict[str, float] = {}
         into = offloaded(model, context.positions) if offload else None
         with torch.no_grad():
             if self.scoring:
-                full, scores = read_part(model, tokenizer, self.evictor, context, into, seconds, tell)
+                full, scores = read_part(
+                    model, tokenizer, self.evictor, context, into, seconds, tell
+                )
             else:
                 tell("prefill")
                 with timed(seconds, "prefill"):
@@ -134,25 +166,35 @@ class Eviction(Compressor):
 def make_compressor(
     text: str, conventions: CompressionConfig = CompressionConfig(), streaming: int | None = None
 ) -> Compressor:
-    """Returns what a spec names: eviction by an evictor, or a method that makes a compact cache of its own."""
+    """Returns what a spec names: eviction by an evictor, or a method that makes a compact cache of
+    its own.
+    """
     named = spec.parse(text, {**evictors.EVICTORS, **METHODS}, "evictor")
     if text.partition(":")[0] not in METHODS:
         return Eviction(named, None, conventions, streaming)
     if streaming is not None:
-        raise RestoreKVError(f"{named.name} fits a cache to a full one in memory; leave out streaming.")
+        raise RestoreKVError(
+            f"{named.name} fits a cache to a full one in memory; leave out streaming."
+        )
     return replace(named, conventions=conventions)
 
 
 def load_adapter(
-    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, compressor: Compressor,
-    restore_tokens: int | None = None, between: str | None = None, ratio: Fraction | None = None,
-) -> RestoreAdapter | None:  # fmt: skip
-    """Returns the adapter that `compress` is given or finds (see there), or its first `restore_tokens` as one.
+    model: PreTrainedModel,
+    adapter: RestoreAdapter | str | Path | None,
+    compressor: Compressor,
+    restore_tokens: int | None = None,
+    between: str | None = None,
+    ratio: Fraction | None = None,
+) -> RestoreAdapter | None:
+    """Returns the adapter that `compress` is given or finds (see there), or its first
+    `restore_tokens` as one.
 
-    Where a `ratio` is given and nothing else asks for restoring, "auto" is None above the ratios of the training.
+    Where a `ratio` is given and nothing else asks for restoring, "auto" is None above the ratios of
+    the training.
 
-    "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor. Warns where
-    the adapter was trained for another use, which `between` is a part of.
+    "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another
+    evictor. Warns where the adapter was trained for another use, which `between` is a part of.
     """
     conventions = compressor.conventions
     if not compressor.restores:
@@ -165,9 +207,13 @@ def load_adapter(
         adapter = locate_adapter(model, adapter, compressor)
     if adapter is None:
         if conventions.restore_from != "full":
-            raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")
+            raise RestoreKVError(
+                "restore_from is about a restore pass, and there is no adapter; give one."
+            )
         if restore_tokens is not None:
-            raise RestoreKVError("restore_tokens is about an adapter, and there is none; give one or leave it out.")
+            raise RestoreKVError(
+                "restore_tokens is about an adapter, and there is none; give one or leave it out."
+            )
         return None
     if not isinstance(adapter, RestoreAdapter):
         try:
@@ -177,24 +223,39 @@ def load_adapter(
                 raise
             warn(f"{error} Nothing is restored.")
             return None
-    if auto and not asked and ratio is not None and ratio > exact_ratio((adapter.card.ratio_range or (0, 1))[1]):
+    if (
+        auto
+        and not asked
+        and ratio is not None
+        and ratio > exact_ratio((adapter.card.ratio_range or (0, 1))[1])
+    ):
         return None  # docs/concepts.md has the figures
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
-    trained_for = conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy, between
+    trained_for = (
+        conventions.allocation.spec,
+        conventions.restore_from,
+        conventions.prefix_policy,
+        between,
+    )
     adapter.check_use(compressor.identity(model), *trained_for)
     return adapter if restore_tokens is None else adapter.first(restore_tokens)
 
 
 def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
-    """Returns an adapter from a folder or the hub; contexts share that of a folder whose files stay as they are."""
+    """Returns an adapter from a folder or the hub; contexts share that of a folder whose files stay
+    as they are.
+    """
     folder = Path(place)
     if not folder.is_dir():
         return RestoreAdapter.from_pretrained(model, place)
-    statuses = ((path.name, path.stat() if path.exists() else path.lstat()) for path in folder.iterdir())
+    statuses = (
+        (path.name, path.stat() if path.exists() else path.lstat()) for path in folder.iterdir()
+    )
     files = sorted((name, status.st_mtime_ns, status.st_size) for name, status in statuses)
     key = str(folder.resolve()), str(files), model.device, model.dtype, model_fingerprint(model)
-    known = vars(model).setdefault(ADAPTERS, {})  # no weak dictionary: an adapter has a reference to its model
+    # No weak dictionary: an adapter has a reference to its model.
+    known = vars(model).setdefault(ADAPTERS, {})
     if (adapter := known.get(key)) is None:
         adapter = known[key] = RestoreAdapter.from_pretrained(model, place)
         for old in list(known)[:-LOADED]:
@@ -208,7 +269,9 @@ def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) ->
         return publish.published_name(model_name(model), compressor.spec)
     if name != "auto":
         return shipped_adapter(*name.split(":", 1)) or name if ":" in name else name
-    folder = shipped_adapter(model_name(model), compressor.spec, compressor.conventions.allocation.spec)
+    folder = shipped_adapter(
+        model_name(model), compressor.spec, compressor.conventions.allocation.spec
+    )
     if folder and compressor.conventions.offset:
         warn("An offset is a control without restoring: no adapter is used.")
         return None
@@ -218,10 +281,13 @@ def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) ->
 def shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> Path | None:
     """Returns the folder that ships for the model of that name and this evictor, if one does.
 
-    One trained with the allocation (its folder's name ends in it) goes before one trained with the global ranking.
+    One trained with the allocation (its folder's name ends in it) goes before one trained with the
+    global ranking.
     """
     name = canonical(model)
     if name not in SHIPPING or not evictor:
         return None
-    folders = (shipped_path(name, "adapters", each) for each in (f"{evictor}.{allocation}", evictor))
+    folders = (
+        shipped_path(name, "adapters", each) for each in (f"{evictor}.{allocation}", evictor)
+    )
     return next((folder for folder in folders if folder.is_dir()), None)

@@ -1,13 +1,15 @@
-"""Contexts that grow: a text appended to a small cache, and caches that were compressed apart put behind one another.
+"""Contexts that grow: a text appended to a small cache, and caches that were compressed apart put
+behind one another.
 
-An appended part is prefilled at its own positions over the chat prefix and all that is kept, scored as streaming scores
-a part, and evicted to what the budget of the grown whole has left; what was kept before stays. The part reads the
-restore tokens of the parts before it, and `restore` decides what becomes of them: "last" drops them when the part has
-its own, "every" turns them into context pairs, "none" does without restoring. Composed caches are independent: keys are
-rotated to where the text would stand in the whole (model/rope.py), and every restore cache but the last becomes
-context.
+An appended part is prefilled at its own positions over the chat prefix and all that is kept, scored
+as streaming scores a part, and evicted to what the budget of the grown whole has left; what was
+kept before stays. The part reads the restore tokens of the parts before it, and `restore` decides
+what becomes of them: "last" drops them when the part has its own, "every" turns them into context
+pairs, "none" does without restoring. Composed caches are independent: keys are rotated to where the
+text would stand in the whole (model/rope.py), and every restore cache but the last becomes context.
 
-Restore pairs among the context's rows have the positions from S + T on, which no token of the text has.
+Restore pairs among the context's rows have the positions from S + T on, which no token of the text
+has.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ RESTORE = ("last", "every", "none")
 
 @dataclass
 class Growth:
-    """A text being appended to a cache of a context, by an eviction with the adapter that `restore` calls for."""
+    """A text being appended to a cache of a context, by an eviction with the adapter that `restore`
+    calls for.
+    """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -73,25 +77,35 @@ class Growth:
         """What the whole may hold, with the new part's restore tokens."""
         shape, adapter = CacheShape.of(self.model), self.how.adapter
         tokens = adapter.restore_tokens if adapter else 0
-        return self.how.conventions.budget(self.ratio, self.whole, shape.layers, shape.heads, tokens)
+        return self.how.conventions.budget(
+            self.ratio, self.whole, shape.layers, shape.heads, tokens
+        )
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache of the whole, evicted to its budget."""
         tell_beyond(self.model, self.whole.positions, "The grown context")
-        part = replace(self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], self.ids], -1))
+        part = replace(
+            self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], self.ids], -1)
+        )
         evictor = self.how.evictor.later(part)
         if (again := evictor.latest(part)) >= self.ids.shape[-1]:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
             raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
         support.install(self.model)
         room, tokens, restored = self.room(), self.budget.restore_tokens, []
-        reading, scores = read_part(self.model, self.tokenizer, evictor, part, self.opened(), self.seconds)
+        reading, scores = read_part(
+            self.model, self.tokenizer, evictor, part, self.opened(), self.seconds
+        )
         if tokens and self.how.conventions.restore_from == "full":
             restored = restore_pairs(self.how.adapter, reading, tokens, self.seconds)
         with timed(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
-            cache = self.gathered(reading, self.how.conventions.allocation(scores, min(room, scores.numel())), restored)
+            cache = self.gathered(
+                reading,
+                self.how.conventions.allocation(scores, min(room, scores.numel())),
+                restored,
+            )
         if tokens and not restored:
             with timed(self.seconds, "restore"):
                 self.how.adapter.append(cache, tokens)
@@ -111,11 +125,17 @@ class Growth:
 
     @property
     def keeps(self) -> bool:
-        """Whether restore pairs of earlier parts stay: also under "last" where the new part has none of its own."""
-        return self.restore == "every" or (self.restore == "last" and not self.budget.restore_tokens)
+        """Whether restore pairs of earlier parts stay: also under "last" where the new part has
+        none of its own.
+        """
+        return self.restore == "every" or (
+            self.restore == "last" and not self.budget.restore_tokens
+        )
 
     def room(self) -> int:
-        """Returns how many pairs of the new part may stay: what the budget leaves after all that is kept."""
+        """Returns how many pairs of the new part may stay: what the budget leaves after all that is
+        kept.
+        """
         budget = self.budget
         first = self.context.prefix if self.how.conventions.prefix_policy == "free" else 0
         held = sum(
@@ -131,32 +151,51 @@ class Growth:
         return room
 
     def opened(self) -> RaggedCache:
-        """Returns a cache whose context is all that is kept, restore pairs included, and whose tail is the prefix."""
+        """Returns a cache whose context is all that is kept, restore pairs included, and whose tail
+        is the prefix.
+        """
         prefix, layers = self.context.prefix, []
         with timed(self.seconds, "prefill"):
-            first = prefill(self.model, self.context.ids[:, :prefix]).layers if prefix else self.cache.layers
+            first = (
+                prefill(self.model, self.context.ids[:, :prefix]).layers
+                if prefix
+                else self.cache.layers
+            )
             for layer, dense in zip(self.cache.layers, first, strict=True):
                 restored = Rows.of_restore_cache(layer, self.context.positions + self.earlier)
                 rows = Rows.joined([Rows.of(layer), restored])
                 pair = (dense.keys, dense.values) if prefix else none(layer)
-                layers.append(rows.where(rows.positions >= prefix).layer(layer.heads, self.context.tokens, *pair))
+                layers.append(
+                    rows.where(rows.positions >= prefix).layer(
+                        layer.heads, self.context.tokens, *pair
+                    )
+                )
         return RaggedCache(layers)
 
     def gathered(self, reading: RaggedCache, keep: Tensor, restored: list[Pairs]) -> RaggedCache:
-        """Returns what was kept, what `keep` (L, H, t) marks of the new part, and the restore cache."""
+        """Returns what was kept, what `keep` (L, H, t) marks of the new part, and the restore
+        cache.
+        """
         layers, prefix, seen = [], self.context.prefix, self.whole.positions
-        for index, (old, new, kept) in enumerate(zip(self.cache.layers, reading.layers, keep, strict=True)):
+        for index, (old, new, kept) in enumerate(
+            zip(self.cache.layers, reading.layers, keep, strict=True)
+        ):
             rows = Rows.of(old)
             parts = [rows.where(rows.positions < self.context.positions)]
             if self.keeps:
-                grown = seen - self.context.positions  # restore pairs are numbered behind the text, wherever that ends
+                # Restore pairs are numbered behind the text, wherever that ends.
+                grown = seen - self.context.positions
                 earlier = rows.where(rows.positions >= self.context.positions)
                 parts.append(replace(earlier, positions=earlier.positions + grown))
                 parts.append(Rows.of_restore_cache(old, seen + self.earlier))
             heads, slots = kept.to(new.device).nonzero(as_tuple=True)
             tail = (x[0, heads, prefix + slots] for x in new.pair)
             parts.append(Rows(*tail, heads, self.context.positions + slots))
-            layers.append(Rows.joined(parts).layer(old.heads, seen, *(restored[index] if restored else none(old))))
+            layers.append(
+                Rows.joined(parts).layer(
+                    old.heads, seen, *(restored[index] if restored else none(old))
+                )
+            )
         return RaggedCache(layers)
 
 
@@ -166,8 +205,12 @@ def none(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def composed(model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]]) -> tuple[Context, RaggedCache]:
-    """Returns contexts with one chat prefix as one, and their caches as one; the first alone keeps its prefix."""
+def composed(
+    model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]]
+) -> tuple[Context, RaggedCache]:
+    """Returns contexts with one chat prefix as one, and their caches as one; the first alone keeps
+    its prefix.
+    """
     first, prefix = parts[0][0], parts[0][0].prefix
     before = [context.ids[:, : context.prefix] for context, _ in parts]
     if any(not each.equal(before[0]) for each in before):
@@ -182,10 +225,14 @@ def composed(model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]
         raise RestoreKVError(
             "Only caches of evictors without an offset can be composed; compress the texts in another way."
         )
-    whole = replace(first, ids=torch.cat([before[0], *(context.ids[:, prefix:] for context, _ in parts)], -1))
+    whole = replace(
+        first, ids=torch.cat([before[0], *(context.ids[:, prefix:] for context, _ in parts)], -1)
+    )
     tell_beyond(model, whole.positions, "The composed context")
     support.install(model)
-    layers = [composed_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))]
+    layers = [
+        composed_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))
+    ]
     return whole, RaggedCache(layers)
 
 
@@ -198,11 +245,16 @@ def moved(model: PreTrainedModel, rows: Rows, distance: int) -> Rows:
 def composed_layer(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]], index: int, whole: Context
 ) -> RaggedLayer:
-    """Returns one layer of all caches; restore pairs but the last cache's become context, behind the text."""
+    """Returns one layer of all caches; restore pairs but the last cache's become context, behind
+    the text.
+    """
     rows, start, end = [], 0, whole.positions
     for number, (context, cache) in enumerate(parts):
         layer, own = cache.layers[index], Rows.of(cache.layers[index])
-        text = own.where((own.positions < context.positions) & (own.positions >= (context.prefix if number else 0)))
+        text = own.where(
+            (own.positions < context.positions)
+            & (own.positions >= (context.prefix if number else 0))
+        )
         rows.append(moved(model, text, start))
         restored = [own.where(own.positions >= context.positions)]
         if number < len(parts) - 1:

@@ -1,7 +1,8 @@
-"""What every compression method does: a Compressor prepares a context once, `evict` then makes a cache of any budget.
+"""What every compression method does: a Compressor prepares a context once, `evict` then makes a
+cache of any budget.
 
-Everything expensive happens in `prepare`: prefill, scores and the restore cache. `evict` chooses pairs and gathers them
-(Eqs. 1-3, 6).
+Everything expensive happens in `prepare`: prefill, scores and the restore cache. `evict` chooses
+pairs and gathers them (Eqs. 1-3, 6).
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import allocate
 from restorekv.compression.allocate import GLOBAL, Allocation
-from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, Budget, OnSmallBudget, PrefixPolicy
+from restorekv.compression.budget import (
+    ON_SMALL_BUDGET,
+    PREFIX_POLICIES,
+    Budget,
+    OnSmallBudget,
+    PrefixPolicy,
+)
 from restorekv.errors import BudgetError, RestoreKVError, one_of
 from restorekv.model import attention
 from restorekv.model.prefill import read_only_view
@@ -40,11 +47,12 @@ RESTORE_FROM: tuple[str, ...] = ("full", "evicted")
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """What decides a cache besides the model, the evictor, the adapter and the ratio. Refuses unknown values.
+    """What decides a cache besides the model, the evictor, the adapter and the ratio. Refuses
+    unknown values.
 
-    `allocation`, an Allocation or its spec, says which pairs compete. `offset` and `restore_from` are the paper's
-    controls: questions that start `offset` positions later with no restore states; a restore pass that reads the
-    evicted cache, not the full one.
+    `allocation`, an Allocation or its spec, says which pairs compete. `offset` and `restore_from`
+    are the paper's controls: questions that start `offset` positions later with no restore states;
+    a restore pass that reads the evicted cache, not the full one.
     """
 
     prefix_policy: PrefixPolicy = "free"
@@ -70,22 +78,34 @@ class CompressionConfig:
         """T_b: the columns that compete for the budget."""
         return context.tokens if self.prefix_policy == "free" else context.positions
 
-    def budget(self, ratio: Ratio, context: Context, layers: int, heads: int, restore_tokens: int = 0) -> Budget:
+    def budget(
+        self, ratio: Ratio, context: Context, layers: int, heads: int, restore_tokens: int = 0
+    ) -> Budget:
         """Returns what `ratio` of this context is; a Budget is checked and passed on."""
         columns = self.columns(context)
         if not isinstance(ratio, Budget):
             whole = self.allocation.rectangular
-            return Budget.of_ratio(ratio, columns, layers, heads, restore_tokens, self.on_small_budget, whole)
+            return Budget.of_ratio(
+                ratio, columns, layers, heads, restore_tokens, self.on_small_budget, whole
+            )
         if (ratio.tokens, ratio.layers, ratio.heads) != (columns, layers, heads):
             given = f"{ratio.tokens} tokens, {ratio.layers} layers and {ratio.heads} heads"
-            raise BudgetError(f"The budget is for {given}, not {columns}, {layers} and {heads}; make another.")
+            raise BudgetError(
+                f"The budget is for {given}, not {columns}, {layers} and {heads}; make another."
+            )
         if self.allocation.rectangular and ratio.total % (layers * heads):
-            raise BudgetError("Heads of one length need whole tokens per head; make the budget with whole_tokens=True.")
+            raise BudgetError(
+                "Heads of one length need whole tokens per head; make the budget with whole_tokens=True."
+            )
         return ratio
 
     def counted_pairs(self, cache: RaggedCache, context: Context) -> int:
-        """Counts what the budget bounds: all pairs under "counted", all but the prefix's under "free"."""
-        return cache.pairs - (cache.pairs_of_prefix(context.prefix) if self.prefix_policy == "free" else 0)
+        """Counts what the budget bounds: all pairs under "counted", all but the prefix's under
+        "free".
+        """
+        return cache.pairs - (
+            cache.pairs_of_prefix(context.prefix) if self.prefix_policy == "free" else 0
+        )
 
 
 class Compressor(ABC):
@@ -102,25 +122,36 @@ class Compressor(ABC):
         """The shortest spec that makes this method."""
 
     def identity(self, model: PreTrainedModel) -> str:
-        """Returns what decides the scores of `model`, for records: the spec, with the contents of files it names."""
+        """Returns what decides the scores of `model`, for records: the spec, with the contents of
+        files it names.
+        """
         return self.spec
 
     def as_published(self, prefix: int) -> Self:
-        """Returns the method with its authors' own settings where the spec leaves the defaults; `prefix` is S."""
+        """Returns the method with its authors' own settings where the spec leaves the defaults;
+        `prefix` is S.
+        """
         return self
 
     def suited_to(self, context: Context, budget: Budget) -> Self:
-        """Returns the method for this context and budget alone: it may leave out what these do not need."""
+        """Returns the method for this context and budget alone: it may leave out what these do not
+        need.
+        """
         return self
 
     @abstractmethod
     def prepare(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: str | Context,
+        progress: Progress | None = None,
         offload: bool = False,
-    ) -> PreparedContext:  # fmt: skip
+    ) -> PreparedContext:
         """Does everything expensive; `progress` is called with the name of each phase.
 
-        `offload` keeps all but one layer of the full cache in a temporary file, on a GPU in the host's memory.
+        `offload` keeps all but one layer of the full cache in a temporary file, on a GPU in the
+        host's memory.
         """
 
 
@@ -143,10 +174,14 @@ class PreparedContext(ABC):
         """Returns the same context with the adapter's restore cache; this one stays without."""
 
     @abstractmethod
-    def evict(self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False) -> RaggedCache:
-        """Returns the cache at a ratio or Budget, with the first `restore_tokens` of the restore cache (None: all).
+    def evict(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> RaggedCache:
+        """Returns the cache at a ratio or Budget, with the first `restore_tokens` of the restore
+        cache (None: all).
 
-        `consume` frees the full cache layer by layer on the way: no other cache can be made from it afterwards.
+        `consume` frees the full cache layer by layer on the way: no other cache can be made from it
+        afterwards.
         """
 
     def evict_timed(
@@ -178,11 +213,17 @@ class ScoredContext(PreparedContext):
     streaming: ClassVar[None] = None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
-        """Reads the full cache once, unless the restore pass reads evicted caches. Gradients reach the adapter."""
+        """Reads the full cache once, unless the restore pass reads evicted caches. Gradients reach
+        the adapter.
+        """
         if self.restore_tokens:
-            raise RestoreKVError("This context has a restore cache already; prepare it without an adapter.")
+            raise RestoreKVError(
+                "This context has a restore cache already; prepare it without an adapter."
+            )
         if self.conventions.offset:
-            raise RestoreKVError("An offset is the control without restore states; prepare without it to restore.")
+            raise RestoreKVError(
+                "An offset is the control without restore states; prepare without it to restore."
+            )
         if self.conventions.restore_from == "evicted":
             return replace(self, restorer=adapter, restore_tokens=adapter.restore_tokens)
         seconds = dict(self.seconds)
@@ -190,10 +231,13 @@ class ScoredContext(PreparedContext):
         with timed(seconds, "restore"):
             adapter.append(cache)
         pairs = tuple((layer.keys, layer.values) for layer in cache.layers)
-        return replace(self, restore_cache=pairs, restore_tokens=adapter.restore_tokens, seconds=seconds)
+        return replace(
+            self, restore_cache=pairs, restore_tokens=adapter.restore_tokens, seconds=seconds
+        )
 
     def joined(self) -> bool:
-        """Tells whether a restore pass may copy each layer for SDPA, which gets the pairs once for every query head.
+        """Tells whether a restore pass may copy each layer for SDPA, which gets the pairs once for
+        every query head.
 
         With gradients all copies stay until the backward pass.
         """
@@ -202,23 +246,35 @@ class ScoredContext(PreparedContext):
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
 
     def budget(self, ratio: Ratio, restore_tokens: int | None = None) -> Budget:
-        """Returns what `ratio` means for this context, with all restore tokens or the first so many."""
+        """Returns what `ratio` means for this context, with all restore tokens or the first so
+        many.
+        """
         layers, heads, _ = self.scores.shape
         tokens = self.restore_tokens if restore_tokens is None else restore_tokens
         return self.conventions.budget(ratio, self.context, layers, heads, tokens)
 
-    def evict(self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False) -> RaggedCache:
+    def evict(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> RaggedCache:
         """With fewer restore tokens, the evictor gets their share of the budget."""
         if not self.full.layers[0].is_initialized:
-            raise RestoreKVError("The full cache was used up by evict(..., consume=True); prepare the context again.")
+            raise RestoreKVError(
+                "The full cache was used up by evict(..., consume=True); prepare the context again."
+            )
         budget = self.budget(budget, restore_tokens)
         if budget.restore_tokens > self.restore_tokens:
-            raise BudgetError(f"The budget reserves {budget.restore_tokens} restore tokens; prepare with an adapter.")
+            raise BudgetError(
+                f"The budget reserves {budget.restore_tokens} restore tokens; prepare with an adapter."
+            )
         keep = self.conventions.allocation(self.competing(), budget.retained)
         if self.conventions.prefix_policy == "free":
             keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)
-        first = [tuple(x[:, :, : budget.restore_tokens] for x in pair) for pair in self.restore_cache]
-        cache = RaggedCache.from_dense(self.full, keep, first or None, self.conventions.offset, consume)
+        first = [
+            tuple(x[:, :, : budget.restore_tokens] for x in pair) for pair in self.restore_cache
+        ]
+        cache = RaggedCache.from_dense(
+            self.full, keep, first or None, self.conventions.offset, consume
+        )
         if self.restorer and budget.restore_tokens:
             self.restorer.append(cache, budget.restore_tokens)
             cache.settle()
@@ -226,16 +282,22 @@ class ScoredContext(PreparedContext):
         return cache
 
     def competing(self) -> Tensor:
-        """Returns the scores of the pairs that compete: (L, H, T), or (L, H, S + T) with the prefix counted."""
+        """Returns the scores of the pairs that compete: (L, H, T), or (L, H, S + T) with the prefix
+        counted.
+        """
         if self.conventions.prefix_policy == "free":
             return self.scores
-        return pin_prefix(torch.nn.functional.pad(self.scores, (self.context.prefix, 0)), self.context.prefix)
+        return pin_prefix(
+            torch.nn.functional.pad(self.scores, (self.context.prefix, 0)), self.context.prefix
+        )
 
 
 def pin_prefix(scores: Tensor, prefix: int) -> Tensor:
-    """Writes into scores (L, H, S + T) how a counted prefix of S columns competes, as in kvpress 0.5.5.
+    """Writes into scores (L, H, S + T) how a counted prefix of S columns competes, as in kvpress
+    0.5.5.
 
-    The first SINKS columns that are held, of prefix or context, always stay; the rest of the prefix goes first.
+    The first SINKS columns that are held, of prefix or context, always stay; the rest of the prefix
+    goes first.
     """
     scores[..., :prefix] = torch.finfo(scores.dtype).min
     first = scores[..., :SINKS]

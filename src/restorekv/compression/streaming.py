@@ -1,17 +1,20 @@
-"""Compression as the prefill goes: never more than the budget, the chat prefix and one part of the context are held.
+"""Compression as the prefill goes: never more than the budget, the chat prefix and one part of the
+context are held.
 
-The context is read in parts of at most `chunk` tokens, all of one size. A part is prefilled over what is kept of the
-parts before it, at its own positions; then its pairs get scores, and the best of all pairs stay, as many as the whole
-budget allows. So what stays in the end is what the allocation would choose among all scores at once: nothing that is
-dropped on the way could have stayed. It still only approximates compressing at once:
+The context is read in parts of at most `chunk` tokens, all of one size. A part is prefilled over
+what is kept of the parts before it, at its own positions; then its pairs get scores, and the best
+of all pairs stay, as many as the whole budget allows. So what stays in the end is what the
+allocation would choose among all scores at once: nothing that is dropped on the way could have
+stayed. It still only approximates compressing at once:
 
 - the keys and values of later parts come from a model that reads the kept pairs instead of all;
 - a pair is scored once, when its part is the newest, by the evictor as if prefix and part were the whole text: what
   earlier parts keep is read by the model and takes no share of the softmax, and later parts do not ask for anything.
 
-Where an evictor always keeps the latest columns (the window of SnapKV), those of a part get no scores: they are read
-again with the next part. First columns that it always keeps are those of the first part alone. A restore pass reads all
-that is held before the last eviction, not the full cache.
+Where an evictor always keeps the latest columns (the window of SnapKV), those of a part get no
+scores: they are read again with the next part. First columns that it always keeps are those of the
+first part alone. A restore pass reads all that is held before the last eviction, not the full
+cache.
 """
 
 from __future__ import annotations
@@ -29,7 +32,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer, Rows
 from restorekv.compression.budget import Budget
-from restorekv.compression.prepared import GONE, CompressionConfig, PreparedContext, Progress, Ratio, pin_prefix, timed
+from restorekv.compression.prepared import (
+    GONE,
+    CompressionConfig,
+    PreparedContext,
+    Progress,
+    Ratio,
+    pin_prefix,
+    timed,
+)
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import Evictor
 from restorekv.model import support
@@ -44,7 +55,9 @@ Pairs = tuple[Tensor, Tensor]  # keys and values (1, H, n, D)
 
 @dataclass(frozen=True)
 class Part:
-    """Columns [start, end) of the whole sequence, of which those before `settled` are scored with this part."""
+    """Columns [start, end) of the whole sequence, of which those before `settled` are scored with
+    this part.
+    """
 
     start: int
     settled: int
@@ -52,7 +65,9 @@ class Part:
 
 
 def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
-    """Returns parts of up to `chunk` tokens, all alike; each but the first repeats the latest columns before it."""
+    """Returns parts of up to `chunk` tokens, all alike; each but the first repeats the latest
+    columns before it.
+    """
     if chunk < 1:
         raise RestoreKVError(f"Streaming reads at least 1 token at a time, not {chunk}.")
     tokens, first = context.tokens, context.prefix
@@ -60,7 +75,9 @@ def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
         return [Part(first, context.positions, context.positions)]
     again = evictor.latest(portion(context, Part(first, first, first + chunk)))
     if again >= chunk:
-        raise RestoreKVError(f"{evictor.spec} always keeps the latest {again} tokens; stream more than that at a time.")
+        raise RestoreKVError(
+            f"{evictor.spec} always keeps the latest {again} tokens; stream more than that at a time."
+        )
     count = -((again - tokens) // (chunk - again))
     edges = [first + (tokens - again) * number // count for number in range(count + 1)]
     pieces = [Part(start, end, end + again) for start, end in pairwise(edges)]
@@ -75,7 +92,9 @@ def portion(context: Context, part: Part) -> Context:
 
 @dataclass(frozen=True)
 class StreamedContext(PreparedContext):
-    """A context of which nothing is prepared: `evict` reads it anew for every budget, `streaming` tokens at a time."""
+    """A context of which nothing is prepared: `evict` reads it anew for every budget, `streaming`
+    tokens at a time.
+    """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -92,7 +111,9 @@ class StreamedContext(PreparedContext):
         """Leaves the restore pass to `evict`."""
         return replace(self, restorer=adapter)
 
-    def evict(self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False) -> RaggedCache:
+    def evict(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> RaggedCache:
         """Reads the context; there is nothing to consume."""
         return self.evict_timed(budget, restore_tokens)[0]
 
@@ -100,15 +121,22 @@ class StreamedContext(PreparedContext):
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Times every phase."""
-        shape, available = CacheShape.of(self.model), self.restorer.restore_tokens if self.restorer else 0
+        shape, available = (
+            CacheShape.of(self.model),
+            self.restorer.restore_tokens if self.restorer else 0,
+        )
         tokens = available if restore_tokens is None else restore_tokens
-        stream = Stream(self, self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens))
+        stream = Stream(
+            self, self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens)
+        )
         return stream.run(), stream.seconds
 
 
 @dataclass
 class Stream:
-    """A pass over a context to one budget. `most` is the largest number of pairs held at once, in all heads."""
+    """A pass over a context to one budget. `most` is the largest number of pairs held at once, in
+    all heads.
+    """
 
     source: StreamedContext
     budget: Budget
@@ -116,13 +144,20 @@ class Stream:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self.model, self.context, self.conventions = self.source.model, self.source.context, self.source.conventions
+        self.model, self.context, self.conventions = (
+            self.source.model,
+            self.source.context,
+            self.source.conventions,
+        )
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache at the budget."""
         support.install(self.model)
-        shape, pieces = CacheShape.of(self.model), parts(self.source.evictor, self.context, self.source.streaming)
+        shape, pieces = (
+            CacheShape.of(self.model),
+            parts(self.source.evictor, self.context, self.source.streaming),
+        )
         size = shape.layers, shape.heads, self.context.positions
         self.scores = torch.full(size, GONE, device=self.model.device)
         reads_full = self.budget.restore_tokens and self.conventions.restore_from == "full"
@@ -133,10 +168,15 @@ class Stream:
         for number, part in enumerate(pieces, 1):
             self.source.tell(f"part {number} of {len(pieces)}")
             cache = self.read(cache, part)
-            self.most = max(self.most, sum(layer.bounds[-1] + layer.keys[0, ..., 0].numel() for layer in cache.layers))
+            self.most = max(
+                self.most,
+                sum(layer.bounds[-1] + layer.keys[0, ..., 0].numel() for layer in cache.layers),
+            )
             restored = []
             if reads_full and part is pieces[-1]:
-                restored = restore_pairs(self.source.restorer, cache, self.budget.restore_tokens, self.seconds)
+                restored = restore_pairs(
+                    self.source.restorer, cache, self.budget.restore_tokens, self.seconds
+                )
             with timed(self.seconds, "evict"):
                 self.settle(cache, part, restored, part is pieces[-1])
         if self.budget.restore_tokens and not reads_full:
@@ -147,10 +187,14 @@ class Stream:
         return cache
 
     def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
-        """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
+        """Prefills a part over what is held and writes its scores; the tail is then prefix and
+        part.
+        """
         seen = portion(self.context, part)
         evictor = self.source.evictor if cache is None else self.source.evictor.later(seen)
-        full, scores = read_part(self.model, self.source.tokenizer, evictor, seen, cache, self.seconds)
+        full, scores = read_part(
+            self.model, self.source.tokenizer, evictor, seen, cache, self.seconds
+        )
         columns = self.scores[..., part.start : part.settled]
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.conventions.prefix_policy == "counted":
@@ -162,18 +206,26 @@ class Stream:
         prefix, keep = self.context.prefix, self.kept(last)
         seen = self.context.positions + self.conventions.offset if last else part.settled - prefix
         device = self.scores.device
-        columns = torch.cat([torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)])
+        columns = torch.cat(
+            [torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)]
+        )
         for index, (layer, kept) in enumerate(zip(cache.layers, keep, strict=True)):
             heads, slots = kept[:, columns].nonzero(as_tuple=True)
-            new = Rows(layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots])
+            new = Rows(
+                layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots]
+            )
             old = Rows.of(layer)
             rows = Rows.joined([old.where(kept[old.heads, old.positions]), new])
             tail = (x[:, :, : 0 if last else prefix].clone() for x in (layer.keys, layer.values))
-            cache.layers[index] = rows.layer(layer.heads, seen, *(restored[index] if restored else tail))
+            cache.layers[index] = rows.layer(
+                layer.heads, seen, *(restored[index] if restored else tail)
+            )
         self.scores.masked_fill_(~keep, GONE)
 
     def kept(self, last: bool) -> Tensor:
-        """Returns what stays, (L, H, S + T) bool: the best of what has a score; until the end without the prefix."""
+        """Returns what stays, (L, H, S + T) bool: the best of what has a score; until the end
+        without the prefix.
+        """
         prefix = self.context.prefix
         if last and self.conventions.prefix_policy == "counted":
             return self.conventions.allocation(self.scores, self.budget.retained)
@@ -184,29 +236,45 @@ class Stream:
 
 
 def read_part(
-    model: PreTrainedModel, tokenizer: Tokenizer, evictor: Evictor, seen: Context, cache: Cache | None,
-    seconds: dict[str, float], tell: Progress = lambda phase: None,
-) -> tuple[Cache, Tensor]:  # fmt: skip
-    """Prefills what `cache`, an empty one by default, does not hold of `seen`; returns the cache and scores.
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    evictor: Evictor,
+    seen: Context,
+    cache: Cache | None,
+    seconds: dict[str, float],
+    tell: Progress = lambda phase: None,
+) -> tuple[Cache, Tensor]:
+    """Prefills what `cache`, an empty one by default, does not hold of `seen`; returns the cache
+    and scores.
 
-    `seen` is what the evictor takes for the whole text: all of it, or prefix and part, behind a ragged cache.
+    `seen` is what the evictor takes for the whole text: all of it, or prefix and part, behind a
+    ragged cache.
     """
     observer = evictor.observer(model, seen)
     observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
     tell("prefill")
     with timed(seconds, "prefill"), observing:
-        full = prefill(model, seen.ids[:, seen.prefix :] if isinstance(cache, RaggedCache) else seen.ids, into=cache)
+        full = prefill(
+            model,
+            seen.ids[:, seen.prefix :] if isinstance(cache, RaggedCache) else seen.ids,
+            into=cache,
+        )
     tell("score")
     with timed(seconds, "score"):
         return full, evictor.score(model, tokenizer, seen, full, observer)
 
 
-def restore_pairs(adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]) -> list[Pairs]:
+def restore_pairs(
+    adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]
+) -> list[Pairs]:
     """Returns the restore cache of a pass over all that is held, layer by layer."""
     with timed(seconds, "restore"):
         reading = read_only_view(cache)
         adapter.append(reading, tokens)
-    return [(layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()) for layer in reading.layers]
+    return [
+        (layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone())
+        for layer in reading.layers
+    ]
 
 
 def as_tail(dense: DynamicLayer) -> RaggedLayer:

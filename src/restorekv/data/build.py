@@ -1,4 +1,6 @@
-"""Building a mixture: read, filter, let the teacher ask and answer, write. A build that was killed can be resumed."""
+"""Building a mixture: read, filter, let the teacher ask and answer, write. A build that was killed
+can be resumed.
+"""
 
 import json
 from collections import Counter
@@ -22,8 +24,11 @@ from restorekv.files import alone, write_json
 from restorekv.seal import file_digest
 from restorekv.tiny.suite import documents as suite
 
-TESTED = 156  # documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first 52
-# What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py parts those by name.
+# Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
+# 52.
+TESTED = 156
+# What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py
+# parts those by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
 SHIPPED = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]
 
@@ -55,7 +60,10 @@ def build(
     with alone(out, folder.LOCK):
         folder.begin(out, before, record)
         try:
-            accounts = {source.name: build_source(builder, source, out, record) for source in sources(config)}
+            accounts = {
+                source.name: build_source(builder, source, out, record)
+                for source in sources(config)
+            }
         except BaseException:
             folder.discard(out)
             raise
@@ -67,8 +75,14 @@ def build(
         "seed": config.seed,
         "longest": longest,
         "sources": accounts,
-        "licenses": dict(sum((Counter(source["licenses"]) for source in accounts.values()), Counter())),
-        "exclusion": {"texts": len(evaluations.names), "share": config.overlap, "files": record["exclude"]},
+        "licenses": dict(
+            sum((Counter(source["licenses"]) for source in accounts.values()), Counter())
+        ),
+        "exclusion": {
+            "texts": len(evaluations.names),
+            "share": config.overlap,
+            "files": record["exclude"],
+        },
         "settings": asdict(config),
         "versions": folder.versions(),
     }
@@ -78,8 +92,13 @@ def build(
 
 
 def kept_out(tokenizer: Tokenizer, exclude: Sequence[str], share: float) -> Evaluations:
-    """Returns the texts of the tiny suite, of other benchmarks that ship, and of the files or folders `exclude`."""
-    tests = ((f"tiny suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
+    """Returns the texts of the tiny suite, of other benchmarks that ship, and of the files or
+    folders `exclude`.
+    """
+    tests = (
+        (f"tiny suite, document {number}", made.text)
+        for number, made in enumerate(suite(tokenizer, TESTED))
+    )
     return Evaluations(chain(tests, evaluation_texts([*SHIPPED, *exclude])), share)
 
 
@@ -90,7 +109,9 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
     gathered = builder.gather(source, items, Attempts(out / folder.PARTS / f"{source.name}.jsonl"))
     reasons = f"(dropped: {gathered.reasons()})"
     if not gathered.examples:
-        raise RestoreKVError(f"{source.title} gave no example from {where} {reasons}; check its format.")
+        raise RestoreKVError(
+            f"{source.title} gave no example from {where} {reasons}; check its format."
+        )
     count, wanted = gathered.count(source), source.wanted(builder.config)
     if count < wanted:
         warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
@@ -101,7 +122,9 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
 
 
 def check_lengths(config: BuildConfig, longest: int) -> None:
-    """Refuses sources whose shortest context is longer than `longest`; warns if that is less than was asked for."""
+    """Refuses sources whose shortest context is longer than `longest`; warns if that is less than
+    was asked for.
+    """
     for source in sources(config):
         least = config.chunk if source.name == "pg19" else source.shortest(config)
         if least > longest:
@@ -117,16 +140,24 @@ def check_lengths(config: BuildConfig, longest: int) -> None:
 
 
 def describe_run(
-    model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig, exclude: Sequence[str], before: dict | None
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    config: BuildConfig,
+    exclude: Sequence[str],
+    before: dict | None,
 ) -> dict:
-    """Returns everything that decides the result; a dataset of the hub stays at the commit the build began with."""
+    """Returns everything that decides the result; a dataset of the hub stays at the commit the
+    build began with.
+    """
     known = {}
     for source in sources(config):
         begun = (before or {}).get("sources", {}).get(source.name, {})
         known[source.name] = begun if "hub" in begun else identity(getattr(config, source.name))
     excluded = [
         {"name": file.name, "sha256": file_digest(file)}
-        for given in exclude if Path(given).exists() for file in local_files(Path(given))
-    ]  # fmt: skip
+        for given in exclude
+        if Path(given).exists()
+        for file in local_files(Path(given))
+    ]
     facts = {"config": asdict(config), "sources": known, "exclude": excluded}
     return json.loads(json.dumps(facts | {"model": folder.model_facts(model, tokenizer)}))

@@ -1,8 +1,10 @@
-"""Passages of many genres, with questions of people and exercises drawn from the texts, and made-up material.
+"""Passages of many genres, with questions of people and exercises drawn from the texts, and made-up
+material.
 
-Rows are {id, genre, license, text} with {split, questions: [{question}]} if known. Passages are taken from all genres
-in turn, so any number of them is a balanced mixture; those of another split than "train" are left out. Every passage is
-cut to a length drawn between `passage_shortest` and `passage_longest` tokens, at the end of a sentence or line.
+Rows are {id, genre, license, text} with {split, questions: [{question}]} if known. Passages are
+taken from all genres in turn, so any number of them is a balanced mixture; those of another split
+than "train" are left out. Every passage is cut to a length drawn between `passage_shortest` and
+`passage_longest` tokens, at the end of a sentence or line.
 """
 
 import math
@@ -42,11 +44,13 @@ LICENSES = {  # what the corpus' rows say, and the identifier of the hub
 PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be used
 
 
-def read_corpus(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | DropRow]:
+def read_corpus(
+    rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer
+) -> Iterator[Document | DropRow]:
     """Yield the passages that this part of the build is to have, and why a row is dropped.
 
-    The order is that of the whole build: genre after genre takes its turn, with a made document as often as
-    `config.made` says. Part k of n takes every n-th document, from the k-th on.
+    The order is that of the whole build: genre after genre takes its turn, with a made document as
+    often as `config.made` says. Part k of n takes every n-th document, from the k-th on.
     """
     genres: dict[str, list[dict]] = {}
     for row in rows:
@@ -73,7 +77,8 @@ def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[
     taken = 0
     while any(genres.values()):
         left = sorted(name for name in genres if genres[name])
-        for name in rng.sample(left, len(left)):  # another order in every turn, so that each part gets all genres
+        # Another order in every turn, so that each part gets all genres.
+        for name in rng.sample(left, len(left)):
             if config.made and made < config.made * (made + taken + 1):
                 yield made
                 made += 1
@@ -94,7 +99,9 @@ def _checked_genre(row: dict) -> str:
 
 
 def license_identifier(row: dict) -> str:
-    """Return the hub's identifier of a row's license; raise DropRow for one that is not known to be free."""
+    """Return the hub's identifier of a row's license; raise DropRow for one that is not known to be
+    free.
+    """
     words = str(row.get("license") or "").strip().lower()
     if words in LICENSES:
         return LICENSES[words]
@@ -113,7 +120,9 @@ def _passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Document:
         text, facts = invent(text, rng)
     asked = sample_in_order(rng, questions_of(row), HUMAN_QUESTIONS)
     questions = [(HUMAN, worded(rng, question, config)) for question in asked]
-    questions += [(FACT, worded(rng, question, config)) for question in sample_in_order(rng, facts, 2)]
+    questions += [
+        (FACT, worded(rng, question, config)) for question in sample_in_order(rng, facts, 2)
+    ]
     drawn = draw_exercises(text, rng, max(config.questions - len(questions), 2))
     studied = not questions and rng.random() < STUDIED
     questions += drawn[:1] if studied else drawn
@@ -131,7 +140,9 @@ def _made_document(number: int, config: BuildConfig) -> Document:
 
 
 def _draw_length(rng: random.Random, config: BuildConfig) -> int:
-    """Draw a number of tokens, the long ones more often, since many passages are shorter than what is drawn."""
+    """Draw a number of tokens, the long ones more often, since many passages are shorter than what
+    is drawn.
+    """
     low, high = math.log(config.passage_shortest), math.log(config.passage_longest)
     return round(math.exp(low + (high - low) * math.sqrt(rng.random())))
 
@@ -139,7 +150,8 @@ def _draw_length(rng: random.Random, config: BuildConfig) -> int:
 def _cut(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Random) -> str:
     """Return a part of at most that many tokens, from a paragraph to the end of a sentence or line.
 
-    Half of the parts begin where the passage does. A part may end inside a sentence that has no end in reach.
+    Half of the parts begin where the passage does. A part may end inside a sentence that has no end
+    in reach.
     """
     places = token_places(tokenizer, text)
     if len(places) <= tokens:
@@ -147,10 +159,14 @@ def _cut(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Random) -> st
     first = 0
     if rng.random() < 0.5:
         latest = places[len(places) - tokens][0]
-        starts = [place + 1 for place, letter in enumerate(text) if letter == "\n" and place < latest]
+        starts = [
+            place + 1 for place, letter in enumerate(text) if letter == "\n" and place < latest
+        ]
         first = rng.choice(starts) if starts else 0
     after = next(index for index, place in enumerate(places) if place[0] >= first)
     last = places[min(after + tokens, len(places)) - 1][1]
     part = text[first:last]
-    ends = [match.start() for match in SENTENCE_END.finditer(part) if match.start() > 0.8 * len(part)]
+    ends = [
+        match.start() for match in SENTENCE_END.finditer(part) if match.start() > 0.8 * len(part)
+    ]
     return (part[: ends[-1]] if ends else part).strip()

@@ -1,4 +1,6 @@
-"""What a source yields for a row: contexts with their license, or the reason why the row is dropped."""
+"""What a source yields for a row: contexts with their license, or the reason why the row is
+dropped.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +18,9 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may ho
 class Document:
     """A context; `name` identifies it within its source.
 
-    `book` names the book that a chunk is from, `more` says that another chunk of it follows. `asked` holds (kind,
-    question) pairs that come with the text; `studied` says whether the teacher asks questions of its own.
+    `book` names the book that a chunk is from, `more` says that another chunk of it follows.
+    `asked` holds (kind, question) pairs that come with the text; `studied` says whether the teacher
+    asks questions of its own.
     """
 
     name: str
@@ -30,7 +33,9 @@ class Document:
 
 
 class DropRow(Exception):  # noqa: N818
-    """Raised by the reader of one row that gives no context; its text is the reason, which the manifest counts."""
+    """Raised by the reader of one row that gives no context; its text is the reason, which the
+    manifest counts.
+    """
 
 
 RowReader = Callable[[int, dict, BuildConfig, Tokenizer], Iterable[Document]]
@@ -38,10 +43,14 @@ Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | 
 
 
 def row_by_row(read: RowReader) -> Reader:
-    """Turns the reader of (index, row) into the reader of all rows, which yields why a row is dropped."""
+    """Turns the reader of (index, row) into the reader of all rows, which yields why a row is
+    dropped.
+    """
 
     @wraps(read)
-    def reader(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | DropRow]:
+    def reader(
+        rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer
+    ) -> Iterator[Document | DropRow]:
         for index, row in enumerate(rows):
             try:
                 yield from read(index, row, config, tokenizer)

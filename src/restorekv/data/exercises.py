@@ -1,8 +1,9 @@
-"""Questions about a text that need no model to write them: quotations to continue, blanks to fill, things to list.
+"""Questions about a text that need no model to write them: quotations to continue, blanks to fill,
+things to list.
 
-A small model writes poor questions about a text. These are drawn from the text itself, so they work for prose, code,
-tables and logs alike, and they ask for every part of it: a cache that answers them has lost little. None of their
-wordings is one of a benchmark's.
+A small model writes poor questions about a text. These are drawn from the text itself, so they work
+for prose, code, tables and logs alike, and they ask for every part of it: a cache that answers them
+has lost little. None of their wordings is one of a benchmark's.
 """
 
 import json
@@ -26,8 +27,8 @@ LEAST_WORDS = 4  # of a sentence or line that is worth asking about
 def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str]]:
     """Draw `count` exercises about a text, each of another kind.
 
-    The first asks for a part of the text word for word, the second for something that takes all of it, and the others
-    for single places. A text with too few sentences or lines gives fewer.
+    The first asks for a part of the text word for word, the second for something that takes all of
+    it, and the others for single places. A text with too few sentences or lines gives fewer.
 
     Args:
         text: the context.
@@ -49,7 +50,8 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
 
 
 def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str, str]]:
-    """Draw exercises whose answer is in the text: what comes next, before or after, and what is left out.
+    """Draw exercises whose answer is in the text: what comes next, before or after, and what is
+    left out.
 
     Args:
         text: the context.
@@ -80,7 +82,9 @@ def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tu
 
 
 def split_units(text: str) -> list[str]:
-    """Return the sentences of a text, or its lines where these are shorter, without the shortest of them."""
+    """Return the sentences of a text, or its lines where these are shorter, without the shortest of
+    them.
+    """
     units = (unit.strip() for unit in SENTENCE_END.split(text))
     return [unit for unit in units if len(unit.split()) >= LEAST_WORDS]
 
@@ -106,7 +110,9 @@ def _quote(unit: str, rng: random.Random) -> str:
 
 
 def _leave_gap(unit: str, rng: random.Random) -> str:
-    """Return a sentence or line, at most 30 words of it, with a blank instead of a few of its words."""
+    """Return a sentence or line, at most 30 words of it, with a blank instead of a few of its
+    words.
+    """
     words = unit.split()[:30]
     size = min(rng.randint(*GAP_WORDS), len(words) - 2)
     start = rng.randint(1, len(words) - size)

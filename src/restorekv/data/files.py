@@ -1,7 +1,7 @@
 """Source files: which files a path names, what identifies them, and their rows.
 
-JSON is parsed here because `datasets` changes it: of mixed types it makes strings, of dates time stamps. Datasets on
-the hub are read through `datasets`.
+JSON is parsed here because `datasets` changes it: of mixed types it makes strings, of dates time
+stamps. Datasets on the hub are read through `datasets`.
 """
 
 import gzip
@@ -31,7 +31,9 @@ def optional(name: str, extra: str = "data") -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         missing = error.name or name
-        raise RestoreKVError(f"This needs the package {missing}; install 'restorekv[{extra}]'.") from error
+        raise RestoreKVError(
+            f"This needs the package {missing}; install 'restorekv[{extra}]'."
+        ) from error
 
 
 def suffix(path: Path) -> str:
@@ -52,11 +54,22 @@ def local_files(path: Path) -> list[Path]:
 
 
 def identity(where: str) -> dict:
-    """Returns what identifies a source: names and hashes of local files, or a hub id and its current commit."""
+    """Returns what identifies a source: names and hashes of local files, or a hub id and its
+    current commit.
+    """
     path = Path(where)
     if path.exists():
-        return {"files": [{"name": file.name, "sha256": file_digest(file)} for file in local_files(path)]}
-    if path.is_absolute() or where.startswith(".") or suffix(path) in ENDINGS or where.count("/") > 1:
+        return {
+            "files": [
+                {"name": file.name, "sha256": file_digest(file)} for file in local_files(path)
+            ]
+        }
+    if (
+        path.is_absolute()
+        or where.startswith(".")
+        or suffix(path) in ENDINGS
+        or where.count("/") > 1
+    ):
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     from huggingface_hub import HfApi
 
@@ -83,15 +96,21 @@ def rows(where: str, known: dict) -> Iterator[dict]:
             raise RestoreKVError(f"{file} is empty; fetch it again or leave it out.")
         for place, row in values(file):
             if not isinstance(row, dict):
-                raise RestoreKVError(f"{file}, {place} is not a JSON object; fix it or leave it out.")
+                raise RestoreKVError(
+                    f"{file}, {place} is not a JSON object; fix it or leave it out."
+                )
             yield row
 
 
 def hub_rows(where: str, known: dict) -> Iterator[dict]:
     """Streams the split "train", so that only what is needed is downloaded."""
     try:
-        yield from hub_dataset(path=known["hub"], revision=known["revision"], split="train", streaming=True)
-    except Exception as error:  # foreign, unreachable, gated: the readers' errors have no common kind
+        yield from hub_dataset(
+            path=known["hub"], revision=known["revision"], split="train", streaming=True
+        )
+    except (
+        Exception
+    ) as error:  # foreign, unreachable, gated: the readers' errors have no common kind
         raise unreadable(where, error) from error
 
 
@@ -104,7 +123,9 @@ def hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
 
 
 def values(file: Path) -> Iterator[tuple[str, object]]:
-    """Yields what a file holds as (line or row, JSON value), a text file as one {text}; refuses a damaged file."""
+    """Yields what a file holds as (line or row, JSON value), a text file as one {text}; refuses a
+    damaged file.
+    """
     kind, packed = suffix(file), file.suffix == ".gz"
     if kind == ".parquet":
         if packed:
@@ -125,7 +146,9 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
                 listed = parsed if isinstance(parsed, list) else [parsed]
                 yield from ((f"row {number}", value) for number, value in enumerate(listed, 1))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise RestoreKVError(f"{file} is damaged ({str(error).rstrip('.')}); fetch it again.") from error
+        raise RestoreKVError(
+            f"{file} is damaged ({str(error).rstrip('.')}); fetch it again."
+        ) from error
 
 
 def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
@@ -142,7 +165,9 @@ def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
 
 
 def at_most(file: Path, stream: BinaryIO) -> bytes:
-    """Returns what a stream holds, which may unfold from a small file; refuses more than TEXT_BYTES."""
+    """Returns what a stream holds, which may unfold from a small file; refuses more than
+    TEXT_BYTES.
+    """
     content = stream.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:
         raise RestoreKVError(f"{file} holds more than {TEXT_BYTES:,} bytes; split it.")
@@ -153,7 +178,9 @@ def plain_text(file: Path, stream: BinaryIO) -> str:
     try:
         return at_most(file, stream).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise RestoreKVError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
+        raise RestoreKVError(
+            f"{file} is not UTF-8 text (byte {error.start}); convert it first."
+        ) from error
 
 
 def parse_json(file: Path, content: bytes, line: int = 1) -> object:
@@ -164,22 +191,38 @@ def parse_json(file: Path, content: bytes, line: int = 1) -> object:
         check_levels(value)
         return value
     except UnicodeEncodeError as error:
-        raise RestoreKVError(f"{file}, line {line} has half a character (a surrogate); fix it.") from error
+        raise RestoreKVError(
+            f"{file}, line {line} has half a character (a surrogate); fix it."
+        ) from error
     except UnicodeDecodeError as error:
         line += content[: error.start].count(b"\n")
-        raise RestoreKVError(f"{file}, line {line} is not UTF-8 text; convert the file first.") from error
+        raise RestoreKVError(
+            f"{file}, line {line} is not UTF-8 text; convert the file first."
+        ) from error
     except (ValueError, RecursionError) as error:
         line += getattr(error, "lineno", 1) - 1
-        reason = f"{error.msg}, character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise RestoreKVError(f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again.") from error
+        reason = (
+            f"{error.msg}, character {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
+        raise RestoreKVError(
+            f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again."
+        ) from error
 
 
 def parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
-    """Yields rows as plain values, of the bytes `raw` if they were read already; refuses a damaged file."""
+    """Yields rows as plain values, of the bytes `raw` if they were read already; refuses a damaged
+    file.
+    """
     parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
     try:
-        for batch in parquet.ParquetFile(path if raw is None else io.BytesIO(raw)).iter_batches(256):
+        for batch in parquet.ParquetFile(path if raw is None else io.BytesIO(raw)).iter_batches(
+            256
+        ):
             yield from batch.to_pylist()
     except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:
         reason = first_sentence(error)
-        raise RestoreKVError(f"{path} is damaged or not a parquet file ({reason}); get or build it again.") from error
+        raise RestoreKVError(
+            f"{path} is damaged or not a parquet file ({reason}); get or build it again."
+        ) from error

@@ -1,7 +1,8 @@
-"""One source at a time: contexts that pass the filters, what the teacher asks and answers, and every count.
+"""One source at a time: contexts that pass the filters, what the teacher asks and answers, and
+every count.
 
-The attempts at a context are appended to a file as soon as they are complete, so an interrupted build loses at most
-the context it was working on and asks nothing twice.
+The attempts at a context are appended to a file as soon as they are complete, so an interrupted
+build loses at most the context it was working on and asks nothing twice.
 """
 
 import hashlib
@@ -46,21 +47,29 @@ class Attempts:
             if any(schema.problem_of(schema.Attempted, line) for line in self.done):
                 raise ValueError("a line has other entries")
         except ValueError as error:
-            raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.") from error
+            raise RestoreKVError(
+                f"{path} is damaged; delete it to ask its contexts again."
+            ) from error
         if len(complete) < len(content):  # a killed process left half a line
             os.truncate(path, len(complete))
 
     def get(self, index: int, document: Document) -> list[dict] | None:
-        """Returns the attempts at context number `index`, None before it was asked; refuses another document."""
+        """Returns the attempts at context number `index`, None before it was asked; refuses another
+        document.
+        """
         if index >= len(self.done):
             return None
         if self.done[index]["context"] != mark(document):
-            raise RestoreKVError(f"{self.path} holds answers about other documents; build into another folder.")
+            raise RestoreKVError(
+                f"{self.path} holds answers about other documents; build into another folder."
+            )
         return self.done[index]["attempts"]
 
     def add(self, document: Document, attempts: list[dict]) -> None:
         """Appends a line; it is on disk when this returns."""
-        line = json.dumps({"context": mark(document), "attempts": attempts}, ensure_ascii=False) + "\n"
+        line = (
+            json.dumps({"context": mark(document), "attempts": attempts}, ensure_ascii=False) + "\n"
+        )
         with open_own(self.path) as file:
             file.write(line.encode())
             file.flush()
@@ -97,19 +106,29 @@ class LengthFilter:
 
 
 def longest_context(model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig) -> int:
-    """Returns `config.longest`, or fewer tokens where the model has no positions for them, a question and an answer."""
+    """Returns `config.longest`, or fewer tokens where the model has no positions for them, a
+    question and an answer.
+    """
     positions = longest(model.config)
     frame = make_context(tokenizer, "a")
-    tail = frame.suffix.shape[-1] + config.question_tokens + max(config.answer_tokens, config.flan_answer_tokens)
+    tail = (
+        frame.suffix.shape[-1]
+        + config.question_tokens
+        + max(config.answer_tokens, config.flan_answer_tokens)
+    )
     most = min(config.longest, positions - frame.prefix - tail - MARGIN)
     if most < 1:
-        raise RestoreKVError(f"The model's {positions} positions are too few for such answers; ask for shorter ones.")
+        raise RestoreKVError(
+            f"The model's {positions} positions are too few for such answers; ask for shorter ones."
+        )
     return most
 
 
 @dataclass
 class Gathered:
-    """What one source gave: its examples, and how many rows and attempts were dropped for which reason."""
+    """What one source gave: its examples, and how many rows and attempts were dropped for which
+    reason.
+    """
 
     examples: list[dict] = field(default_factory=list)
     read: int = 0
@@ -121,11 +140,16 @@ class Gathered:
     faults: Counter = field(default_factory=Counter)
 
     def count(self, source: Source) -> int:
-        """Returns how many of the wanted units there are; a book counts once one of its chunks was asked about."""
+        """Returns how many of the wanted units there are; a book counts once one of its chunks was
+        asked about.
+        """
         return len(self.examples) if source.asked_once else len(self.units)
 
     def reasons(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in (self.dropped + self.faults).items()) or "nothing"
+        return (
+            ", ".join(f"{count} {reason}" for reason, count in (self.dropped + self.faults).items())
+            or "nothing"
+        )
 
     def account(self, source: Source) -> dict:
         """Returns the counts before and after every filter, for the manifest."""
@@ -153,7 +177,9 @@ class Builder:
     longest: int
     progress: Progress
 
-    def gather(self, source: Source, items: Iterator[Document | DropRow], stored: Attempts) -> Gathered:
+    def gather(
+        self, source: Source, items: Iterator[Document | DropRow], stored: Attempts
+    ) -> Gathered:
         """Asks about the contexts of a source until there are enough."""
         gathered, wanted = Gathered(), source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
@@ -174,12 +200,19 @@ class Builder:
         return gathered
 
     def ask_waiting(
-        self, source: Source, waiting: list[tuple[Document, Context]], stored: Attempts, teacher: SelfStudy,
-        gathered: Gathered, steps: int,
-    ) -> None:  # fmt: skip
-        """Asks about the contexts that wait, all at once, and adds what comes of it; none of them waits after that.
+        self,
+        source: Source,
+        waiting: list[tuple[Document, Context]],
+        stored: Attempts,
+        teacher: SelfStudy,
+        gathered: Gathered,
+        steps: int,
+    ) -> None:
+        """Asks about the contexts that wait, all at once, and adds what comes of it; none of them
+        waits after that.
 
-        A batch that was interrupted is asked again as a whole, since a batch of other rows may round differently.
+        A batch that was interrupted is asked again as a whole, since a batch of other rows may
+        round differently.
         """
         first = gathered.contexts
         attempts = [stored.get(first + place, item) for place, (item, _) in enumerate(waiting)]
@@ -197,8 +230,12 @@ class Builder:
             self.progress(min(done, steps), steps, source.title)
         waiting.clear()
 
-    def accept(self, item: Document | DropRow, lengths: LengthFilter, gathered: Gathered) -> Context | None:
-        """Returns the context of a document that passes; counts any other, and names it if it is an evaluation text."""
+    def accept(
+        self, item: Document | DropRow, lengths: LengthFilter, gathered: Gathered
+    ) -> Context | None:
+        """Returns the context of a document that passes; counts any other, and names it if it is an
+        evaluation text.
+        """
         checked = str(item) if isinstance(item, DropRow) else lengths.check(item.text)
         if isinstance(checked, str):
             gathered.dropped[checked] += 1
@@ -206,17 +243,31 @@ class Builder:
         match = self.evaluations.match(item.text)
         if match:
             gathered.dropped["in an evaluation set"] += 1
-            gathered.refused.append({"document": item.name, "found in": match[0], "share": match[1]})
+            gathered.refused.append(
+                {"document": item.name, "found in": match[0], "share": match[1]}
+            )
             return None
         return checked
 
-    def take(self, source: Source, item: Document, context: Context, attempts: list[dict], gathered: Gathered) -> None:
+    def take(
+        self,
+        source: Source,
+        item: Document,
+        context: Context,
+        attempts: list[dict],
+        gathered: Gathered,
+    ) -> None:
         """Adds attempts without a fault to the examples."""
         gathered.contexts += 1
         gathered.units.add(item.book or gathered.contexts)
         gathered.attempts += len(attempts)
         gathered.faults.update(attempt["fault"] for attempt in attempts if "fault" in attempt)
-        shared = {"source": source.name, "document": item.name, "context": item.text, "license": item.license}
+        shared = {
+            "source": source.name,
+            "document": item.name,
+            "context": item.text,
+            "license": item.license,
+        }
         for attempt in attempts:
             if "fault" not in attempt:
                 counts = {

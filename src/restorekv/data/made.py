@@ -1,8 +1,10 @@
-"""Made-up material in the forms that data has: tables, settings, logs, lists of ids, calendars, accounts.
+"""Made-up material in the forms that data has: tables, settings, logs, lists of ids, calendars,
+accounts.
 
-A cache is asked to look up single values in such texts, which prose seldom has. Every document is drawn from a seed;
-its values are guessed by nobody, and its questions ask for single cells, whole rows and columns. No template, word list
-or number format is one of RULER's: numbers have no seven digits, and there are no UUIDs.
+A cache is asked to look up single values in such texts, which prose seldom has. Every document is
+drawn from a seed; its values are guessed by nobody, and its questions ask for single cells, whole
+rows and columns. No template, word list or number format is one of RULER's: numbers have no seven
+digits, and there are no UUIDs.
 """
 
 import json
@@ -17,19 +19,71 @@ LOOKUP, ROW, COLUMN = "lookup", "row", "column"
 KINDS = (LOOKUP, ROW, COLUMN)
 CHARACTERS_PER_TOKEN = 1.9  # of such texts, roughly; only the length of a document depends on it
 TOWNS = (
-    "Aldbury", "Brennik", "Corvale", "Dunmore", "Eskholm", "Farrow", "Galston", "Hexley", "Ivrea", "Jarnow", "Kelso",
-    "Lomond", "Marwick", "Norden", "Orsova", "Penrith", "Quillan", "Rosser", "Skagen", "Tolmin", "Ulster", "Varna",
-)  # fmt: skip
+    "Aldbury",
+    "Brennik",
+    "Corvale",
+    "Dunmore",
+    "Eskholm",
+    "Farrow",
+    "Galston",
+    "Hexley",
+    "Ivrea",
+    "Jarnow",
+    "Kelso",
+    "Lomond",
+    "Marwick",
+    "Norden",
+    "Orsova",
+    "Penrith",
+    "Quillan",
+    "Rosser",
+    "Skagen",
+    "Tolmin",
+    "Ulster",
+    "Varna",
+)
 GOODS = (
-    "copper wire", "oak boards", "rye flour", "lamp oil", "wool blankets", "glass jars", "steel bolts", "roof tiles",
-    "paper reels", "dried apples", "hemp rope", "candles", "brass hinges", "linen thread", "clay pipes", "salt bags",
-)  # fmt: skip
-SERVICES = ("auth", "billing", "cache", "gateway", "mailer", "indexer", "scheduler", "search", "storage", "webhook")
+    "copper wire",
+    "oak boards",
+    "rye flour",
+    "lamp oil",
+    "wool blankets",
+    "glass jars",
+    "steel bolts",
+    "roof tiles",
+    "paper reels",
+    "dried apples",
+    "hemp rope",
+    "candles",
+    "brass hinges",
+    "linen thread",
+    "clay pipes",
+    "salt bags",
+)
+SERVICES = (
+    "auth",
+    "billing",
+    "cache",
+    "gateway",
+    "mailer",
+    "indexer",
+    "scheduler",
+    "search",
+    "storage",
+    "webhook",
+)
 EVENTS = (
-    "connection reset by {name}", "finished job {code} in {small} ms", "retrying upload of {word}.bin",
-    "user {name} changed the limit to {number}", "disk {word} is {small} % full", "loaded {number} rows from {word}",
-    "token {code} expired", "started worker {small}", "dropped message {code}", "checksum of {word} is {code}",
-)  # fmt: skip
+    "connection reset by {name}",
+    "finished job {code} in {small} ms",
+    "retrying upload of {word}.bin",
+    "user {name} changed the limit to {number}",
+    "disk {word} is {small} % full",
+    "loaded {number} rows from {word}",
+    "token {code} expired",
+    "started worker {small}",
+    "dropped message {code}",
+    "checksum of {word} is {code}",
+)
 
 
 @dataclass(frozen=True)
@@ -66,14 +120,18 @@ def draw_code(rng: random.Random) -> str:
     """Draw letters and digits as on a label."""
     letters = "".join(rng.choice("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(rng.randint(1, 3)))
     digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(2, 5)))
-    return rng.choice((f"{letters}-{digits}", f"{letters}{digits}", f"{digits}{letters}", f"{letters}/{digits}"))
+    return rng.choice(
+        (f"{letters}-{digits}", f"{letters}{digits}", f"{digits}{letters}", f"{letters}/{digits}")
+    )
 
 
 def draw_date(rng: random.Random) -> str:
     """Draw a date in one of three notations."""
     day, month, year = rng.randint(1, 28), rng.randint(1, 12), rng.randint(1850, 2060)
     named = MONTHS[month - 1]
-    return rng.choice((f"{year}-{month:02}-{day:02}", f"{day} {named} {year}", f"{named} {day}, {year}"))
+    return rng.choice(
+        (f"{year}-{month:02}-{day:02}", f"{day} {named} {year}", f"{named} {day}, {year}")
+    )
 
 
 def draw_time(rng: random.Random) -> str:
@@ -169,7 +227,9 @@ def make_json(rng: random.Random, characters: int) -> MadeDocument:
     table = draw_table(rng, characters // 2)
     records = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     lines = [json.dumps(record) for record in records]
-    text = "\n".join(lines) if rng.random() < 0.5 else json.dumps(records, indent=rng.choice((1, 2)))
+    text = (
+        "\n".join(lines) if rng.random() < 0.5 else json.dumps(records, indent=rng.choice((1, 2)))
+    )
     return MadeDocument(text, ask_table(table, rng))
 
 
@@ -178,7 +238,10 @@ def make_sentences(rng: random.Random, characters: int) -> MadeDocument:
     table = draw_table(rng, characters // 2)
     paragraphs = []
     for row in table.rows:
-        facts = [f"the {column} is {cell}" for column, cell in zip(table.columns[1:], row[1:], strict=True)]
+        facts = [
+            f"the {column} is {cell}"
+            for column, cell in zip(table.columns[1:], row[1:], strict=True)
+        ]
         rng.shuffle(facts)
         opening = rng.choice(("For {}, ", "As to {}: ", "About {} it is noted that ", "{}: "))
         paragraphs.append(opening.format(row[0]) + ", ".join(facts[:-1]) + f" and {facts[-1]}.")
@@ -197,7 +260,9 @@ def make_settings(rng: random.Random, characters: int) -> MadeDocument:
             section = f"{section}{rng.randint(2, 99)}"
         lines.append(section_form.format(section))
         for key in rng.sample(WORDS, rng.randint(2, 6)):
-            draw = rng.choice((draw_number, draw_code, draw_price, lambda own: own.choice(("true", "false"))))
+            draw = rng.choice(
+                (draw_number, draw_code, draw_price, lambda own: own.choice(("true", "false")))
+            )
             value = draw(rng)
             values.append((section, key, value))
             lines.append(f"{key}{assign}{value}")
@@ -220,9 +285,12 @@ def make_log(rng: random.Random, characters: int) -> MadeDocument:
         minutes += rng.randint(1, 4)
         stamp = f"{minutes // 60 % 24:02}:{minutes % 60:02}:{rng.randint(0, 59):02}"
         fields = {
-            "name": rng.choice(NAMES), "code": draw_code(rng), "word": rng.choice(WORDS), "number": draw_number(rng),
+            "name": rng.choice(NAMES),
+            "code": draw_code(rng),
+            "word": rng.choice(WORDS),
+            "number": draw_number(rng),
             "small": str(rng.randint(1, 99)),
-        }  # fmt: skip
+        }
         lines.append((stamp, rng.choice(SERVICES), rng.choice(EVENTS).format(**fields)))
         size += len(lines[-1][2]) + 20
     text = "\n".join(f"{stamp} [{service}] {event}" for stamp, service, event in lines)
@@ -244,12 +312,14 @@ def make_calendar(rng: random.Random, characters: int) -> MadeDocument:
         if date in dates:
             continue
         dates.add(date)
-        what = rng.choice((
-            f"{rng.choice(NAMES)} hands over {rng.choice(GOODS)} at {rng.choice(PLACES)}",
-            f"meet {rng.choice(NAMES)} in {rng.choice(TOWNS)} at {draw_time(rng)}",
-            f"pay {draw_price(rng)} for {rng.choice(GOODS)}",
-            f"call {rng.choice(NAMES)}, extension {draw_number(rng)}",
-        ))  # fmt: skip
+        what = rng.choice(
+            (
+                f"{rng.choice(NAMES)} hands over {rng.choice(GOODS)} at {rng.choice(PLACES)}",
+                f"meet {rng.choice(NAMES)} in {rng.choice(TOWNS)} at {draw_time(rng)}",
+                f"pay {draw_price(rng)} for {rng.choice(GOODS)}",
+                f"call {rng.choice(NAMES)}, extension {draw_number(rng)}",
+            )
+        )
         entries.append((date, what))
         size += len(date) + len(what) + 3
     text = "\n".join(f"{date}: {what}" for date, what in entries)
@@ -261,5 +331,11 @@ def make_calendar(rng: random.Random, characters: int) -> MadeDocument:
 
 
 FORMS: tuple[Callable[[random.Random, int], MadeDocument], ...] = (
-    make_csv, make_markdown_table, make_json, make_sentences, make_settings, make_log, make_calendar,
-)  # fmt: skip
+    make_csv,
+    make_markdown_table,
+    make_json,
+    make_sentences,
+    make_settings,
+    make_log,
+    make_calendar,
+)

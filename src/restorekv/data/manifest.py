@@ -1,7 +1,8 @@
-"""The folder of a mixture: its manifest, the record of an unfinished build, and whether a new build is the same one.
+"""The folder of a mixture: its manifest, the record of an unfinished build, and whether a new build
+is the same one.
 
-While it is built the folder holds build.json (what is being built) and parts/ (answers so far); the manifest comes
-last and replaces them, so a folder with a manifest is complete.
+While it is built the folder holds build.json (what is being built) and parts/ (answers so far); the
+manifest comes last and replaces them, so a folder with a manifest is complete.
 """
 
 import hashlib
@@ -54,19 +55,32 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Returns the manifest of a complete folder; refuses one that is missing, damaged or of another version."""
+    """Returns the manifest of a complete folder; refuses one that is missing, damaged or of another
+    version.
+    """
     path = folder / NAME
     if not path.is_file():
         unfinished = (folder / RECORD).is_file()
-        fix = "finish it with restorekv data build --resume" if unfinished else "give a folder of restorekv data build"
+        fix = (
+            "finish it with restorekv data build --resume"
+            if unfinished
+            else "give a folder of restorekv data build"
+        )
         raise RestoreKVError(f"There is no {path}; {fix}.")
     try:
         manifest = read_json(path, "It")
-        number, known = manifest["version"], manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest)
+        number, known = (
+            manifest["version"],
+            manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest),
+        )
     except (RestoreKVError, KeyError, TypeError) as error:
-        raise RestoreKVError(f"{path} is damaged or not a manifest of restorekv; build the data again.") from error
+        raise RestoreKVError(
+            f"{path} is damaged or not a manifest of restorekv; build the data again."
+        ) from error
     if not known:
-        raise RestoreKVError(f"{path} is not a manifest of restorekv's data; give a folder of restorekv data build.")
+        raise RestoreKVError(
+            f"{path} is not a manifest of restorekv's data; give a folder of restorekv data build."
+        )
     if number != VERSION:
         raise RestoreKVError(
             f"{path} has version {shown(number)}, not {VERSION}; use another restorekv or build again."
@@ -77,7 +91,9 @@ def read_manifest(folder: Path) -> dict:
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Refuses answers of another model: they are not this teacher's, and their ids may mean other words."""
+    """Refuses answers of another model: they are not this teacher's, and their ids may mean other
+    words.
+    """
     now, before = model_facts(model, tokenizer), manifest["model"]
     for key, what in SAME.items():
         if now[key] != before.get(key):
@@ -93,11 +109,19 @@ def check_folder(out: Path, resume: bool) -> None:
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     if earlier_build(out) is None:
-        foreign = [name for name in names if not name.startswith(f".{RECORD}.") and not is_empty_parts(out / name)]
+        foreign = [
+            name
+            for name in names
+            if not name.startswith(f".{RECORD}.") and not is_empty_parts(out / name)
+        ]
         if foreign:
-            raise RestoreKVError(f"{out} is not empty and holds no such data ({foreign[0]}); choose another folder.")
+            raise RestoreKVError(
+                f"{out} is not empty and holds no such data ({foreign[0]}); choose another folder."
+            )
     if names and not resume:
-        raise RestoreKVError(f"{out} already holds a data set; continue with --resume or choose another folder.")
+        raise RestoreKVError(
+            f"{out} already holds a data set; continue with --resume or choose another folder."
+        )
 
 
 def is_empty_parts(path: Path) -> bool:
@@ -105,7 +129,9 @@ def is_empty_parts(path: Path) -> bool:
 
 
 def earlier_build(out: Path) -> dict | None:
-    """Returns what was built or is being built in the folder, or None; refuses other programs' files."""
+    """Returns what was built or is being built in the folder, or None; refuses other programs'
+    files.
+    """
     if (out / NAME).exists():
         manifest = read_manifest(out)
         known = {
@@ -114,7 +140,12 @@ def earlier_build(out: Path) -> dict | None:
         }
         excluded = manifest.get("exclusion", {}).get("files", [])
         settings = manifest.get("settings", {})
-        return {"config": settings, "sources": known, "exclude": excluded, "model": manifest["model"]}
+        return {
+            "config": settings,
+            "sources": known,
+            "exclude": excluded,
+            "model": manifest["model"],
+        }
     if not (out / RECORD).exists():
         return None
     try:
@@ -122,14 +153,17 @@ def earlier_build(out: Path) -> dict | None:
     except RestoreKVError:
         record = None
     if _schema().problem_of(_schema().Record, record):
-        raise RestoreKVError(f"{out / RECORD} is damaged or not written by restorekv; build into another folder.")
+        raise RestoreKVError(
+            f"{out / RECORD} is damaged or not written by restorekv; build into another folder."
+        )
     return record
 
 
 def begin(out: Path, before: dict | None, record: dict) -> None:
     """Writes down what is being built, after checking that it is what was begun here.
 
-    The sources' files may have been corrected since: answers are only reused for the texts they were made for.
+    The sources' files may have been corrected since: answers are only reused for the texts they
+    were made for.
     """
     check_same(out, before, {key: value for key, value in record.items() if key != "sources"})
     check_not_link(out / PARTS)
@@ -155,7 +189,9 @@ def check_same(out: Path, before: dict | None, now: dict) -> None:
     """Refuses whatever differs in `now` from what the folder was built with, naming both values."""
     changes = [] if before is None else differences(before, now)
     if changes:
-        raise RestoreKVError(f"{out} was made with {', '.join(changes)}; give the same or another folder.")
+        raise RestoreKVError(
+            f"{out} was made with {', '.join(changes)}; give the same or another folder."
+        )
 
 
 def differences(before: dict, now: dict) -> list[str]:
@@ -170,7 +206,9 @@ def differences(before: dict, now: dict) -> list[str]:
     for name, source in now.get("sources", {}).items():
         files.append((f"--{name}", files_of(before["sources"].get(name, {})), files_of(source)))
     for flag, was, is_now in files:
-        gone, new = ([x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was)))
+        gone, new = (
+            [x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was))
+        )
         if gone or new:
             changes.append(f"{flag} {listed(gone)} (now {listed(new)})")
         elif was != is_now:  # the same files in another order
@@ -186,7 +224,10 @@ def files_of(source: dict) -> list[dict]:
 
 def listed(files: list[dict]) -> str:
     names = [f"{file['name']} {file['sha256'][:8]}" for file in files]
-    return " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])]) or "nothing"
+    return (
+        " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
+        or "nothing"
+    )
 
 
 def _schema() -> ModuleType:

@@ -1,4 +1,5 @@
-"""The files of a mixture: contexts, questions and the teacher's answers, verified row by row when they are read.
+"""The files of a mixture: contexts, questions and the teacher's answers, verified row by row when
+they are read.
 
 Every source is a parquet file with a row per question; a repeated context is stored once.
 """
@@ -33,8 +34,9 @@ PAGE = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 class MixtureContext:
     """A context and what was asked about it.
 
-    A question begins with the line breaks that separate it from the context, or is "" where the context asks itself.
-    `answer_ids` are the teacher's own, with the EOS that ended them; `tokens` is T, the length of the context.
+    A question begins with the line breaks that separate it from the context, or is "" where the
+    context asks itself. `answer_ids` are the teacher's own, with the EOS that ended them; `tokens`
+    is T, the length of the context.
     """
 
     context: str
@@ -55,7 +57,11 @@ def write_examples(path: Path, rows: list[dict]) -> None:
     table = arrow.Table.from_pylist(rows, schema=schema)
     with replacing(path, follow=False) as temporary:
         parquet.write_table(
-            table, temporary, compression="zstd", use_dictionary=list(TEXTS), dictionary_pagesize_limit=PAGE
+            table,
+            temporary,
+            compression="zstd",
+            use_dictionary=list(TEXTS),
+            dictionary_pagesize_limit=PAGE,
         )
 
 
@@ -64,8 +70,9 @@ def read_mixture(
 ) -> tuple[list[MixtureContext], dict]:
     """Returns the contexts, source by source, and the manifest.
 
-    Refuses data of another model than `model` and `tokenizer`, and contexts of more tokens than the limit they were
-    made with. Raises RestoreKVError that names the file, and the row where one is bad (from 1).
+    Refuses data of another model than `model` and `tokenizer`, and contexts of more tokens than the
+    limit they were made with. Raises RestoreKVError that names the file, and the row where one is
+    bad (from 1).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -79,8 +86,13 @@ def read_mixture(
         raw = read_bytes(path, str(path), LIMIT)
         # Rows first: a bad row tells the reader more than a checksum that does not match.
         rows = list(checked_rows(path, raw, name, manifest["longest"], source["examples"]))
-        if hashlib.sha256(raw).hexdigest() != source["file"]["sha256"] or len(rows) != source["examples"]:
-            raise RestoreKVError(f"{path} is not the file that the manifest describes; get or build the data again.")
+        if (
+            hashlib.sha256(raw).hexdigest() != source["file"]["sha256"]
+            or len(rows) != source["examples"]
+        ):
+            raise RestoreKVError(
+                f"{path} is not the file that the manifest describes; get or build the data again."
+            )
         contexts += grouped(rows)
     return contexts, manifest
 
@@ -91,7 +103,9 @@ def checked_rows(path: Path, raw: bytes, source: str, limit: int, count: int) ->
         if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
         if problem := fault(row, source, limit):
-            raise RestoreKVError(f"{path}, row {number} {problem}; fix the row or build the data again.")
+            raise RestoreKVError(
+                f"{path}, row {number} {problem}; fix the row or build the data again."
+            )
         yield row
 
 
@@ -110,9 +124,12 @@ def fault(row: dict, source: str, limit: int) -> str | None:
         "has an empty context": not row["context"].strip() or row["context_tokens"] < 1,
         "has an empty question": row["kind"] != PROMPT and not row["question"].strip(),
         "has an empty answer": not row["answer"].strip() or not ids,
-        "has invalid answer ids": not isinstance(ids, list) or any(not isinstance(i, int) or i < 0 for i in ids),
-        "has another number of answer ids than it says": isinstance(ids, list) and len(ids) != row["answer_tokens"],
-        f"has a context of {row['context_tokens']} tokens, more than {limit}": row["context_tokens"] > limit,
+        "has invalid answer ids": not isinstance(ids, list)
+        or any(not isinstance(i, int) or i < 0 for i in ids),
+        "has another number of answer ids than it says": isinstance(ids, list)
+        and len(ids) != row["answer_tokens"],
+        f"has a context of {row['context_tokens']} tokens, more than {limit}": row["context_tokens"]
+        > limit,
     }
     return next((problem for problem, wrong in problems.items() if wrong), None)
 
@@ -135,14 +152,18 @@ def grouped(rows: list[dict]) -> Iterator[MixtureContext]:
 
 
 def record(manifest: dict) -> list[dict]:
-    """Returns a short account of every source for other records, such as an adapter's card, without local paths.
+    """Returns a short account of every source for other records, such as an adapter's card, without
+    local paths.
 
-    `dataset` is a hub id with `revision`, or a file's name with `sha256`; of several files it is their number, with
-    the hash of their hashes in order.
+    `dataset` is a hub id with `revision`, or a file's name with `sha256`; of several files it is
+    their number, with the hash of their hashes in order.
     """
     accounts = []
     for name, source in manifest["sources"].items():
-        origin, written = source.get("from", {}), "answers" if name in ASKED_ONCE else "questions and answers"
+        origin, written = (
+            source.get("from", {}),
+            "answers" if name in ASKED_ONCE else "questions and answers",
+        )
         files = origin.get("files", [])
         if "hub" in origin:
             dataset = {"dataset": origin["hub"], "revision": origin["revision"]}
@@ -150,8 +171,13 @@ def record(manifest: dict) -> list[dict]:
             dataset = {"dataset": files[0]["name"], "sha256": files[0]["sha256"]}
         else:
             joined = "".join(file["sha256"] for file in files)
-            dataset = {"dataset": f"{len(files)} files", "sha256": hashlib.sha256(joined.encode()).hexdigest()}
+            dataset = {
+                "dataset": f"{len(files)} files",
+                "sha256": hashlib.sha256(joined.encode()).hexdigest(),
+            }
         counts = {key: source[key] for key in ("contexts", "examples", "licenses")}
         made = f"{written} by the model itself"
-        accounts.append({"source": source["title"], **dataset, "seed": manifest["seed"], **counts, "made": made})
+        accounts.append(
+            {"source": source["title"], **dataset, "seed": manifest["seed"], **counts, "made": made}
+        )
     return accounts

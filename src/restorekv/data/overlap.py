@@ -1,8 +1,8 @@
 """Finds evaluation texts in training documents, by their normalized words and by word 13-grams.
 
-A document is refused if its words are those of an evaluation text, or if a fraction of at least `share` of its 13-grams
-is among those of the evaluation texts, or of one evaluation text's among its own. Fewer than LEAST common 13-grams (a
-stretch of 20 words) count as a coincidence.
+A document is refused if its words are those of an evaluation text, or if a fraction of at least
+`share` of its 13-grams is among those of the evaluation texts, or of one evaluation text's among
+its own. Fewer than LEAST common 13-grams (a stretch of 20 words) count as a coincidence.
 """
 
 import hashlib
@@ -20,9 +20,19 @@ from restorekv.errors import RestoreKVError, warn
 GRAM, LEAST = 13, 8
 BASE = np.uint64(0x9E3779B97F4A7C15)
 FIELDS = {
-    "context", "article", "text", "texts", "document", "documents", "passage", "passages", "story", "full_text",
-    "paragraphs", "prompts",
-}  # fmt: skip
+    "context",
+    "article",
+    "text",
+    "texts",
+    "document",
+    "documents",
+    "passage",
+    "passages",
+    "story",
+    "full_text",
+    "paragraphs",
+    "prompts",
+}
 
 
 def words(text: str) -> list[str]:
@@ -64,7 +74,9 @@ class Evaluations:
         self.grams, self.owners = every[order], owners[order]
 
     def match(self, text: str) -> tuple[str, float] | None:
-        """Returns the evaluation text that a document is taken from and the share in common, or None."""
+        """Returns the evaluation text that a document is taken from and the share in common, or
+        None.
+        """
         exact = self.exact.get(" ".join(words(text)))
         if exact is not None:
             return exact, 1.0
@@ -75,7 +87,9 @@ class Evaluations:
         common = first < last
         if common.sum() < LEAST:
             return None
-        hits = np.concatenate([self.owners[a:b] for a, b in zip(first[common], last[common], strict=True)])
+        hits = np.concatenate(
+            [self.owners[a:b] for a, b in zip(first[common], last[common], strict=True)]
+        )
         each = np.bincount(hits, minlength=len(self.sizes))
         shares = np.where(each >= LEAST, each / np.maximum(self.sizes, 1), 0)
         share, best = max((common.sum() / len(own), each.argmax()), (shares.max(), shares.argmax()))
@@ -83,7 +97,8 @@ class Evaluations:
 
 
 def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that hold texts.
+    """Yields ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that
+    hold texts.
 
     A file without any text is refused, or skipped with a warning if its folder has others.
     """
@@ -100,7 +115,9 @@ def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
             empty += [] if count else [file]
         if len(empty) == len(files):
             known = ", ".join(sorted(FIELDS))
-            raise RestoreKVError(f"{given} has no evaluation text; name its fields as one of {known}.")
+            raise RestoreKVError(
+                f"{given} has no evaluation text; name its fields as one of {known}."
+            )
         for file in empty:
             warn(f"{file} has no evaluation text and is skipped.")
 

@@ -1,12 +1,14 @@
-"""Passages of stories, novels and other texts, with questions from people or programs, and invented facts.
+"""Passages of stories, novels and other texts, with questions from people or programs, and invented
+facts.
 
-Rows are {context, id, questions: [{question}]} or {text}. A text with questions gives one passage, from its beginning,
-with its first questions; a text without is cut into passages about which the teacher asks. Every passage is also to be
-repeated in part or its facts listed.
+Rows are {context, id, questions: [{question}]} or {text}. A text with questions gives one passage,
+from its beginning, with its first questions; a text without is cut into passages about which the
+teacher asks. Every passage is also to be repeated in part or its facts listed.
 
-Some passages get invented facts between their sentences: something that the text says once and nobody can guess. A
-thing has one value (a number, a code, a word, a date) or several. The form "the X of Y" is one that small models answer
-from the full cache; none of the sentences and questions is one of RULER's.
+Some passages get invented facts between their sentences: something that the text says once and
+nobody can guess. A thing has one value (a number, a code, a word, a date) or several. The form "the
+X of Y" is one that small models answer from the full cache; none of the sentences and questions is
+one of RULER's.
 """
 
 import json
@@ -35,7 +37,9 @@ def passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Read
     """Returns a source's reader; `per_text` is how many passages one text may give."""
 
     @row_by_row
-    def read(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+    def read(
+        index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
+    ) -> Iterator[Document]:
         text = text_of(row, "context") or text_of(row, "text")
         if not text.strip():
             raise DropRow("no text")
@@ -59,7 +63,8 @@ def questions_of(row: dict) -> list[str]:
 def passages(
     tokenizer: Tokenizer, text: str, name: str, config: BuildConfig, count: int
 ) -> Iterator[tuple[str, float]]:
-    """Yields up to `count` passages, each with its share of the text; the first begins where the text does.
+    """Yields up to `count` passages, each with its share of the text; the first begins where the
+    text does.
 
     Lengths are log-uniform between `config.passage_shortest` and `config.passage_longest` tokens.
     """
@@ -77,15 +82,25 @@ def passages(
         start = end + (rng.randint(0, 2 * spare // count) if count > 1 else 0)
 
 
-def with_questions(name: str, passage: str, asked: list[str], license: str, config: BuildConfig) -> Document:
-    """Returns a passage with its questions; the teacher adds its own only where there are no others."""
+def with_questions(
+    name: str, passage: str, asked: list[str], license: str, config: BuildConfig
+) -> Document:
+    """Returns a passage with its questions; the teacher adds its own only where there are no
+    others.
+    """
     rng = random.Random(f"{config.seed} questions {name}")
     facts: list[str] = []
     if rng.random() < config.invented:
         passage, facts = invent(passage, rng)
-    questions = [(HUMAN, worded(rng, text, config)) for text in sample_in_order(rng, asked, config.questions)]
-    questions += [(FACT, worded(rng, text, config)) for text in sample_in_order(rng, facts, config.questions)]
-    questions.append((LISTED, rng.choice(LISTS)) if rng.random() < 0.4 else (REPEAT, rng.choice(REPEATS)))
+    questions = [
+        (HUMAN, worded(rng, text, config)) for text in sample_in_order(rng, asked, config.questions)
+    ]
+    questions += [
+        (FACT, worded(rng, text, config)) for text in sample_in_order(rng, facts, config.questions)
+    ]
+    questions.append(
+        (LISTED, rng.choice(LISTS)) if rng.random() < 0.4 else (REPEAT, rng.choice(REPEATS))
+    )
     return Document(name, passage, license, asked=tuple(questions), studied=not asked and not facts)
 
 
@@ -120,15 +135,25 @@ def date(rng: random.Random) -> str:
 
 
 ATTRIBUTES: tuple[tuple[str, Draw], ...] = (
-    ("number", number), ("telephone number", number), ("code", code), ("label", code), ("password", secret),
-    ("secret word", secret), ("date", date), ("owner", lambda rng: rng.choice(NAMES)), ("price", number), ("key", code),
-)  # fmt: skip
+    ("number", number),
+    ("telephone number", number),
+    ("code", code),
+    ("label", code),
+    ("password", secret),
+    ("secret word", secret),
+    ("date", date),
+    ("owner", lambda rng: rng.choice(NAMES)),
+    ("price", number),
+    ("key", code),
+)
 ONE, ONE_OF = "The {attribute} of {thing} is {value}.", "One {attribute} of {thing} is {value}."
 SINGLE, SEVERAL = "What is the {attribute} of {thing}?", "What are all the {attribute}s of {thing}?"
 
 
 def invent(passage: str, rng: random.Random) -> tuple[str, list[str]]:
-    """Puts facts about 1 to 8 things, with 1 to 3 values each, into the passage; returns it with their questions."""
+    """Puts facts about 1 to 8 things, with 1 to 3 values each, into the passage; returns it with
+    their questions.
+    """
     facts: list[str] = []
     questions: list[str] = []
     for _ in range(rng.choice((1, 2, 3, 4, 6, 8))):
@@ -136,7 +161,9 @@ def invent(passage: str, rng: random.Random) -> tuple[str, list[str]]:
         thing = rng.choice((rng.choice(PLACES), f"{rng.choice(NAMES)}'s {rng.choice(OWNED)}"))
         values = [draw(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
         sentence, question = (ONE, SINGLE) if len(values) == 1 else (ONE_OF, SEVERAL)
-        facts += [sentence.format(attribute=attribute, thing=thing, value=value) for value in values]
+        facts += [
+            sentence.format(attribute=attribute, thing=thing, value=value) for value in values
+        ]
         questions.append(question.format(attribute=attribute, thing=thing))
     sentences = SENTENCE_END.split(passage)
     for fact in facts:

@@ -1,10 +1,20 @@
-"""What the JSON files of a data folder must hold, checked before anything computes with them; more may be in them."""
+"""What the JSON files of a data folder must hold, checked before anything computes with them; more
+may be in them.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 Counts = dict[str, int]
 
@@ -33,7 +43,8 @@ def kind_of_origin(value: Any) -> str:
 
 
 Origin = Annotated[
-    Annotated[HubOrigin, Tag("hub")] | Annotated[FilesOrigin, Tag("files")], Discriminator(kind_of_origin)
+    Annotated[HubOrigin, Tag("hub")] | Annotated[FilesOrigin, Tag("files")],
+    Discriminator(kind_of_origin),
 ]
 
 
@@ -88,7 +99,9 @@ class Record(Entry):
 
 
 class Attempted(Entry):
-    """A line of a source's answers so far: the context's name and hash, and what was asked about it."""
+    """A line of a source's answers so far: the context's name and hash, and what was asked about
+    it.
+    """
 
     context: list[str]
     attempts: list[dict[str, Any]]

@@ -1,7 +1,9 @@
-"""Self-study (the paper's appendix on training data): the teacher asks five questions about a context and answers them.
+"""Self-study (the paper's appendix on training data): the teacher asks five questions about a
+context and answers them.
 
-The teacher is the model itself with the full cache. It decodes greedily, all questions of a context in one batch over
-one prefill. A question follows the context as "\\n\\n" and its words, without "Q:".
+The teacher is the model itself with the full cache. It decodes greedily, all questions of a context
+in one batch over one prefill. A question follows the context as "\\n\\n" and its words, without
+"Q:".
 """
 
 from collections.abc import Sequence
@@ -58,7 +60,8 @@ class SelfStudy:
     config: BuildConfig
 
     def study(self, studied: Sequence[tuple[Context, Document]]) -> list[list[dict]]:
-        """Asks one question of each kind where `document.studied`, and answers these and the documents' own.
+        """Asks one question of each kind where `document.studied`, and answers these and the
+        documents' own.
 
         All answers are written in one batch; returns the attempts at each context.
         """
@@ -69,7 +72,10 @@ class SelfStudy:
             cache = self.full_cache(context)
             questions, faults = self.ask(context, cache) if document.studied else ({}, {})
             attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
-            own = [*questions.items(), *((kind, BETWEEN + question) for kind, question in document.asked)]
+            own = [
+                *questions.items(),
+                *((kind, BETWEEN + question) for kind, question in document.asked),
+            ]
             asked += [Asked(context, cache, kind, question) for kind, question in own]
             owners += [number] * len(own)
         limits = [self.limit(each.kind) for each in asked]
@@ -88,13 +94,19 @@ class SelfStudy:
 
     def ask(self, context: Context, cache: RaggedCache) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the teacher's questions by kind, and for the kinds that are dropped why."""
-        prompts = [question_ids(self.tokenizer, context, BETWEEN + words)[0] for words in KINDS.values()]
+        prompts = [
+            question_ids(self.tokenizer, context, BETWEEN + words)[0] for words in KINDS.values()
+        ]
         stops = stop_ids(self.model, self.tokenizer)
         drafts = answer_ids(self.model, self.tokenizer, cache, prompts, self.config.question_tokens)
         texts = [tidy(answer_text(self.tokenizer, draft.tolist(), stops)) for draft in drafts]
         questions = dict(zip(KINDS, texts, strict=True))
-        faults = {kind: question_fault(question, self.config) for kind, question in questions.items()}
-        good = {kind: BETWEEN + question for kind, question in questions.items() if not faults[kind]}
+        faults = {
+            kind: question_fault(question, self.config) for kind, question in questions.items()
+        }
+        good = {
+            kind: BETWEEN + question for kind, question in questions.items() if not faults[kind]
+        }
         return good, {kind: fault for kind, fault in faults.items() if fault}
 
     def limit(self, kind: str) -> int:
@@ -103,9 +115,14 @@ class SelfStudy:
         return short if short and kind in SHORT_ANSWERS else self.config.answer_tokens
 
     def answer(self, asked: Sequence[Asked], limits: Sequence[int]) -> list[dict]:
-        """Answers questions greedily; `answer_ids` ends with the EOS unless the limit or a loop came first."""
+        """Answers questions greedily; `answer_ids` ends with the EOS unless the limit or a loop
+        came first.
+        """
         stops = stop_ids(self.model, self.tokenizer)
-        prompts = [question_ids(self.tokenizer, each.context, each.question, empty=True)[0] for each in asked]
+        prompts = [
+            question_ids(self.tokenizer, each.context, each.question, empty=True)[0]
+            for each in asked
+        ]
         choosers = [GreedyUntilLoop(self.config.loop) for _ in asked] if self.config.loop else None
         answers = answer_ids(
             self.model,
@@ -120,16 +137,23 @@ class SelfStudy:
         for each, ids in zip(asked, (ids.tolist() for ids in answers), strict=True):
             text = answer_text(self.tokenizer, ids, stops)
             fault = answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
-            attempt = {"kind": each.kind, "question": each.question, "answer": text, "answer_ids": ids}
+            attempt = {
+                "kind": each.kind,
+                "question": each.question,
+                "answer": text,
+                "answer_ids": ids,
+            }
             attempts.append({"kind": each.kind, "fault": fault} if fault else attempt)
         return attempts
 
 
 @dataclass
 class GreedyUntilLoop:
-    """Takes the likeliest token, and ends an answer once its last `size` tokens have been in it before.
+    """Takes the likeliest token, and ends an answer once its last `size` tokens have been in it
+    before.
 
-    Small models repeat themselves until the limit. The rest of such an answer teaches nothing and costs as much.
+    Small models repeat themselves until the limit. The rest of such an answer teaches nothing and
+    costs as much.
     """
 
     size: int
@@ -147,7 +171,9 @@ class GreedyUntilLoop:
         """Returns whether the answer has come into a loop."""
         last = self.ids[-self.size :]
         starts = range(len(self.ids) - len(last))
-        return len(last) == self.size and any(self.ids[start : start + self.size] == last for start in starts)
+        return len(last) == self.size and any(
+            self.ids[start : start + self.size] == last for start in starts
+        )
 
 
 def question_fault(question: str, config: BuildConfig) -> str | None:

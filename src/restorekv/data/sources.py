@@ -1,4 +1,5 @@
-"""The sources of every mixture: how each is read, how long its contexts are, and how many are wanted.
+"""The sources of every mixture: how each is read, how long its contexts are, and how many are
+wanted.
 
 longalpaca  LongAlpaca-12k (arXiv 2309.12307, hub Yukang/LongAlpaca-12k, CC BY-NC 4.0): long documents without their
             questions. An `instruction` is a preface, a paper or part of a book, "Now the paper ends." (the second
@@ -28,7 +29,12 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.corpus import LICENSES as CORPUS_LICENSES
 from restorekv.data.corpus import read_corpus
 from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of, whole
-from restorekv.data.passages import NOVELS_LICENSE, SECTIONS_LICENSE, STORIES_LICENSE, passage_reader
+from restorekv.data.passages import (
+    NOVELS_LICENSE,
+    SECTIONS_LICENSE,
+    STORIES_LICENSE,
+    passage_reader,
+)
 from restorekv.model.tokenize import token_places
 
 LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE = "cc-by-nc-4.0", "apache-2.0", "odc-by"
@@ -93,7 +99,9 @@ def pg19(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> It
     drawn = sorted(rng.sample(range(len(chunks)), min(config.chunks, len(chunks))))
     for number in drawn:
         more = number != drawn[-1]
-        yield Document(f"{name} chunk {number}", chunks[number], PG19_LICENSE, book=f"row {index}", more=more)
+        yield Document(
+            f"{name} chunk {number}", chunks[number], PG19_LICENSE, book=f"row {index}", more=more
+        )
 
 
 def chunks_of(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
@@ -120,7 +128,9 @@ def first_user_message(messages: object) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """`name` is its setting in BuildConfig; `wanted` counts `unit`: documents, books, or examples if `asked_once`."""
+    """`name` is its setting in BuildConfig; `wanted` counts `unit`: documents, books, or examples
+    if `asked_once`.
+    """
 
     name: str
     title: str
@@ -132,32 +142,56 @@ class Source:
     at_once: int = 1  # contexts whose answers are written in one batch
 
 
-def passages_of(name: str, title: str, license: str, wanted: Callable, per_text: Callable = lambda c: 1) -> Source:
-    return Source(name, title, passage_reader(license, per_text), wanted, lambda c: c.passage_shortest)
+def passages_of(
+    name: str, title: str, license: str, wanted: Callable, per_text: Callable = lambda c: 1
+) -> Source:
+    return Source(
+        name, title, passage_reader(license, per_text), wanted, lambda c: c.passage_shortest
+    )
 
 
-LONGALPACA = Source("longalpaca", "LongAlpaca", longalpaca, lambda c: c.documents, lambda c: c.shortest)
+LONGALPACA = Source(
+    "longalpaca", "LongAlpaca", longalpaca, lambda c: c.documents, lambda c: c.shortest
+)
 PAPERS = Source("papers", "Open papers", open_papers, lambda c: c.documents, lambda c: c.shortest)
 PG19 = Source("pg19", "PG-19", pg19, lambda c: c.books, lambda c: 1, "books")
-FLAN = Source("flan", "Tulu-3 FLAN", flan, lambda c: c.examples, lambda c: c.flan_shortest, "examples", True)
+FLAN = Source(
+    "flan", "Tulu-3 FLAN", flan, lambda c: c.examples, lambda c: c.flan_shortest, "examples", True
+)
 STORIES = passages_of("stories", "FairytaleQA", STORIES_LICENSE, lambda c: c.story_passages)
-NOVELS = passages_of("novels", "Novels", NOVELS_LICENSE, lambda c: c.novel_passages, lambda c: c.per_novel)
-SECTIONS = passages_of("sections", "The World Factbook", SECTIONS_LICENSE, lambda c: c.section_passages)
+NOVELS = passages_of(
+    "novels", "Novels", NOVELS_LICENSE, lambda c: c.novel_passages, lambda c: c.per_novel
+)
+SECTIONS = passages_of(
+    "sections", "The World Factbook", SECTIONS_LICENSE, lambda c: c.section_passages
+)
 CORPUS = Source(
-    "corpus", "Corpus of many genres", read_corpus, lambda c: c.corpus_passages, lambda c: c.passage_shortest,
+    "corpus",
+    "Corpus of many genres",
+    read_corpus,
+    lambda c: c.corpus_passages,
+    lambda c: c.passage_shortest,
     at_once=8,
-)  # fmt: skip
+)
 MIXTURES = {
     "paper": (LONGALPACA, PG19, FLAN),
     "permissive": (PAPERS, PG19, FLAN),
     "passages": (STORIES, NOVELS, SECTIONS),
     "corpus": (CORPUS,),
 }
-ASKED_ONCE = {source.name for mixture in MIXTURES.values() for source in mixture if source.asked_once}
+ASKED_ONCE = {
+    source.name for mixture in MIXTURES.values() for source in mixture if source.asked_once
+}
 LICENSES = {
-    LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE, *LABELS.values(),
-    STORIES_LICENSE, NOVELS_LICENSE, SECTIONS_LICENSE, *CORPUS_LICENSES.values(),
-}  # fmt: skip
+    LONGALPACA_LICENSE,
+    PG19_LICENSE,
+    FLAN_LICENSE,
+    *LABELS.values(),
+    STORIES_LICENSE,
+    NOVELS_LICENSE,
+    SECTIONS_LICENSE,
+    *CORPUS_LICENSES.values(),
+}
 
 
 def sources(config: BuildConfig) -> tuple[Source, ...]:

@@ -6,7 +6,8 @@ from rich.table import Table
 
 from restorekv.data.mixture import MixtureContext
 
-# Samples, mean and range of the context's tokens; the paper's table "RestoreKV training data statistics".
+# Samples, mean and range of the context's tokens; the paper's table "RestoreKV training data
+# statistics".
 PAPER = {
     "longalpaca": (2488, 7306, 4961, 15237),
     "pg19": (2260, 3071, 3071, 3072),
@@ -18,7 +19,8 @@ REPLACES = {"papers": "longalpaca"}  # a source and the one it replaces
 
 
 def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
-    """Returns a row per source and the total: samples (one per question), and the context's tokens over the samples.
+    """Returns a row per source and the total: samples (one per question), and the context's tokens
+    over the samples.
 
     `paper` holds the paper's own figures, or None where the mixture has no counterpart there.
     """
@@ -27,7 +29,10 @@ def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
     for context in contexts:
         lengths[context.source] += [context.tokens] * len(context.questions)
     lengths["total"] = [tokens for part in lengths.values() for tokens in part]
-    accounts = {**manifest["sources"], "total": {"title": "Total", "licenses": manifest["licenses"]}}
+    accounts = {
+        **manifest["sources"],
+        "total": {"title": "Total", "licenses": manifest["licenses"]},
+    }
     return [
         {
             "source": name,
@@ -37,7 +42,8 @@ def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
             "shortest": min(tokens),
             "longest": max(tokens),
             "licenses": accounts[name]["licenses"],
-            "paper": (row := published.get(REPLACES.get(name, name))) and dict(zip(FIGURES, row, strict=True)),
+            "paper": (row := published.get(REPLACES.get(name, name)))
+            and dict(zip(FIGURES, row, strict=True)),
         }
         for name, tokens in lengths.items()
     ]
@@ -47,14 +53,18 @@ def data_table(rows: list[dict], manifest: dict) -> Table:
     model, published = manifest["model"], any(row["paper"] for row in rows)
     table = Table(
         title=f"Training data ({manifest['mixture']} mixture, answers of {model['name']}): tokens of the context",
-        caption="in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)" if published else None,
+        caption="in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)"
+        if published
+        else None,
         title_justify="left",
     )
     for title in ("source", "samples", "mean", "range", "license"):
         table.add_column(title, justify="left" if title in ("source", "license") else "right")
     for row in rows:
         own = formatted(row)
-        paper = [f" ({each})" for each in formatted(row["paper"])] if row["paper"] else [""] * len(own)
+        paper = (
+            [f" ({each})" for each in formatted(row["paper"])] if row["paper"] else [""] * len(own)
+        )
         table.add_row(
             row["title"],
             *(f"{mine}{theirs}" for mine, theirs in zip(own, paper, strict=True)),
@@ -75,5 +85,7 @@ def left_out(manifest: dict) -> Table:
     for source in manifest["sources"].values():
         for what, total in (("dropped", "rows"), ("dropped_attempts", "attempts")):
             for reason, count in source[what].items():
-                table.add_row(source["title"], f"{reason} ({total} in all: {source[total]:,})", f"{count:,}")
+                table.add_row(
+                    source["title"], f"{reason} ({total} in all: {source[total]:,})", f"{count:,}"
+                )
     return table

@@ -1,1 +1,3 @@
-"""Evaluation over a grid: cells that can be interrupted and resumed, in this process or over a Ray cluster."""
+"""Evaluation over a grid: cells that can be interrupted and resumed, in this process or over a Ray
+cluster.
+"""

@@ -1,4 +1,5 @@
-"""Answers kept: of the questions that the full cache answers right, how many a small cache still does.
+"""Answers kept: of the questions that the full cache answers right, how many a small cache still
+does.
 
 A score says how good answers are on average, and mixes what eviction lost with what the model never
 knew. This counts only questions that there was something to lose on. Whether an answer is right is
@@ -70,13 +71,19 @@ def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAn
 
 def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, object]:
     """Return how many answers there were and are, and the share with its interval over contexts."""
-    contexts = {name: place for place, name in enumerate(dict.fromkeys(each.context for each in answers))}
+    contexts = {
+        name: place for place, name in enumerate(dict.fromkeys(each.context for each in answers))
+    }
     kept = np.zeros(len(contexts))
     right = np.zeros(len(contexts))
     for each in answers:
         kept[contexts[each.context]] += each.kept
         right[contexts[each.context]] += 1
-    figures: dict[str, object] = {"right": int(right.sum()), "kept": int(kept.sum()), "contexts": len(contexts)}
+    figures: dict[str, object] = {
+        "right": int(right.sum()),
+        "kept": int(kept.sum()),
+        "contexts": len(contexts),
+    }
     if answers:
         share, low, high = weighted_interval(kept, right)
         figures |= {"share": share, "low": low, "high": high}
@@ -101,7 +108,9 @@ def kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
 
 
 def kept_table(grid: GridResults) -> Table | None:
-    """Return the table of answers kept; None where full caches answer right on too few contexts to tell."""
+    """Return the table of answers kept; None where full caches answer right on too few contexts to
+    tell.
+    """
     rows = [row for row in kept_rows(grid) if row["right"]]
     if max((row["contexts"] for row in rows), default=0) < FEW:
         return None
@@ -115,10 +124,14 @@ def kept_table(grid: GridResults) -> Table | None:
     }
     order = {part: place for place, part in enumerate(dict.fromkeys(row["part"] for row in rows))}
     rows.sort(key=lambda row: order[row["part"]])
-    return Table.from_figures(make_slug("answers", "kept"), "Answers kept", rows, columns, NOTE, (0, 1))
+    return Table.from_figures(
+        make_slug("answers", "kept"), "Answers kept", rows, columns, NOTE, (0, 1)
+    )
 
 
-def _full_caches(grid: GridResults) -> Iterator[tuple[str, Mapping[Cell | None, Mapping[float, SeedPool]], SeedPool]]:
+def _full_caches(
+    grid: GridResults,
+) -> Iterator[tuple[str, Mapping[Cell | None, Mapping[float, SeedPool]], SeedPool]]:
     """Yield the title, the pools and the finished full cache of every condition that has one."""
     for condition, pools in grid.pools.items():
         full = pools.get(None, {}).get(1.0)

@@ -24,15 +24,32 @@ PURPLE, ORANGE, SKY = "#cc79a7", "#e69f00", "#56b4e9"
 HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "<", ">")
 STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9,
-    "legend.fontsize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "axes.edgecolor": MUTED,
-    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "legend.fontsize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.edgecolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
     "grid.color": GRID,
-    "grid.linewidth": 0.7, "axes.axisbelow": True, "lines.linewidth": 1.8, "axes.facecolor": "none",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.8,
+    "axes.facecolor": "none",
     "svg.fonttype": "none",
-}  # fmt: skip
+}
 FONTS = (b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")  # with fonts for other machines
 # Left out, so that the same chart has the same bytes.
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -1,8 +1,10 @@
-"""Fidelity to the full cache: how far a compressed cache's predictions are from it, and how often the answers agree.
+"""Fidelity to the full cache: how far a compressed cache's predictions are from it, and how often
+the answers agree.
 
-The full cache answers a sample's questions once, greedily. A compressed cache then reads the ids of those answers as
-they were generated, with the EOS that ended them; KL(full || cache) is computed at each, in float32 and nats. Questions
-start at each cache's own next position: S + T for the full cache, S + T + n after n restore tokens.
+The full cache answers a sample's questions once, greedily. A compressed cache then reads the ids of
+those answers as they were generated, with the EOS that ended them; KL(full || cache) is computed at
+each, in float32 and nats. Questions start at each cache's own next position: S + T for the full
+cache, S + T + n after n restore tokens.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -26,8 +28,8 @@ FIGURES = ("kl", "kl_low", "kl_high", "same", "answer_tokens")
 class FullAnswers:
     """The full cache's answers to the questions of one sample.
 
-    For every question: the ids of its prompt (q,) and of its answer (M,), and the last hidden states (M, d) that
-    predict the answer's ids.
+    For every question: the ids of its prompt (q,) and of its answer (M,), and the last hidden
+    states (M, d) that predict the answer's ids.
     """
 
     prompts: Sequence[Tensor]
@@ -36,7 +38,11 @@ class FullAnswers:
 
     @classmethod
     def read(
-        cls, model: PreTrainedModel, cache: RaggedCache, prompts: Sequence[Tensor], answers: Sequence[Tensor]
+        cls,
+        model: PreTrainedModel,
+        cache: RaggedCache,
+        prompts: Sequence[Tensor],
+        answers: Sequence[Tensor],
     ) -> Self:
         """Reads the answers through the full cache; prompts are (1, q) or (q,)."""
         flat = [prompt.flatten().cpu() for prompt in prompts]
@@ -47,7 +53,9 @@ class FullAnswers:
         """Returns the mean KL(full || cache) over each answer's tokens, in nats."""
         states = hidden_states(model, cache, self.prompts, self.answers)
         pairs = zip(self.hidden, states, strict=True)
-        return [from_hidden(model, full, own, "forward").double().mean().item() for full, own in pairs]
+        return [
+            from_hidden(model, full, own, "forward").double().mean().item() for full, own in pairs
+        ]
 
 
 @torch.no_grad()
@@ -65,17 +73,26 @@ def hidden_states(
 
 
 def summarized(lines: Sequence[Mapping], tasks: Container[str] | None = None) -> dict[str, float]:
-    """Returns FIGURES over the contexts of `lines`, or {} if an answer was recorded without its fidelity.
+    """Returns FIGURES over the contexts of `lines`, or {} if an answer was recorded without its
+    fidelity.
 
-    "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts; "same" is the
-    percentage of answers with the full cache's exact text. `tasks` restricts the questions; None takes all of them.
+    "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts;
+    "same" is the percentage of answers with the full cache's exact text. `tasks` restricts the
+    questions; None takes all of them.
     """
-    chosen = [[answer for answer in line["answers"] if tasks is None or answer["task"] in tasks] for line in lines]
+    chosen = [
+        [answer for answer in line["answers"] if tasks is None or answer["task"] in tasks]
+        for line in lines
+    ]
     every = [answer for answers in chosen for answer in answers]
     if not every or not all("kl" in answer for answer in every):
         return {}
-    sums = np.array([sum(answer["kl"] * answer["answer_tokens"] for answer in answers) for answers in chosen])
-    tokens = np.array([sum(answer["answer_tokens"] for answer in answers) for answers in chosen], dtype=float)
+    sums = np.array(
+        [sum(answer["kl"] * answer["answer_tokens"] for answer in answers) for answers in chosen]
+    )
+    tokens = np.array(
+        [sum(answer["answer_tokens"] for answer in answers) for answers in chosen], dtype=float
+    )
     figures = weighted_interval(sums, tokens)
     same = 100 * sum(answer["same"] for answer in every) / len(every)
     return dict(zip(FIGURES, (*figures, same, int(tokens.sum())), strict=True))

@@ -1,4 +1,6 @@
-"""The cells of an evaluation: what one cell measures, how a grid expands to cells, and which cells share their work."""
+"""The cells of an evaluation: what one cell measures, how a grid expands to cells, and which cells
+share their work.
+"""
 
 import hashlib
 import json
@@ -21,17 +23,25 @@ Item = TypeVar("Item")
 FULL = "full"
 SHIPPED = ""  # stands for the adapter that ships for an evictor and a model
 IGNORED_BY_FULL = (
-    "on_small_budget", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming",
-)  # fmt: skip
+    "on_small_budget",
+    "allocation",
+    "restore_from",
+    "offset",
+    "prefix_policy",
+    "restore_tokens",
+    "streaming",
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model asked one benchmark under one protocol, from caches that one method makes at one ratio.
+    """One model asked one benchmark under one protocol, from caches that one method makes at one
+    ratio.
 
-    `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None for the base without
-    restoring; `prefix_policy` None is the protocol's. `max_context` cuts longer contexts at their end (0: at what the
-    model takes). `streaming` is the number of tokens compressed at a time (0: all at once); see streaming.py.
+    `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None
+    for the base without restoring; `prefix_policy` None is the protocol's. `max_context` cuts
+    longer contexts at their end (0: at what the model takes). `streaming` is the number of tokens
+    compressed at a time (0: all at once); see streaming.py.
     """
 
     model: str
@@ -87,14 +97,21 @@ class Cell:
     def from_dict(cls, stored: dict) -> Self:
         """Reads what `to_dict` wrote."""
         cell, hints = cls(**stored), get_type_hints(cls)
-        if wrong := [name for name, hint in hints.items() if not has_type(getattr(cell, name), hint)]:
+        if wrong := [
+            name for name, hint in hints.items() if not has_type(getattr(cell, name), hint)
+        ]:
             raise TypeError(f"{wrong[0]} has another type")
         return cell
 
     @property
     def name(self) -> str:
         """The readable name of the cell's folder; only equal cells have equal names."""
-        words = [self.model.rstrip("/").rsplit("/", 1)[-1], self.benchmark, self.protocol, self.evictor]
+        words = [
+            self.model.rstrip("/").rsplit("/", 1)[-1],
+            self.benchmark,
+            self.protocol,
+            self.evictor,
+        ]
         words += ["alone" if self.adapter is None else "restored", self.ratio]
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
         readable = "_".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
@@ -103,16 +120,19 @@ class Cell:
     def conventions(self, prefix_policy: str) -> CompressionConfig:
         """Returns how the cell compresses; `prefix_policy` counts where the cell names none."""
         policy = self.prefix_policy or prefix_policy
-        return CompressionConfig(policy, self.on_small_budget, self.allocation, self.restore_from, self.offset)
+        return CompressionConfig(
+            policy, self.on_small_budget, self.allocation, self.restore_from, self.offset
+        )
 
 
 @dataclass(frozen=True)
 class Grid:
     """Expands to a cell for every model, protocol, benchmark, seed, storage, method and ratio.
 
-    `methods` are pairs of an evictor's spec and an adapter: every evictor is evaluated without restoring, and restored
-    where an adapter is named. SHIPPED names the adapter that ships for the evictor and model, if one does and `common`
-    asks for no offset. `seeds` and `count` replace those of each benchmark's spec; `common` sets other cell fields.
+    `methods` are pairs of an evictor's spec and an adapter: every evictor is evaluated without
+    restoring, and restored where an adapter is named. SHIPPED names the adapter that ships for the
+    evictor and model, if one does and `common` asks for no offset. `seeds` and `count` replace
+    those of each benchmark's spec; `common` sets other cell fields.
     """
 
     models: Sequence[str]
@@ -126,18 +146,30 @@ class Grid:
     common: dict[str, object] = field(default_factory=dict)
 
     def cells(self) -> list[Cell]:
-        """Returns every cell once; specs and ratios take their shortest form, so that equal cells have equal names."""
+        """Returns every cell once; specs and ratios take their shortest form, so that equal cells
+        have equal names.
+        """
         return list(dict.fromkeys(self.expand()))
 
     def expand(self) -> Iterator[Cell]:
-        ratios = sorted({f"{float(exact_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True)
+        ratios = sorted(
+            {f"{float(exact_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
+        )
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
-        for model, protocol, benchmark in product(map(canonical, self.models), self.protocols, self.benchmark_specs()):
+        for model, protocol, benchmark in product(
+            map(canonical, self.models), self.protocols, self.benchmark_specs()
+        ):
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full(**where, **of_full)
             for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
                 evictor = make_compressor(spec).spec
-                fields = {**where, **self.common, "evictor": evictor, "ratio": ratio, "storage": storage}
+                fields = {
+                    **where,
+                    **self.common,
+                    "evictor": evictor,
+                    "ratio": ratio,
+                    "storage": storage,
+                }
                 yield Cell(**fields).base
                 adapter = self.shipped(model, evictor) if source == SHIPPED else source
                 if adapter is not None:
@@ -152,14 +184,21 @@ class Grid:
         """Yields the spec of every benchmark with every seed."""
         for spec, seed in product(self.benchmarks, self.seeds or (None,)):
             changes = {"seed": seed, "count": self.count}
-            yield replace(tasks.make(spec), **{key: value for key, value in changes.items() if value is not None}).spec
+            yield replace(
+                tasks.make(spec),
+                **{key: value for key, value in changes.items() if value is not None},
+            ).spec
 
 
 def parse_method(text: str) -> tuple[str, str | None]:
-    """Splits SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None), "kvzip@FOLDER"."""
+    """Splits SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
+    "kvzip@FOLDER".
+    """
     evictor, at, source = text.partition("@")
     if at and not source:
-        raise RestoreKVError(f"{text!r} names no adapter; write a folder, a hub id, published, auto or none after @.")
+        raise RestoreKVError(
+            f"{text!r} names no adapter; write a folder, a hub id, published, auto or none after @."
+        )
     return evictor, None if source == "none" else source or SHIPPED
 
 
@@ -171,7 +210,9 @@ class Job:
 
     @property
     def first(self) -> Cell:
-        """The cell that names what all have in common; the full cache's only where there is no other."""
+        """The cell that names what all have in common; the full cache's only where there is no
+        other.
+        """
         return next((cell for cell in self.cells if cell.evictor != FULL), self.cells[0])
 
     @property
@@ -180,12 +221,15 @@ class Job:
 
 
 def jobs(cells: Iterable[Cell]) -> list[Job]:
-    """Groups the cells by preparation, in order of appearance; the full cache joins the first evictor's job."""
+    """Groups the cells by preparation, in order of appearance; the full cache joins the first
+    evictor's job.
+    """
     groups = grouped(dict.fromkeys(cells), lambda cell: cell.preparation)
     for key in [key for key in groups if key[-1] == FULL]:
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
-            groups[host] += groups.pop(key)  # last, so that the cells that share the scores are charged their time
+            # Last, so that the cells that share the scores are charged their time.
+            groups[host] += groups.pop(key)
     return [Job(tuple(members)) for members in groups.values()]
 
 

@@ -136,7 +136,9 @@ def count_gains(rows: Sequence[Row]) -> str:
 
 
 def tables_of(grid: GridResults) -> list[Table]:
-    """Return scores and sizes of every condition and the answers kept, as `restorekv eval` prints them."""
+    """Return scores and sizes of every condition and the answers kept, as `restorekv eval` prints
+    them.
+    """
     by_condition = grouped(grid.rows(), lambda row: row["condition"])
     tables = [make(rows) for rows in by_condition.values() for make in (scores_table, held_table)]
     kept = kept_table(grid)

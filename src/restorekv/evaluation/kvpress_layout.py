@@ -1,4 +1,5 @@
-"""Exports finished cells in the layout of kvpress 0.5.5's evaluation (evaluation/evaluate.py), for its leaderboard.
+"""Exports finished cells in the layout of kvpress 0.5.5's evaluation (evaluation/evaluate.py), for
+its leaderboard.
 
 DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression ratio, two digits}[__fraction0.200]
            [__max_context4096]/
@@ -7,16 +8,19 @@ DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression
     config.yaml       kvpress's settings
     restorekv.json    the cell, what it was made with and its figures; not part of kvpress's layout
 
-compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. Where another cell has the
-name (ratios 0.12 and 0.125 print alike), a numbered folder inside it is used, as kvpress does.
+compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. Where
+another cell has the name (ratios 0.12 and 0.125 print alike), a numbered folder inside it is used,
+as kvpress does.
 
-The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads "string_match" of every task from
-folders directly below its own whose fraction is 1, and refuses keys of config.yaml that it does not know. It skips
-numbered folders and other benchmarks, and fails on LongBench: send it ruler only.
+The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads "string_match" of
+every task from folders directly below its own whose fraction is 1, and refuses keys of config.yaml
+that it does not know. It skips numbered folders and other benchmarks, and fails on LongBench: send
+it ruler only.
 
-A press has kvpress's own name where kvpress chooses the same pairs (KVzip, KVzip+ and RestoreKV over them, one ranking
-over all heads, the template counted); every other cell is named restorekv_ and its settings. Only RULER's official rows
-are data_dir "4096"; generated ones are "4096-generated". Cells of other protocols are left out.
+A press has kvpress's own name where kvpress chooses the same pairs (KVzip, KVzip+ and RestoreKV
+over them, one ranking over all heads, the template counted); every other cell is named restorekv_
+and its settings. Only RULER's official rows are data_dir "4096"; generated ones are
+"4096-generated". Cells of other protocols are left out.
 """
 
 import csv
@@ -46,11 +50,16 @@ PRESSES = {
     ("kvzip+", True): "RestoreKV_plus",
 }
 OFFICIAL_RULER = 6500  # rows of a length
-OFFICIAL_LONGBENCH = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}  # rows; other tasks have 200
+# Rows; other tasks have 200.
+OFFICIAL_LONGBENCH = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 COLUMNS = {
-    "question": "question", "answer_prefix": "answer_prefix", "references": "answer", "task": "task",
-    "max_new_tokens": "max_new_tokens", "prediction": "predicted_answer",
-}  # fmt: skip
+    "question": "question",
+    "answer_prefix": "answer_prefix",
+    "references": "answer",
+    "task": "task",
+    "max_new_tokens": "max_new_tokens",
+    "prediction": "predicted_answer",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class Part:
 
 
 def export(folder: Path) -> list[Path]:
-    """Writes the finished cells that are not written yet; returns every folder of the layout, in the cells' order."""
+    """Writes the finished cells that are not written yet; returns every folder of the layout, in
+    the cells' order.
+    """
     done = [result for result in load(folder) if result.done and result.cell.protocol == "kvpress"]
     return [write(folder / FOLDER, result, part) for result in done for part in parts(result)]
 
@@ -82,9 +93,18 @@ def parts(result: Result) -> Iterator[Part]:
             yield Part("ruler", name, len(answers) / rows, answers, metrics)
         case LongBench():
             for task, own in by_task.items():
-                yield Part("longbench", task, len(own) / OFFICIAL_LONGBENCH.get(task, 200), own, points(own))
+                yield Part(
+                    "longbench",
+                    task,
+                    len(own) / OFFICIAL_LONGBENCH.get(task, 200),
+                    own,
+                    points(own),
+                )
         case other:
-            scores = {task: {"score": round(each["score"], 2)} for task, each in result.summary["tasks"].items()}
+            scores = {
+                task: {"score": round(each["score"], 2)}
+                for task, each in result.summary["tasks"].items()
+            }
             yield Part(other.name, safe(other.spec.partition(":")[2]) or None, 1.0, answers, scores)
 
 
@@ -94,7 +114,10 @@ def points(answers: Sequence[Mapping]) -> float:
 
 def write(folder: Path, result: Result, part: Part) -> Path:
     """Fills the part's folder, unless it is complete, and returns it."""
-    config, own = settings(result, part), {"cell": result.cell.to_dict(), "facts": result.facts, **result.summary}
+    config, own = (
+        settings(result, part),
+        {"cell": result.cell.to_dict(), "facts": result.facts, **result.summary},
+    )
     path = free_folder(folder / folder_name(config), result.cell)
     if (path / CONFIG).exists() and read_own(path) == own:
         return path
@@ -109,7 +132,9 @@ def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
-    rows = [[answer[key] for key in known] + [config["compression_ratio"]] for answer in part.answers]
+    rows = [
+        [answer[key] for key in known] + [config["compression_ratio"]] for answer in part.answers
+    ]
     predictions = io.StringIO(newline="")
     table = csv.writer(predictions, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
     table.writerows([[*known.values(), "compression_ratio"], *rows])
@@ -122,27 +147,47 @@ def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
 
 
 def settings(result: Result, part: Part) -> dict:
-    """Returns kvpress's EvaluationConfig, without two keys that the leaderboard refuses and two of other presses.
+    """Returns kvpress's EvaluationConfig, without two keys that the leaderboard refuses and two of
+    other presses.
 
     press_init_command holds our own settings; the leaderboard shows it next to a method's name.
     """
     cell, facts = result.cell, result.facts
     return {
-        "dataset": part.dataset, "data_dir": part.data_dir, "model": cell.model, "device": facts["device"],
-        "press_name": press(cell, facts), "compression_ratio": float(1 - exact_ratio(cell.ratio)),
-        "key_channel_compression_ratio": None, "fraction": part.fraction, "max_new_tokens": None,
-        "max_context_length": cell.max_context or None, "query_aware": False, "needle_depth": None,
-        "compression_interval": None, "target_size": None, "hidden_states_buffer_size": None,
-        "output_dir": "./results", "log_level": "INFO", "model_kwargs": {"dtype": facts["dtype"]},
-        "press_init_command": command(cell, facts), "seed": tasks.make(cell.benchmark).seed, "fp8": False,
-    }  # fmt: skip
+        "dataset": part.dataset,
+        "data_dir": part.data_dir,
+        "model": cell.model,
+        "device": facts["device"],
+        "press_name": press(cell, facts),
+        "compression_ratio": float(1 - exact_ratio(cell.ratio)),
+        "key_channel_compression_ratio": None,
+        "fraction": part.fraction,
+        "max_new_tokens": None,
+        "max_context_length": cell.max_context or None,
+        "query_aware": False,
+        "needle_depth": None,
+        "compression_interval": None,
+        "target_size": None,
+        "hidden_states_buffer_size": None,
+        "output_dir": "./results",
+        "log_level": "INFO",
+        "model_kwargs": {"dtype": facts["dtype"]},
+        "press_init_command": command(cell, facts),
+        "seed": tasks.make(cell.benchmark).seed,
+        "fp8": False,
+    }
 
 
 def press(cell: Cell, facts: Mapping) -> str:
     """Returns kvpress's name of the method, or a name of our own that kvpress does not know."""
     if cell.evictor == FULL:
         return "no_press"
-    kvpress_own = {"prefix_policy": "counted", "allocation": "global", "restore_from": "full", "offset": 0}
+    kvpress_own = {
+        "prefix_policy": "counted",
+        "allocation": "global",
+        "restore_from": "full",
+        "offset": 0,
+    }
     changed = [f"{key}={facts[key]}" for key, value in kvpress_own.items() if facts[key] != value]
     changed += [cell.storage] if cell.storage != "model" else []
     changed += [f"streaming={cell.streaming}"] if cell.streaming else []
@@ -157,14 +202,22 @@ def command(cell: Cell, facts: Mapping) -> str:
     if cell.evictor == FULL:
         return "None"
     keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_small_budget")
-    made_with = {key: facts[key] for key in keys} | {"storage": cell.storage, "streaming": cell.streaming}
+    made_with = {key: facts[key] for key in keys} | {
+        "storage": cell.storage,
+        "streaming": cell.streaming,
+    }
     made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
     words = ", ".join(f"{key}={value}" for key, value in made_with.items())
     return f"restorekv {facts['versions']['restorekv']}: {words}"
 
 
 def folder_name(config: Mapping) -> str:
-    words = [config["dataset"], config["data_dir"], config["model"].replace("/", "--"), config["press_name"]]
+    words = [
+        config["dataset"],
+        config["data_dir"],
+        config["model"].replace("/", "--"),
+        config["press_name"],
+    ]
     words.append(f"{config['compression_ratio']:.2f}")
     if config["fraction"] < 1:
         words.append(f"fraction{config['fraction']:.3f}")
@@ -178,7 +231,11 @@ def free_folder(path: Path, cell: Cell) -> Path:
 
     def taken(folder: Path) -> bool:
         sweep(folder / OURS)  # what a killed process left there is nothing
-        return folder.exists() and read_own(folder).get("cell") != cell.to_dict() and any(folder.iterdir())
+        return (
+            folder.exists()
+            and read_own(folder).get("cell") != cell.to_dict()
+            and any(folder.iterdir())
+        )
 
     free, number = path, 0
     while taken(free):

@@ -111,11 +111,13 @@ def plot_needles(grid: GridResults) -> list[Chart]:
                 continue
             if full and full.done:
                 done = {FULL_CACHE: full, **done}
-            found = DataFrame([
-                {"method": name, "ratio": ratio, **point}
-                for name, pool in done.items()
-                for point in find_needles(pool.answers)
-            ])  # fmt: skip
+            found = DataFrame(
+                [
+                    {"method": name, "ratio": ratio, **point}
+                    for name, pool in done.items()
+                    for point in find_needles(pool.answers)
+                ]
+            )
             height = 1.4 + 0.25 * found.depth.nunique()
             figure, panels = make_figure([(name, NARROW, height) for name in done])
             for axes, name in zip(panels, done, strict=True):

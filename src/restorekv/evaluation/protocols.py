@@ -1,4 +1,5 @@
-"""How a benchmark is put to a model: what surrounds context and question, what the budget counts, when answers end.
+"""How a benchmark is put to a model: what surrounds context and question, what the budget counts,
+when answers end.
 
 kvpress    the model's chat template; context and template prefix compete for the budget (four columns pinned);
            question, template suffix and answer prefix are one string; the first id of an answer ends nothing; RoPE as
@@ -25,7 +26,9 @@ from restorekv.model.prompt import Context, around, encode, make_context, questi
 from restorekv.tasks import Question
 
 NO_LIMIT = 10**9  # tokenizers that know no limit name one far above this
-TASK_LINE = "Given the context, answer to the following question or request without explanation.\n\n"
+TASK_LINE = (
+    "Given the context, answer to the following question or request without explanation.\n\n"
+)
 SYSTEM = "You are a helpful assistant"
 THINKING = "<think>\n\n</think>\n\n"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -44,11 +47,15 @@ class Protocol(ABC):
         return None
 
     def adapted(self, method: Compressor, prefix: int) -> Compressor:
-        """Returns the method with this protocol's settings where its spec leaves the defaults; `prefix` is S."""
+        """Returns the method with this protocol's settings where its spec leaves the defaults;
+        `prefix` is S.
+        """
         return method
 
     def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        """Returns the text before the context and the text after a question: the model's own template."""
+        """Returns the text before the context and the text after a question: the model's own
+        template.
+        """
         return around(tokenizer)
 
     @abstractmethod
@@ -63,8 +70,12 @@ class Protocol(ABC):
         """Returns those ids of an answer that are its text."""
         return ids
 
-    def context(self, model: str, tokenizer: Tokenizer, text: str, most: int = 0) -> tuple[Context, int]:
-        """Returns a context of at most `most` ids with its prefix (0: the tokenizer's limit), and how many it cut."""
+    def context(
+        self, model: str, tokenizer: Tokenizer, text: str, most: int = 0
+    ) -> tuple[Context, int]:
+        """Returns a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
+        how many it cut.
+        """
         whole = self.whole_context(model, tokenizer, text)
         limit = most or tokenizer.model_max_length
         if limit >= min(whole.positions, NO_LIMIT):
@@ -80,9 +91,13 @@ class Protocol(ABC):
         before, after = self.surroundings(model, tokenizer)
         changed = self.rope(model)
         return {
-            "name": self.name, "before": before, "after": after, "stops": self.stops,
-            "rope": dict(changed) if changed else "the model's own", "cut": "the end of contexts that are too long",
-        }  # fmt: skip
+            "name": self.name,
+            "before": before,
+            "after": after,
+            "stops": self.stops,
+            "rope": dict(changed) if changed else "the model's own",
+            "cut": "the end of contexts that are too long",
+        }
 
 
 class KVPress(Protocol):
@@ -101,10 +116,11 @@ class KVPress(Protocol):
 
 
 class KVzipOwn(Protocol):
-    """Recognizes a model's family by its name; a model of none of them is asked through its own template.
+    """Recognizes a model's family by its name; a model of none of them is asked through its own
+    template.
 
-    An answer prefix, which KVzip's benchmarks do not have, follows the suffix as a separate piece. Questions whose
-    facts say `bare` get no "Q: " (the lettered ones of RestoreKV's evaluation).
+    An answer prefix, which KVzip's benchmarks do not have, follows the suffix as a separate piece.
+    Questions whose facts say `bare` get no "Q: " (the lettered ones of RestoreKV's evaluation).
     """
 
     name: ClassVar[str] = "kvzip"
@@ -122,9 +138,14 @@ class KVzipOwn(Protocol):
     def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
         kind = family(model)
         if kind == "llama":
-            before = f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM}<|eot_id|>"
+            before = (
+                f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM}<|eot_id|>"
+            )
             before += "<|start_header_id|>user<|end_header_id|>\n\n"
-            return before + TASK_LINE, "\n\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+            return (
+                before + TASK_LINE,
+                "\n\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            )
         if kind:
             before = f"<|im_start|>system\n{SYSTEM}.<|im_end|>\n<|im_start|>user\n"
             after = "<|im_end|>\n<|im_start|>assistant\n" + (THINKING if kind == "qwen3" else "")
@@ -136,7 +157,12 @@ class KVzipOwn(Protocol):
         prefix, article = encode(tokenizer, before=before), encode(tokenizer, text)
         if not article.shape[-1]:
             raise RestoreKVError("The context is empty; give a text with at least one word.")
-        return Context(torch.cat([prefix, article], -1), prefix.shape[-1], encode(tokenizer, after=after), after)
+        return Context(
+            torch.cat([prefix, article], -1),
+            prefix.shape[-1],
+            encode(tokenizer, after=after),
+            after,
+        )
 
     def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         text = question.text if question.facts.get("bare") else f"Q: {question.text}"
@@ -157,7 +183,9 @@ def make(name: str) -> Protocol:
 
 
 def family(model: str) -> str:
-    """Returns the family whose template KVzip's code uses, by the last part of the name: llama, qwen3, qwen or ""."""
+    """Returns the family whose template KVzip's code uses, by the last part of the name: llama,
+    qwen3, qwen or "".
+    """
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()
     if "llama" in name:
         return "llama"

@@ -1,8 +1,9 @@
 """Spreads a grid over a Ray cluster: this process writes the files, workers open models and answer.
 
-A worker is an actor: one process that keeps the job it has opened. Idle workers get contexts one by one; answers come
-back in order, so the files equal those of a run in one process. A context whose worker dies (killed, out of memory,
-node lost) goes to another worker, and a new worker starts where there is room.
+A worker is an actor: one process that keeps the job it has opened. Idle workers get contexts one by
+one; answers come back in order, so the files equal those of a run in one process. A context whose
+worker dies (killed, out of memory, node lost) goes to another worker, and a new worker starts where
+there is room.
 """
 
 import os
@@ -50,29 +51,43 @@ class RayWorker(Process, LocalPool):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RestoreKVWarning)
             opened = self.open(job)
-        return opened, [str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)]
+        return opened, [
+            str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)
+        ]
 
     def ask(self, job: Job, sample: str, cells: Sequence[Cell]) -> list[Line]:
         return next(self.answers(job, [(sample, cells)]))
 
 
 class Workers:
-    """Up to `workers` workers of `threads` threads each, with a GPU each on cuda; a context manager.
+    """Up to `workers` workers of `threads` threads each, with a GPU each on cuda; a context
+    manager.
 
-    `address` "local" starts a cluster on this machine; "auto", "host:port" or "ray://host:port" connect to a running
-    one, whose nodes have restorekv and what the work names under the same names. Each is a `kind`, made of `arguments`,
-    a device, the threads and the driver's folder. Raises RestoreKVError where Ray, the cluster or its GPUs are missing.
+    `address` "local" starts a cluster on this machine; "auto", "host:port" or "ray://host:port"
+    connect to a running one, whose nodes have restorekv and what the work names under the same
+    names. Each is a `kind`, made of `arguments`, a device, the threads and the driver's folder.
+    Raises RestoreKVError where Ray, the cluster or its GPUs are missing.
     """
 
     def __init__(
-        self, kind: type[Process], arguments: tuple, workers: int, address: str, device: str, threads: int = 1
+        self,
+        kind: type[Process],
+        arguments: tuple,
+        workers: int,
+        address: str,
+        device: str,
+        threads: int = 1,
     ) -> None:
         if workers < 1 or threads < 1:
-            raise RestoreKVError(f"Ray needs at least 1 worker and 1 thread, not {workers} and {threads}.")
+            raise RestoreKVError(
+                f"Ray needs at least 1 worker and 1 thread, not {workers} and {threads}."
+            )
         gpus = int(device.startswith("cuda"))
         self.ray = connect(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})
-        self.arguments = (*arguments, "cuda" if gpus else device, threads, os.getcwd())  # it sees its own GPU alone
-        self.busy: dict[Any, tuple[Any, int | None]] = {}  # pending answer -> worker, number of its call (None: start)
+        # It sees its own GPU alone.
+        self.arguments = (*arguments, "cuda" if gpus else device, threads, os.getcwd())
+        # Pending answer -> worker, number of its call (None: start)
+        self.busy: dict[Any, tuple[Any, int | None]] = {}
         self.idle: deque[Any] = deque()
         self.actor = self.ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(kind)
         for _ in range(workers):
@@ -91,7 +106,8 @@ class Workers:
 
     def work(self, calls: Sequence[Call]) -> Iterator[Any]:
         """Yields what the calls return, in their order; raises a worker's error or bug here."""
-        self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}  # drops earlier answers
+        # Drops earlier answers.
+        self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}
         waiting, deaths, done = deque(range(len(calls))), Counter(), {}
         for turn in range(len(calls)):
             while turn not in done:
@@ -115,7 +131,9 @@ class Workers:
                         if deaths[number] == TRIES:
                             fix = "give a worker more memory or take shorter contexts"
                             reason = f"{TRIES} workers died over the same context; {fix} ({first_sentence(error)})."
-                            done[number] = (Workers if number is None else type(self)).given_up(self, reason)
+                            done[number] = (Workers if number is None else type(self)).given_up(
+                                self, reason
+                            )
                             continue
                         waiting.extendleft([] if number is None else [number])
             yield done.pop(turn)
@@ -128,7 +146,9 @@ class Workers:
 class RayPool(Workers):
     """Runs jobs on workers; answers do not depend on how many there are."""
 
-    def __init__(self, workers: int = 2, address: str = LOCAL, device: str = "cpu", threads: int = 1) -> None:
+    def __init__(
+        self, workers: int = 2, address: str = LOCAL, device: str = "cpu", threads: int = 1
+    ) -> None:
         super().__init__(RayWorker, (), workers, address, device, threads)
 
     def open(self, job: Job) -> tuple[Facts, list[str]]:

@@ -27,23 +27,50 @@ from restorekv.files import check_not_link, has_type, open_own, parse_json, read
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
-CELLS, CELL, ANSWERS, SECONDS, SUMMARY = "cells", "cell.json", "answers.jsonl", "seconds.jsonl", "summary.json"
+CELLS, CELL, ANSWERS, SECONDS, SUMMARY = (
+    "cells",
+    "cell.json",
+    "answers.jsonl",
+    "seconds.jsonl",
+    "summary.json",
+)
 LINES_LIMIT = 1 << 30  # bytes
 # What the files hold at least, by type.
 FACTS = dict[str, Any]
 CONVENTIONS = {
-    "method": str, "adapter": dict[str, Any] | None, "fingerprint": str, "shape": dict[str, int], "dtype": str,
-    "device": str, "prefix_policy": str, "on_small_budget": str, "allocation": str, "restore_from": str, "offset": int,
-}  # fmt: skip
+    "method": str,
+    "adapter": dict[str, Any] | None,
+    "fingerprint": str,
+    "shape": dict[str, int],
+    "dtype": str,
+    "device": str,
+    "prefix_policy": str,
+    "on_small_budget": str,
+    "allocation": str,
+    "restore_from": str,
+    "offset": int,
+}
 LINE = {
-    "sample": str | int, "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
+    "sample": str | int,
+    "tokens": int,
+    "prefix": int,
+    "pairs": float,
+    "pairs_with_prefix": float,
+    "bytes": float,
     "answers": list[dict[str, Any]],
-}  # fmt: skip
+}
 ANSWER = {"task": str, "id": str | int, "prediction": str, "score": float}
 FIGURES = {
-    "questions": int, "samples": int, "tasks": dict[str, dict[str, Any]], "groups": dict[str, dict[str, Any]],
-    "pairs": float, "pairs_with_prefix": float, "bytes": float, "kept": float, "kept_with_prefix": float,
-}  # fmt: skip
+    "questions": int,
+    "samples": int,
+    "tasks": dict[str, dict[str, Any]],
+    "groups": dict[str, dict[str, Any]],
+    "pairs": float,
+    "pairs_with_prefix": float,
+    "bytes": float,
+    "kept": float,
+    "kept_with_prefix": float,
+}
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 
@@ -61,14 +88,18 @@ class Result:
 
     @cached_property
     def summary(self) -> dict:
-        """Score, interval, tasks, groups, pairs and bytes; raises FileNotFoundError for a cell that is not done."""
+        """Score, interval, tasks, groups, pairs and bytes; raises FileNotFoundError for a cell that
+        is not done.
+        """
         require(self.folder / CELL, self.facts, CONVENTIONS)
         path = self.folder / SUMMARY
         figures = checked(path, read_bytes(path, str(path)), FIGURES)
         for task in figures["tasks"].values():
             require(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
-            raise RestoreKVError(f"{path} is of other answers than {ANSWERS} beside it; remove it and start again.")
+            raise RestoreKVError(
+                f"{path} is of other answers than {ANSWERS} beside it; remove it and start again."
+            )
         return figures
 
     @cached_property
@@ -139,14 +170,18 @@ def append_line(path: Path, line: dict) -> None:
 
 
 def opened(folder: Path, cell: Cell, facts: dict) -> Result:
-    """Opens the cell's folder, or creates it; raises RestoreKVError for a cell that was made with other facts."""
+    """Opens the cell's folder, or creates it; raises RestoreKVError for a cell that was made with
+    other facts.
+    """
     path = folder / CELLS / cell.name
     for place in (folder / CELLS, path):
         check_not_link(place)
     if (path / CELL).exists():
         result = read(path)
         if changes := differences(result.facts, facts):
-            raise RestoreKVError(f"{path} was made with {changes}; choose another folder or remove this one.")
+            raise RestoreKVError(
+                f"{path} was made with {changes}; choose another folder or remove this one."
+            )
         return result
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / CELL, {"cell": cell.to_dict(), "facts": facts}, follow=False)
@@ -154,7 +189,9 @@ def opened(folder: Path, cell: Cell, facts: dict) -> Result:
 
 
 def differences(before: dict, now: dict) -> str:
-    """Names what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not compared."""
+    """Names what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
+    compared.
+    """
     before, now = flat(before), flat(json.loads(json.dumps(now)))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     changed = [key for key in keys if key != "threads" and not key.startswith("versions.")]
@@ -173,23 +210,31 @@ def flat(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
 def read(path: Path) -> Result:
     file = path / CELL
     try:
-        stored = checked(file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS})
+        stored = checked(
+            file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS}
+        )
         require(file, stored["facts"], CONVENTIONS)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
-        raise RestoreKVError(f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it.") from error
+        raise RestoreKVError(
+            f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it."
+        ) from error
 
 
 def load(folder: Path) -> list[Result]:
     """Returns every cell of a run, done or not, by name. Raises RestoreKVError where there is none."""
     results = [read(path.parent) for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
     if not results:
-        raise RestoreKVError(f"{folder} holds no results of restorekv; run `restorekv eval --out {folder}` first.")
+        raise RestoreKVError(
+            f"{folder} holds no results of restorekv; run `restorekv eval --out {folder}` first."
+        )
     return results
 
 
 def provenance(model: PreTrainedModel, conventions: CompressionConfig) -> dict:
-    """Returns model, conventions, device and versions as JSON values; they decide whether two figures compare."""
+    """Returns model, conventions, device and versions as JSON values; they decide whether two
+    figures compare.
+    """
     return {
         "model": model_name(model),
         "fingerprint": model_fingerprint(model),

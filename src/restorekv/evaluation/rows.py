@@ -1,4 +1,6 @@
-"""The figures of cells: pools of seeds with their scores and sizes, a cell's summary, and rows for programs."""
+"""The figures of cells: pools of seeds with their scores and sizes, a cell's summary, and rows for
+programs.
+"""
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
@@ -29,7 +31,8 @@ CACHE_FIGURES = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefi
 
 @dataclass(frozen=True)
 class SeedPool:
-    """One cell, or the cells that differ only in the benchmark's seed; means leave the tasks `left_out` out.
+    """One cell, or the cells that differ only in the benchmark's seed; means leave the tasks
+    `left_out` out.
 
     In `members` no tasks are all tasks; a task by itself counts even if means leave it out.
     """
@@ -87,7 +90,11 @@ class SeedPool:
     @property
     def groups(self) -> dict[str, Sequence[str]]:
         """The benchmark's groups of tasks of which any was asked."""
-        return {name: own for name, own in self.benchmark.groups().items() if not set(own).isdisjoint(self.tasks)}
+        return {
+            name: own
+            for name, own in self.benchmark.groups().items()
+            if not set(own).isdisjoint(self.tasks)
+        }
 
     def has(self, members: Iterable[str]) -> bool:
         """Tells whether the cells are done and asked one of the tasks."""
@@ -100,24 +107,37 @@ class SeedPool:
     def counted(self, members: Iterable[str] = ()) -> list[Answer]:
         """Returns the answers that means are taken over."""
         wanted = set(members or self.tasks)
-        return counted([answer for answer in self.answers if answer.family in wanted], self.left_out)
+        return counted(
+            [answer for answer in self.answers if answer.family in wanted], self.left_out
+        )
 
-    def score(self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None) -> dict:
+    def score(
+        self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None
+    ) -> dict:
         """Returns `stats.compared`, with the paired gain over `base` if given.
 
-        With `full` too, `recovered` is the share of the base's loss to it that came back, None without a loss.
+        With `full` too, `recovered` is the share of the base's loss to it that came back, None
+        without a loss.
         """
-        figures = compared(self.counted(members), base.counted(members) if base else (), self.by_context)
+        figures = compared(
+            self.counted(members), base.counted(members) if base else (), self.by_context
+        )
         if base and full:
-            of_full, of_base = (mean_score(pool.counted(members), self.by_context) for pool in (full, base))
-            figures["recovered"] = figures["gain"] / (of_full - of_base) if of_full > of_base else None
+            of_full, of_base = (
+                mean_score(pool.counted(members), self.by_context) for pool in (full, base)
+            )
+            figures["recovered"] = (
+                figures["gain"] / (of_full - of_base) if of_full > of_base else None
+            )
         return figures
 
     def metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Returns every further metric in points: the mean over tasks of the mean over questions."""
         chosen = {answer.family for answer in self.counted(members)}
         by_metric: dict[str, dict[str, list[float]]] = {}
-        for answer in (answer for line in self.lines for answer in line["answers"] if answer["task"] in chosen):
+        for answer in (
+            answer for line in self.lines for answer in line["answers"] if answer["task"] in chosen
+        ):
             for name, value in answer.get("metrics", {}).items():
                 by_metric.setdefault(name, {}).setdefault(answer["task"], []).append(value)
         return {
@@ -126,73 +146,115 @@ class SeedPool:
         }
 
     def fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
-        """Returns how far the answers are from the full cache's, {} where that was not recorded; see fidelity.py."""
+        """Returns how far the answers are from the full cache's, {} where that was not recorded;
+        see fidelity.py.
+        """
         return summarized(self.lines, set(members or self.tasks))
 
     def each(self, key: str) -> np.ndarray:
-        """Returns a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or restore_tokens."""
+        """Returns a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or
+        restore_tokens.
+        """
         return np.array([line[key] for line in self.lines], dtype=float)
 
     def mean(self, key: str) -> float:
         return float(self.each(key).mean())
 
     def kept(self, prefix: bool = False) -> float:
-        """Returns the share of pairs held, mean over contexts: of those in the budget, or of all with the prefix."""
+        """Returns the share of pairs held, mean over contexts: of those in the budget, or of all
+        with the prefix.
+        """
         heads = self.facts["shape"]["layers"] * self.facts["shape"]["heads"]
         counts = prefix or self.facts["prefix_policy"] == "counted"
         columns = self.each("tokens") + (self.each("prefix") if counts else 0)
-        return float(np.mean(self.each("pairs_with_prefix" if prefix else "pairs") / columns / heads))
+        return float(
+            np.mean(self.each("pairs_with_prefix" if prefix else "pairs") / columns / heads)
+        )
 
 
 def summary(result: Result) -> dict:
-    """Returns a finished cell's figures: means over contexts of what its caches held, scores in points."""
+    """Returns a finished cell's figures: means over contexts of what its caches held, scores in
+    points.
+    """
     pool = SeedPool((result,))
 
     def further(members: Sequence[str] = ()) -> dict[str, object]:
-        return pool.fidelity(members) | ({"metrics": metrics} if (metrics := pool.metrics(members)) else {})
+        return pool.fidelity(members) | (
+            {"metrics": metrics} if (metrics := pool.metrics(members)) else {}
+        )
 
     return {
-        **pool.score(), "samples": len(pool.lines),
+        **pool.score(),
+        "samples": len(pool.lines),
         **{key: pool.mean(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
-        "kept": pool.kept(), "kept_with_prefix": pool.kept(prefix=True), **further(),
+        "kept": pool.kept(),
+        "kept_with_prefix": pool.kept(prefix=True),
+        **further(),
         "tasks": {task: pool.score([task]) | further([task]) for task in pool.tasks},
         "groups": {name: pool.score(members) for name, members in pool.groups.items()},
-    }  # fmt: skip
+    }
 
 
 def rows(results: Sequence[Result]) -> list[dict]:
-    """Returns a row for every finished cell, in their order. Scores are in points; pairs and bytes are means."""
+    """Returns a row for every finished cell, in their order. Scores are in points; pairs and bytes
+    are means.
+    """
     done = {result.cell: result for result in results if result.done}
-    full = {cell.question_set: result for cell, result in reversed(done.items()) if cell.evictor == FULL}
-    return [row(result, done.get(cell.base), full.get(cell.question_set)) for cell, result in done.items()]
+    full = {
+        cell.question_set: result for cell, result in reversed(done.items()) if cell.evictor == FULL
+    }
+    return [
+        row(result, done.get(cell.base), full.get(cell.question_set))
+        for cell, result in done.items()
+    ]
 
 
 def row(result: Result, base: Result | None, full: Result | None) -> dict:
-    """Returns a cell's figures; `gain` is over the base, `recovered` its share of the base's loss to the full cache.
+    """Returns a cell's figures; `gain` is over the base, `recovered` its share of the base's loss
+    to the full cache.
 
-    Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds every task, and
-    fidelity is over all tasks. Figures of fidelity are None for a cell that was answered before they were recorded.
+    Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds
+    every task, and fidelity is over all tasks. Figures of fidelity are None for a cell that was
+    answered before they were recorded.
     """
     cell, facts, figures = result.cell, result.facts, result.summary
     left_out = SeedPool((full,)).without_loss() if full else ()
     base = base if cell.restored else None
-    pool, of_base, of_full = (SeedPool((each,), left_out) if each else None for each in (result, base, full))
+    pool, of_base, of_full = (
+        SeedPool((each,), left_out) if each else None for each in (result, base, full)
+    )
     score = pool.score(base=of_base, full=of_full)
     recovered = {"recovered": score.pop("recovered")} if "recovered" in score else {}
     questions = {"questions": figures["questions"]}  # also those of the tasks that means leave out
     return {
-        "model": cell.model, "benchmark": cell.benchmark, "protocol": cell.protocol, "evictor": cell.evictor,
-        "method": facts["method"], "restored": cell.restored, "adapter": facts["adapter"] and facts["adapter"]["hash"],
-        "label": label(cell), "ratio": cell.value, "storage": cell.storage, "streaming": cell.streaming,
-        **{key: facts[key] for key in CONVENTIONS}, **{key: figures[key] for key in CACHE_FIGURES},
-        **score, **questions, "metrics": pool.metrics(), **{key: figures.get(key) for key in FIGURES},
-        "tasks": {task: each["score"] for task, each in figures["tasks"].items()}, "left_out": list(left_out),
-        "groups": {name: pool.score(members, of_base) for name, members in pool.groups.items()}, **recovered,
-    }  # fmt: skip
+        "model": cell.model,
+        "benchmark": cell.benchmark,
+        "protocol": cell.protocol,
+        "evictor": cell.evictor,
+        "method": facts["method"],
+        "restored": cell.restored,
+        "adapter": facts["adapter"] and facts["adapter"]["hash"],
+        "label": label(cell),
+        "ratio": cell.value,
+        "storage": cell.storage,
+        "streaming": cell.streaming,
+        **{key: facts[key] for key in CONVENTIONS},
+        **{key: figures[key] for key in CACHE_FIGURES},
+        **score,
+        **questions,
+        "metrics": pool.metrics(),
+        **{key: figures.get(key) for key in FIGURES},
+        "tasks": {task: each["score"] for task, each in figures["tasks"].items()},
+        "left_out": list(left_out),
+        "groups": {name: pool.score(members, of_base) for name, members in pool.groups.items()},
+        **recovered,
+    }
 
 
 def label(cell: Cell) -> str:
-    """Says how a cell differs from others of its evictor: its adapter, the tokens it uses and its controls."""
+    """Says how a cell differs from others of its evictor: its adapter, the tokens it uses and its
+    controls.
+    """
     parts = [
         (cell.adapter, cell.adapter != "auto"),
         (f"n = {cell.restore_tokens}", cell.restore_tokens),

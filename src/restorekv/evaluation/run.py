@@ -68,7 +68,9 @@ class LocalPool:
 
     def open(self, job: Job) -> tuple[Facts, list[str]]:
         worker = self.worker(job)
-        return {cell: cell_facts(worker, cell) for cell in job.cells}, [sample.id for sample in worker.samples]
+        return {cell: cell_facts(worker, cell) for cell in job.cells}, [
+            sample.id for sample in worker.samples
+        ]
 
     def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
         for sample, cells in missing:
@@ -76,11 +78,15 @@ class LocalPool:
 
 
 def cell_facts(worker: Worker, cell: Cell) -> dict:
-    """Returns what the cell is made with; cells with equal facts and fields have equal answers on one machine."""
+    """Returns what the cell is made with; cells with equal facts and fields have equal answers on
+    one machine.
+    """
     adapter, benchmark, name = worker.adapters[cell], worker.benchmark, FULL
     if cell.evictor != FULL:
         context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
-        compressor = worker.protocol.adapted(make_compressor(cell.evictor, worker.conventions(cell)), context.prefix)
+        compressor = worker.protocol.adapted(
+            make_compressor(cell.evictor, worker.conventions(cell)), context.prefix
+        )
         name = compressor.identity(worker.model)
     unit = "contexts" if benchmark.by_context(worker.protocol.name) else "questions"
     return {
@@ -88,14 +94,17 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
         "method": name,
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
-            **benchmark.described(), "title": benchmark.title, "spec": benchmark.spec,
-            "samples": len(worker.samples), "digest": digest(worker.samples) + spec.code_of(type(benchmark)),
+            **benchmark.described(),
+            "title": benchmark.title,
+            "spec": benchmark.spec,
+            "samples": len(worker.samples),
+            "digest": digest(worker.samples) + spec.code_of(type(benchmark)),
             "questions": sum(len(sample.questions) for sample in worker.samples),
         },
         "protocol": worker.protocol.described(cell.model, worker.tokenizer),
         "score": f"mean over tasks of the mean over {unit} x 100",
         "interval": "95 %, bootstrap over contexts",
-    }  # fmt: skip
+    }
 
 
 def run(
@@ -104,10 +113,11 @@ def run(
     pool: WorkerPool | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> list[Result]:
-    """Returns every cell's result, in the order of `cells`; what `folder` already holds is neither asked nor changed.
+    """Returns every cell's result, in the order of `cells`; what `folder` already holds is neither
+    asked nor changed.
 
-    Raises RestoreKVError for cells that name nothing that exists, before any of them runs, and for a folder whose
-    cells were made with something else or that another process is filling.
+    Raises RestoreKVError for cells that name nothing that exists, before any of them runs, and for
+    a folder whose cells were made with something else or that another process is filling.
     """
     check(cells)
     with locked_folder(folder):
@@ -117,12 +127,16 @@ def run(
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Refuses a second run, which would add every answer again; removes the folder if no cell was opened in it."""
+    """Refuses a second run, which would add every answer again; removes the folder if no cell was
+    opened in it.
+    """
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK) as acquired:
         if not acquired:
-            raise RestoreKVError(f"Another run is filling {folder}; wait until it ends or choose another folder.")
+            raise RestoreKVError(
+                f"Another run is filling {folder}; wait until it ends or choose another folder."
+            )
         try:
             yield
         finally:
@@ -132,14 +146,18 @@ def locked_folder(folder: Path) -> Iterator[None]:
                     folder.rmdir()
 
 
-def run_jobs(todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress) -> dict[Cell, Result]:
+def run_jobs(
+    todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress
+) -> dict[Cell, Result]:
     """Runs one job after the other and returns every cell's result."""
     finished: dict[Cell, Result] = {}
     for turn, job in enumerate(todo):
         on_progress(Progress(job.title, turn, len(todo), 0, 0))
         facts, samples = pool.open(job)
         if not samples:
-            raise RestoreKVError(f"The benchmark {job.first.benchmark} has no contexts; choose other settings.")
+            raise RestoreKVError(
+                f"The benchmark {job.first.benchmark} has no contexts; choose other settings."
+            )
         results = {cell: opened(folder, cell, facts[cell]) for cell in job.cells}
         missing = missing_samples(results, samples)
         for done, lines in enumerate(pool.answers(job, missing), len(samples) - len(missing) + 1):
@@ -168,10 +186,16 @@ def check(cells: Sequence[Cell]) -> None:
 
 
 def missing_samples(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
-    """Returns the samples that are not answered yet. Raises RestoreKVError for answers to other samples than these."""
+    """Returns the samples that are not answered yet. Raises RestoreKVError for answers to other
+    samples than these.
+    """
     answered = {cell: {line["sample"] for line in result.lines} for cell, result in results.items()}
     for cell, ids in answered.items():
         if not ids <= set(samples):
-            raise RestoreKVError(f"{results[cell].folder} has answers to other contexts; choose another folder.")
-    missing = [(sample, [cell for cell in results if sample not in answered[cell]]) for sample in samples]
+            raise RestoreKVError(
+                f"{results[cell].folder} has answers to other contexts; choose another folder."
+            )
+    missing = [
+        (sample, [cell for cell in results if sample not in answered[cell]]) for sample in samples
+    ]
     return [(sample, cells) for sample, cells in missing if cells]

@@ -1,8 +1,9 @@
-"""Computes scores with intervals: the mean over tasks of each task's mean, and a bootstrap over contexts.
+"""Computes scores with intervals: the mean over tasks of each task's mean, and a bootstrap over
+contexts.
 
-The headline is the unweighted mean over tasks (as RULER's), in points; intervals are 95 % percentile bootstraps over
-contexts, so questions of one context count as the dependent draws they are. Differences are paired: every resampled
-set of contexts counts for both sides.
+The headline is the unweighted mean over tasks (as RULER's), in points; intervals are 95 %
+percentile bootstraps over contexts, so questions of one context count as the dependent draws they
+are. Differences are paired: every resampled set of contexts counts for both sides.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -21,7 +22,9 @@ BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one question of a document, and its score in [0, 1]; `family` is the task it counts for."""
+    """The answer to one question of a document, and its score in [0, 1]; `family` is the task it
+    counts for.
+    """
 
     document: int | str
     family: str
@@ -33,7 +36,8 @@ class Answer:
 def family_means(answers: Sequence[Answer], by_context: bool = False) -> dict[str, float]:
     """Returns the mean score of each family, in points and in the order of appearance.
 
-    `by_context` takes the mean of the documents' means (the rule of KVzip's evaluation), else that of all questions.
+    `by_context` takes the mean of the documents' means (the rule of KVzip's evaluation), else that
+    of all questions.
     """
     families = list(dict.fromkeys(answer.family for answer in answers))
     sums, counts = tally(answers, by_context)
@@ -46,33 +50,56 @@ def mean_score(answers: Sequence[Answer], by_context: bool = False) -> float:
 
 
 def without_loss(full: Sequence[Answer], by_context: bool = False) -> list[str]:
-    """Returns the families on which the full cache, which gave the answers `full`, scores below LEAST."""
+    """Returns the families on which the full cache, which gave the answers `full`, scores below
+    LEAST.
+    """
     return [family for family, mean in family_means(full, by_context).items() if mean < LEAST]
 
 
 def counted(answers: Sequence[Answer], left_out: Container[str]) -> list[Answer]:
-    """Returns the answers that means are taken over: all but those to families `left_out`, unless that is every one."""
+    """Returns the answers that means are taken over: all but those to families `left_out`, unless
+    that is every one.
+    """
     return [answer for answer in answers if answer.family not in left_out] or list(answers)
 
 
-def compared(answers: Sequence[Answer], base: Sequence[Answer] = (), by_context: bool = False) -> dict[str, float]:
-    """Returns a score with its interval; with the base's answers also the paired gain over it with its own."""
+def compared(
+    answers: Sequence[Answer], base: Sequence[Answer] = (), by_context: bool = False
+) -> dict[str, float]:
+    """Returns a score with its interval; with the base's answers also the paired gain over it with
+    its own.
+    """
     score = zip(("score", "low", "high"), interval(answers, by_context=by_context), strict=True)
-    figures = dict(score) | {"questions": len(answers), "contexts": len({answer.document for answer in answers})}
+    figures = dict(score) | {
+        "questions": len(answers),
+        "contexts": len({answer.document for answer in answers}),
+    }
     if base:
-        figures |= zip(("gain", "gain_low", "gain_high"), interval(answers, base, by_context=by_context), strict=True)
+        figures |= zip(
+            ("gain", "gain_low", "gain_high"),
+            interval(answers, base, by_context=by_context),
+            strict=True,
+        )
     return figures
 
 
 def bounds(figures: Mapping[str, float], of: str = "") -> tuple[float, float] | tuple[None, None]:
-    """Returns the interval of a score, or of a "gain_", to be shown: none over fewer than FEW contexts."""
-    return (None, None) if figures["contexts"] < FEW else (figures[f"{of}low"], figures[f"{of}high"])
+    """Returns the interval of a score, or of a "gain_", to be shown: none over fewer than FEW
+    contexts.
+    """
+    return (
+        (None, None) if figures["contexts"] < FEW else (figures[f"{of}low"], figures[f"{of}high"])
+    )
 
 
 def interval(
-    answers: Sequence[Answer], base: Sequence[Answer] | None = None, seed: int = 0, by_context: bool = False
+    answers: Sequence[Answer],
+    base: Sequence[Answer] | None = None,
+    seed: int = 0,
+    by_context: bool = False,
 ) -> tuple[float, float, float]:
-    """Returns the mean over families in points with its 95 % interval; minus `base`, paired, if given.
+    """Returns the mean over families in points with its 95 % interval; minus `base`, paired, if
+    given.
 
     Raises RestoreKVError if the two were asked different questions.
     """
@@ -86,7 +113,9 @@ def interval(
 
 
 def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Returns the mean over families, in points, of every resampled set of documents: (RESAMPLES,), NaN without any."""
+    """Returns the mean over families, in points, of every resampled set of documents: (RESAMPLES,),
+    NaN without any.
+    """
     parts = []
     for drawn in np.array_split(resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
         totals = drawn @ counts
@@ -108,14 +137,19 @@ def weighted_interval(sums: np.ndarray, weights: np.ndarray) -> tuple[float, flo
 @lru_cache(maxsize=8)
 def resamples(documents: int, seed: int) -> np.ndarray:
     """How often each document is drawn: (RESAMPLES, documents), the same for every cell of a run."""
-    return np.random.default_rng(seed).multinomial(documents, np.full(documents, 1 / documents), RESAMPLES)
+    return np.random.default_rng(seed).multinomial(
+        documents, np.full(documents, 1 / documents), RESAMPLES
+    )
 
 
 def tally(answers: Sequence[Answer], by_context: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sums of scores and what they are divided by: (documents, families), in order of appearance."""
-    documents, families = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in zip(
-        *((answer.document, answer.family) for answer in answers), strict=True
-    ))  # fmt: skip
+    """Returns sums of scores and what they are divided by: (documents, families), in order of
+    appearance.
+    """
+    documents, families = (
+        {name: i for i, name in enumerate(dict.fromkeys(names))}
+        for names in zip(*((answer.document, answer.family) for answer in answers), strict=True)
+    )
     sums = np.zeros((len(documents), len(families)))
     counts = np.zeros_like(sums)
     for answer in answers:
@@ -131,4 +165,6 @@ def same_questions(runs: Sequence[Sequence[Answer]]) -> None:
     """Refuses to compare runs that were asked different questions, or in another order."""
     asked = [[(answer.document, answer.family, answer.question) for answer in run] for run in runs]
     if any(other != asked[0] for other in asked[1:]):
-        raise RestoreKVError("The runs were asked different questions; measure them again in another folder.")
+        raise RestoreKVError(
+            "The runs were asked different questions; measure them again in another folder."
+        )

@@ -26,12 +26,23 @@ if TYPE_CHECKING:
 MINUS = "\u2212"
 UNKNOWN = "–"
 METHOD_NAMES = {
-    "kvzip": "KVzip", "kvzip+": "KVzip+", "contrastkv": "ContrastKV",
-    "contrastkv-simple": "ContrastKV (simplified)", "snapkv": "SnapKV", "h2o": "H2O",
-    "fastkvzip": "Fast KVzip", "am-fast": "AM-fast", "kvzap": "KVzap",
-    "expected-attention": "Expected Attention", "keydiff": "KeyDiff", "knorm": "Knorm",
-    "streaming": "StreamingLLM", "tova": "TOVA", "random": "Random", "full": "Full cache",
-}  # fmt: skip
+    "kvzip": "KVzip",
+    "kvzip+": "KVzip+",
+    "contrastkv": "ContrastKV",
+    "contrastkv-simple": "ContrastKV (simplified)",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+    "fastkvzip": "Fast KVzip",
+    "am-fast": "AM-fast",
+    "kvzap": "KVzap",
+    "expected-attention": "Expected Attention",
+    "keydiff": "KeyDiff",
+    "knorm": "Knorm",
+    "streaming": "StreamingLLM",
+    "tova": "TOVA",
+    "random": "Random",
+    "full": "Full cache",
+}
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 # Where a terminal continues a cell on the next line: before a gain, and before an interval.
 LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")

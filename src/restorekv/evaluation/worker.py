@@ -12,7 +12,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, ScoredContext, timed
+from restorekv.compression.prepared import (
+    CompressionConfig,
+    Compressor,
+    PreparedContext,
+    ScoredContext,
+    timed,
+)
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
@@ -36,14 +42,20 @@ class Worker:
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
         first = job.first
-        self.job, self.protocol, self.benchmark = job, protocols.make(first.protocol), tasks.make(first.benchmark)
+        self.job, self.protocol, self.benchmark = (
+            job,
+            protocols.make(first.protocol),
+            tasks.make(first.benchmark),
+        )
         self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
         support.install(self.model)
         self.adapters = {cell: self.load(cell) for cell in job.cells}
         methods = {cell: self.compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.conventions for method in methods.values() if not method.any_config}
         if len(fixed) > 1:
-            raise RestoreKVError(f"{first.evictor} builds its cache by its conventions; evaluate one set of them.")
+            raise RestoreKVError(
+                f"{first.evictor} builds its cache by its conventions; evaluate one set of them."
+            )
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -55,7 +67,11 @@ class Worker:
 
     def conventions(self, cell: Cell) -> CompressionConfig:
         """Returns the cell's config; the full cache has the default one."""
-        return CompressionConfig() if cell.evictor == FULL else cell.conventions(self.protocol.prefix_policy)
+        return (
+            CompressionConfig()
+            if cell.evictor == FULL
+            else cell.conventions(self.protocol.prefix_policy)
+        )
 
     def compressor(self, cell: Cell) -> Compressor:
         return make_compressor(cell.evictor, self.conventions(cell), cell.streaming or None)
@@ -66,13 +82,19 @@ class Worker:
             return None
         adapter = load_adapter(self.model, cell.adapter, self.compressor(cell), cell.restore_tokens)
         if adapter is None:
-            raise RestoreKVError(f"No adapter for {cell.evictor} ships for {cell.model}; name one or ask it alone.")
+            raise RestoreKVError(
+                f"No adapter for {cell.evictor} ships for {cell.model}; name one or ask it alone."
+            )
         return adapter
 
     def answers(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
-        """Asks a sample's questions of every cell in turn; what is expensive is done once, and only if needed."""
+        """Asks a sample's questions of every cell in turn; what is expensive is done once, and only
+        if needed.
+        """
         sample, first = self.by_id[name], self.job.first
-        context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
+        context, cut = self.protocol.context(
+            first.model, self.tokenizer, sample.context, first.max_context
+        )
         full: FullAnswers | None = None
         reading: Seconds = {}
         for cell, view, cache, seconds in self.caches(context, cells):
@@ -86,21 +108,27 @@ class Worker:
                 with timed(seconds, "fidelity"):
                     answers = self.scored(sample, full, ids, full.divergences(self.model, cache))
             line = {
-                "sample": sample.id, "context": digest(sample.context), "cut": cut,
-                "tokens": context.tokens, "prefix": context.prefix,
-                "restore_tokens": cache.restore, "pairs": view.conventions.counted_pairs(cache, context),
-                "pairs_with_prefix": cache.pairs, "bytes": cache.nbytes,
-            }  # fmt: skip
+                "sample": sample.id,
+                "context": digest(sample.context),
+                "cut": cut,
+                "tokens": context.tokens,
+                "prefix": context.prefix,
+                "restore_tokens": cache.restore,
+                "pairs": view.conventions.counted_pairs(cache, context),
+                "pairs_with_prefix": cache.pairs,
+                "bytes": cache.nbytes,
+            }
             yield cell, {**line, "answers": answers}, seconds
 
     @torch.no_grad()
     def caches(
         self, context: Context, cells: Sequence[Cell]
     ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
-        """Yields every cell, the preparation that its cache is made from, the cache, and what both took.
+        """Yields every cell, the preparation that its cache is made from, the cache, and what both
+        took.
 
-        One restore pass serves an adapter and config, one eviction a ratio, of which every storage is a copy. What
-        several cells share is charged to the first.
+        One restore pass serves an adapter and config, one eviction a ratio, of which every storage
+        is a copy. What several cells share is charged to the first.
         """
         prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
@@ -108,7 +136,9 @@ class Worker:
             adapter = self.adapters[members[0]]
             view = prepared.with_conventions(self.conventions(members[0]))
             view = view.with_restore_cache(adapter) if adapter else view
-            seconds |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
+            seconds |= {
+                phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
+            }
             for ratio, group in grouped(members, lambda cell: cell.ratio).items():
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
@@ -141,11 +171,18 @@ class Worker:
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
-    def full_answers(self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds) -> FullAnswers:
-        """Returns what the full cache answers to the sample's questions; a streamed context is read whole for it."""
+    def full_answers(
+        self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds
+    ) -> FullAnswers:
+        """Returns what the full cache answers to the sample's questions; a streamed context is read
+        whole for it.
+        """
         full = prefill(self.model, context.ids) if view.full is None else view.full
         cache = self.unscored(context, full, {}).evict(1)
-        prompts = [self.protocol.prompt(self.tokenizer, context, question)[0] for question in sample.questions]
+        prompts = [
+            self.protocol.prompt(self.tokenizer, context, question)[0]
+            for question in sample.questions
+        ]
         with timed(seconds, "ask"):
             ids = self.ask(cache, prompts, sample)
         with timed(seconds, "fidelity"):
@@ -158,24 +195,37 @@ class Worker:
         return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=stops)
 
     def scored(
-        self, sample: Sample, full: FullAnswers, answers: Sequence[Tensor], divergences: Sequence[float]
+        self,
+        sample: Sample,
+        full: FullAnswers,
+        answers: Sequence[Tensor],
+        divergences: Sequence[float],
     ) -> list[dict]:
-        """Returns every question's answer with its scores and its fidelity to the full cache's answer."""
+        """Returns every question's answer with its scores and its fidelity to the full cache's
+        answer.
+        """
         lines, figures = [], zip(answers, full.answers, divergences, strict=True)
         for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
             text = self.text(ids)
             answer = {"id": question.id, "task": question.task, "question": question.text}
-            answer |= {"answer_prefix": question.answer_prefix, "max_new_tokens": question.max_new_tokens}
+            answer |= {
+                "answer_prefix": question.answer_prefix,
+                "max_new_tokens": question.max_new_tokens,
+            }
             answer |= {"references": list(question.answers), "prediction": text}
             answer |= {"score": self.benchmark.score(question, text)}
             if metrics := self.benchmark.metrics(question, text):
                 answer |= {"metrics": metrics}
-            lines.append({**answer, "kl": kl, "answer_tokens": len(whole), "same": text == self.text(whole)})
+            lines.append(
+                {**answer, "kl": kl, "answer_tokens": len(whole), "same": text == self.text(whole)}
+            )
         return lines
 
     def text(self, ids: Tensor) -> str:
         """Returns an answer's words, as the protocol ends it."""
-        return answer_text(self.tokenizer, self.protocol.ended(ids.tolist()), stop_ids(self.model, self.tokenizer))
+        return answer_text(
+            self.tokenizer, self.protocol.ended(ids.tolist()), stop_ids(self.model, self.tokenizer)
+        )
 
 
 def digest(text: str) -> str:
@@ -183,7 +233,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def opened_model(name: str, dtype: str, device: str, protocol: str) -> tuple[PreTrainedModel, Tokenizer]:
+def opened_model(
+    name: str, dtype: str, device: str, protocol: str
+) -> tuple[PreTrainedModel, Tokenizer]:
     """The model as the protocol rotates it; the last one used stays, until the next one is wanted."""
     key = name, dtype, device, protocol
     if key not in OPENED:

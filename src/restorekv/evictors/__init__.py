@@ -19,8 +19,23 @@ from restorekv.evictors.tova import TOVA
 
 __all__ = ["EVICTORS", "Evictor", "make"]
 
-CLASSES = (KVzip, KVzipPlus, ContrastKV, ContrastKVSimple, SnapKV, H2O, FastKVzip, KVzap, ExpectedAttention, KeyDiff,
-           Knorm, Streaming, TOVA, Random, FromKVPress)  # fmt: skip
+CLASSES = (
+    KVzip,
+    KVzipPlus,
+    ContrastKV,
+    ContrastKVSimple,
+    SnapKV,
+    H2O,
+    FastKVzip,
+    KVzap,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Streaming,
+    TOVA,
+    Random,
+    FromKVPress,
+)
 EVICTORS: dict[str, type[Evictor]] = {each.name: each for each in CLASSES}
 spec.add_installed("restorekv.evictors", EVICTORS)
 

@@ -1,6 +1,8 @@
-"""Causal attention weights in blocks of rows, for scorers that reduce them: a whole Q x K matrix never exists.
+"""Causal attention weights in blocks of rows, for scorers that reduce them: a whole Q x K matrix
+never exists.
 
-On a device that is not a CPU, code that computes them answers only after it has proven itself there (proofs.py).
+On a device that is not a CPU, code that computes them answers only after it has proven itself there
+(proofs.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +22,15 @@ BLOCK = 1 << 22  # weights in a block
 REDUCTIONS = ("max", "mean")
 
 
-def attention_blocks(query: Tensor, key: Tensor, block: int = BLOCK) -> Iterator[tuple[int, int, Tensor]]:
-    """query (H, G, Q, D), key (H, K, D), of which the last Q are the queries' own -> (low, high, weights).
+def attention_blocks(
+    query: Tensor, key: Tensor, block: int = BLOCK
+) -> Iterator[tuple[int, int, Tensor]]:
+    """query (H, G, Q, D), key (H, K, D), of which the last Q are the queries' own -> (low, high,
+    weights).
 
-    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with logits scaled by
-    1 / sqrt(D), over every key that any of them sees. Rows are independent, so one pass over the blocks is exact.
+    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with
+    logits scaled by 1 / sqrt(D), over every key that any of them sees. Rows are independent, so one
+    pass over the blocks is exact.
     """
     heads, groups, rows, dim = query.shape
     before = key.shape[1] - rows
@@ -41,11 +47,16 @@ def attention_blocks(query: Tensor, key: Tensor, block: int = BLOCK) -> Iterator
 
 
 def on_gpu(query: Tensor) -> bool:
-    """Returns whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has proven itself there.
+    """Returns whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
+    proven itself there.
 
     Otherwise `attend_pass` is used.
     """
-    return triton_maxima is not None and triton_maxima.usable(query) and proofs.is_proven("maxima", *proof_key(query))
+    return (
+        triton_maxima is not None
+        and triton_maxima.usable(query)
+        and proofs.is_proven("maxima", *proof_key(query))
+    )
 
 
 def attend_pass(
@@ -56,7 +67,9 @@ def attend_pass(
     inside: Sequence[slice],
     on_weights: blocked.OnWeights,
 ) -> Tensor:
-    """Returns the attention of a pass, whose weights `on_weights` gets; the arguments are those of blocked.attend."""
+    """Returns the attention of a pass, whose weights `on_weights` gets; the arguments are those of
+    blocked.attend.
+    """
     proven = not proofs.needed(query.device) or proofs.is_proven("blocked", *proof_key(query))
     attend = blocked.attend if proven else naive.attend_pass
     return attend(query, own, cached, scale, inside, on_weights)
@@ -68,7 +81,9 @@ def proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
 
 
 def over_groups(values: Tensor, reduction: str) -> Tensor:
-    """Reduces (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV head."""
+    """Reduces (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV
+    head.
+    """
     return values.amax(1) if reduction == "max" else values.mean(1)
 
 

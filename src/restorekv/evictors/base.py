@@ -23,7 +23,8 @@ class Evictor(ABC):
     """A frozen dataclass whose fields are the method's hyperparameters."""
 
     name: ClassVar[str]
-    streams: ClassVar[bool] = True  # scores of the parts of a context, each after the prefix, can be compared
+    # Scores of the parts of a context, each after the prefix, can be compared.
+    streams: ClassVar[bool] = True
     offloads: ClassVar[bool] = True  # reads the full cache that it gets and makes none itself
 
     @property
@@ -32,15 +33,17 @@ class Evictor(ABC):
         return spec.write(self.name, self)
 
     def identity(self, model: Model) -> str:
-        """Returns what determines the scores, for records: the spec, with a digest in place of a file's name.
+        """Returns what determines the scores, for records: the spec, with a digest in place of a
+        file's name.
 
         A class from outside this package has a digest of its source too.
         """
         return self.spec + spec.code_of(type(self))
 
     def as_published(self, prefix: int) -> Self:
-        """Returns the evictor with the settings of its authors' code where the spec leaves the defaults; `prefix` is
-        the number S of the chat template's columns."""
+        """Returns the evictor with the settings of its authors' code where the spec leaves the
+        defaults; `prefix` is the number S of the chat template's columns.
+        """
         return self
 
     def latest(self, context: Context) -> int:
@@ -48,35 +51,49 @@ class Evictor(ABC):
         return 0
 
     def later(self, context: Context) -> Self:
-        """Returns the evictor for every part of a text after the first, which pins no attention sinks.
+        """Returns the evictor for every part of a text after the first, which pins no attention
+        sinks.
 
         `context` is such a part after the prefix.
         """
         return self
 
     def observer(self, model: Model, context: Context) -> Observer | None:
-        """Returns a new observer of the context's prefill, in chunks of any size, which `score` then gets; or None."""
+        """Returns a new observer of the context's prefill, in chunks of any size, which `score`
+        then gets; or None.
+        """
         return None
 
     @abstractmethod
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
-        """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves `full` (S + T) alone.
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: Any = None,
+    ) -> Tensor:
+        """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves
+        `full` (S + T) alone.
 
         `observer` is what `observer` returned, after the prefill.
         """
 
 
 def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
-    """Raises `columns` of the scores (L, H, T) above all others in every head, the last named highest.
+    """Raises `columns` of the scores (L, H, T) above all others in every head, the last named
+    highest.
 
-    The order decides what is kept when a budget is smaller than what is pinned: the same columns in all heads.
+    The order decides what is kept when a budget is smaller than what is pinned: the same columns in
+    all heads.
     """
     columns = list(columns)
     scores = scores.clone()
     if columns:
         above = torch.arange(1, len(columns) + 1, dtype=scores.dtype, device=scores.device)
         highest = scores.max()
-        gap = torch.nextafter(highest, highest.new_tensor(torch.inf)) - highest  # above 2^24 adding 1 changes nothing
+        # Above 2^24 adding 1 changes nothing.
+        gap = torch.nextafter(highest, highest.new_tensor(torch.inf)) - highest
         scores[..., columns] = highest + above * (2 * gap).clamp_min(1)
     return scores
 

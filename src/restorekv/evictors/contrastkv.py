@@ -1,23 +1,27 @@
-"""ContrastKV (Chen et al., ACL 2026, 2026.acl-long.417): what a repetition attends to, against what any text does.
+"""ContrastKV (Chen et al., ACL 2026, 2026.acl-long.417): what a repetition attends to, against what
+any text does.
 
-Two signals of shape (L, H, T) are collected over the whole context, chunk after chunk, and then fused. Both are KVzip's
-column maxima (rows and query heads of the pass; softmax over sinks, chunk and the pass's own pairs):
+Two signals of shape (L, H, T) are collected over the whole context, chunk after chunk, and then
+fused. Both are KVzip's column maxima (rows and query heads of the pass; softmax over sinks, chunk
+and the pass's own pairs):
 
     S+  of a pass that reconstructs the chunk,
     S-  of a pass of `noise` tokens drawn uniformly: columns that get attention whatever is read.
 
-Head level, with quantiles of each signal over the T columns of one layer and head (linear between neighbors):
+Head level, with quantiles of each signal over the T columns of one layer and head (linear between
+neighbors):
 
     both at or above their (1 - beta)-quantile -> 1;  both at or below their beta-quantile -> 0;  the rest undecided.
 
-Layer level, for the undecided, with minima, maxima and ranks over the H * T pairs of one layer, decided ones included:
+Layer level, for the undecided, with minima, maxima and ranks over the H * T pairs of one layer,
+decided ones included:
 
     min(S+ + bump, max S+)
 
-where `bump` is what distinguishes the two evictors. A pair that is both high and low, as when nothing varies, gets 1.
-Noise comes from its own generator on the CPU, with new draws for every chunk in order, so that a seed gives the same
-tokens on every device. It is drawn from the tokenizer's vocabulary, special tokens included, without the rows that only
-pad the embedding table.
+where `bump` is what distinguishes the two evictors. A pair that is both high and low, as when
+nothing varies, gets 1. Noise comes from its own generator on the CPU, with new draws for every
+chunk in order, so that a seed gives the same tokens on every device. It is drawn from the
+tokenizer's vocabulary, special tokens included, without the rows that only pad the embedding table.
 """
 
 from dataclasses import dataclass, replace
@@ -35,11 +39,13 @@ MOST_NOISE = 128  # tokens of a noise pass in the paper
 
 @dataclass(frozen=True)
 class ContrastKV(KVzip):
-    """The definition of the ACL paper: S+ is KVzip's score, bump = gamma * (S- - min S-) / (max S- - min S-).
+    """The definition of the ACL paper: S+ is KVzip's score, bump = gamma * (S- - min S-) / (max S-
+    - min S-).
 
-    The paper's `beta`, `gamma` and `noise` are not available to us: 0.10, 0.12 and 64 are those of `ContrastKVSimple`
-    (the paper has at most 128 noise tokens). That the layer level normalizes over a whole layer is our reading of its
-    name. If S- is equal everywhere in a layer there is no bump.
+    The paper's `beta`, `gamma` and `noise` are not available to us: 0.10, 0.12 and 64 are those of
+    `ContrastKVSimple` (the paper has at most 128 noise tokens). That the layer level normalizes
+    over a whole layer is our reading of its name. If S- is equal everywhere in a layer there is no
+    bump.
     """
 
     name: ClassVar[str] = "contrastkv"
@@ -62,17 +68,29 @@ class ContrastKV(KVzip):
                 f"{self.name} takes beta from 0 to 0.5 and a finite gamma >= 0, not {self.beta} and {self.gamma}."
             )
 
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T) after two passes over the full cache for every chunk, and both levels."""
         return self.fuse(*self.signals(model, tokenizer, context, full))
 
-    def signals(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache) -> tuple[Tensor, Tensor]:
+    def signals(
+        self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache
+    ) -> tuple[Tensor, Tensor]:
         """Returns S+ and S-, (L, H, T) float32 each."""
         passes = self.passes(tokenizer, context)
         generator = torch.Generator().manual_seed(self.seed)
         vocabulary = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
         noise = [
-            replace(part, ids=torch.randint(self.lowest, vocabulary, (1, self.noise), generator=generator))
+            replace(
+                part,
+                ids=torch.randint(self.lowest, vocabulary, (1, self.noise), generator=generator),
+            )
             for part in passes
         ]
         return self.maxima(model, context, full, passes), self.maxima(model, context, full, noise)
@@ -99,13 +117,15 @@ class ContrastKV(KVzip):
 
 @dataclass(frozen=True)
 class ContrastKVSimple(ContrastKV):
-    """The simplification behind the ContrastKV rows of RestoreKV (arXiv:2608.01247; cvsp-lab/RestoreKV).
+    """The simplification behind the ContrastKV rows of RestoreKV (arXiv:2608.01247;
+    cvsp-lab/RestoreKV).
 
-    S+ is of a pass that reads the chunk again without an instruction; noise has ids from 5 up;
-    bump = gamma * (max S+ - min S+) * rank(S-) for pairs with S+ at or above its median in the layer and S- at or above
-    its 0.8-quantile there, and 0 for the others. Our choices, where our description of that code is silent: the rank is
-    the share of the layer's other pairs with a smaller S-, from 0 to 1, so that ties get one low rank; the clip at
-    max S+ and the precedence of the head level are the paper's; sinks are KVzip's.
+    S+ is of a pass that reads the chunk again without an instruction; noise has ids from 5 up; bump
+    = gamma * (max S+ - min S+) * rank(S-) for pairs with S+ at or above its median in the layer and
+    S- at or above its 0.8-quantile there, and 0 for the others. Our choices, where our description
+    of that code is silent: the rank is the share of the layer's other pairs with a smaller S-, from
+    0 to 1, so that ties get one low rank; the clip at max S+ and the precedence of the head level
+    are the paper's; sinks are KVzip's.
     """
 
     name: ClassVar[str] = "contrastkv-simple"
@@ -117,7 +137,10 @@ class ContrastKVSimple(ContrastKV):
         """Returns every chunk unchanged."""
         starts = range(context.prefix, context.positions, self.chunk)
         ends = [min(start + self.chunk, context.positions) for start in starts]
-        return [Repetition(context.ids[:, start:end], start, end) for start, end in zip(starts, ends, strict=True)]
+        return [
+            Repetition(context.ids[:, start:end], start, end)
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
         """Returns (L, H, T) >= 0."""

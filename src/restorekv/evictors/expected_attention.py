@@ -1,11 +1,13 @@
 """Expected attention (arXiv:2510.00636): what later queries will attend to, if they are Gaussian.
 
-Before RoPE a head's queries have mean m and covariance C, over all columns but the first `sinks`. With R the average
-rotation over the next `future` positions S+T ..., and softmax_i over the same columns (prefix included),
+Before RoPE a head's queries have mean m and covariance C, over all columns but the first `sinks`.
+With R the average rotation over the next `future` positions S+T ..., and softmax_i over the same
+columns (prefix included),
 
     a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))      score_i = (mean over G of a_i + epsilon) ||v_i||
 
-The sinks are always kept. covariance=false drops the second term, values=false epsilon and ||v_i||. As kvpress 0.5.5.
+The sinks are always kept. covariance=false drops the second term, values=false epsilon and ||v_i||.
+As kvpress 0.5.5.
 """
 
 from dataclasses import dataclass, replace
@@ -33,22 +35,38 @@ class ExpectedAttention(Evictor):
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or not 1 <= self.future <= 1 << 20 or not 0 <= self.epsilon < float("inf"):
-            raise RestoreKVError(f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}.")
+        if (
+            self.sinks < 0
+            or not 1 <= self.future <= 1 << 20
+            or not 0 <= self.epsilon < float("inf")
+        ):
+            raise RestoreKVError(
+                f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}."
+            )
 
     def later(self, context: Context) -> Self:
-        return replace(self, sinks=min(self.sinks, context.prefix))  # sinks are outside every part's softmax
+        # Sinks are outside every part's softmax.
+        return replace(self, sinks=min(self.sinks, context.prefix))
 
     def observer(self, model: Model, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: Any = None,
+    ) -> Tensor:
         """Returns (L, H, T), at least 0."""
         scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(full.layers):
             key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
             mean, covariance = observer.ahead(model, index, full.get_seq_length(), self.future)
             weights = expected_weights(key, mean, covariance * self.covariance)
-            scores[index, :, self.sinks :] = (weights + self.epsilon) * value.norm(dim=-1) if self.values else weights
+            scores[index, :, self.sinks :] = (
+                (weights + self.epsilon) * value.norm(dim=-1) if self.values else weights
+            )
         return pin(scores[..., context.prefix :], sink_columns(self.sinks, context))

@@ -1,15 +1,17 @@
-"""Fast KVzip (arXiv:2601.17668): a small gate per layer predicts KVzip's scores from the attention module's input.
+"""Fast KVzip (arXiv:2601.17668): a small gate per layer predicts KVzip's scores from the attention
+module's input.
 
-With query and key of R dimensions from the same token's input x (after the input norm), both normalized (RMS), and s
-learned sink keys c_hs, token t competes with the sinks alone:
+With query and key of R dimensions from the same token's input x (after the input norm), both
+normalized (RMS), and s learned sink keys c_hs, token t competes with the sinks alone:
 
     l = <k_th, q_thg> / sqrt(R) + b_hg      l_s = <c_hs, q_thg> / sqrt(R)
     score_th = mean over g of  exp(l) / (exp(l) + sum_s exp(l_s)).
 
-Projections run in the wider of the gate's and the model's dtype, the rest in float32. The first four columns and the
-last ones are always kept. As in kvpress 0.5.5, columns include the chat prefix and the window is 2 % of them, or 4,096
-from 32,000 on. Two differences: below 50 columns the window is empty (kvpress keeps one; older versions, by mistake,
-all), and the authors' own code, "fastkvzip:long=16000,sinks=0", counts the text alone.
+Projections run in the wider of the gate's and the model's dtype, the rest in float32. The first
+four columns and the last ones are always kept. As in kvpress 0.5.5, columns include the chat prefix
+and the window is 2 % of them, or 4,096 from 32,000 on. Two differences: below 50 columns the window
+is empty (kvpress keeps one; older versions, by mistake, all), and the authors' own code,
+"fastkvzip:long=16000,sinks=0", counts the text alone.
 """
 
 import math
@@ -29,7 +31,9 @@ EPSILON = 1e-6  # of the RMS norms
 
 @dataclass(frozen=True)
 class FastKVzip(Gated):
-    """`window` is a share of S + T; contexts of at least `long` columns keep `cap` instead; `sinks` counts from 0."""
+    """`window` is a share of S + T; contexts of at least `long` columns keep `cap` instead; `sinks`
+    counts from 0.
+    """
 
     name: ClassVar[str] = "fastkvzip"
     kinds: ClassVar[tuple[str, ...]] = ("fastkvzip",)
@@ -41,7 +45,9 @@ class FastKVzip(Gated):
 
     def __post_init__(self) -> None:
         if not 0 <= self.window <= 1:
-            raise RestoreKVError(f"fastkvzip takes a window from 0 to 1, a share of the context, not {self.window:g}.")
+            raise RestoreKVError(
+                f"fastkvzip takes a window from 0 to 1, a share of the context, not {self.window:g}."
+            )
         at_least_zero(self, "cap", "long", "sinks")
 
     @staticmethod
@@ -49,7 +55,9 @@ class FastKVzip(Gated):
         """Returns (..., H, T) in (0, 1)."""
         base = layer["k_base"].float().squeeze(-3)  # (..., H, s, R)
         heads, _, rank = base.shape[-3:]
-        query = linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"]).unflatten(-1, (heads, -1, rank))
+        query = linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"]).unflatten(
+            -1, (heads, -1, rank)
+        )
         key = linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
         query = normalized(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
         key = normalized(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)

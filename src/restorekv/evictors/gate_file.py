@@ -1,7 +1,8 @@
-"""The file of a gate: a small network per layer that predicts an evictor's scores from the attention module's input.
+"""The file of a gate: a small network per layer that predicts an evictor's scores from the
+attention module's input.
 
-It is one safetensors file. Tensors are named layers.<l>.<parameter>, with the parameters of the published gates (R, s
-and m are sizes of the gate):
+It is one safetensors file. Tensors are named layers.<l>.<parameter>, with the parameters of the
+published gates (R, s and m are sizes of the gate):
 
 fastkvzip     q_proj.weight (H*G*R, d)  q_proj.bias (H*G*R)  k_proj.weight (H*R, d)  q_norm.weight (R)
               k_norm.weight (R)  k_base (H, 1, s, R)  b (H, 1, G)
@@ -29,7 +30,8 @@ from restorekv.model.load import SHIPPING, model_fingerprint, model_name, shippe
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind, digest_tensors
 
-TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # what each kind predicts
+# What each kind predicts.
+TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}
 KINDS = tuple(TARGETS)
 MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
 FILE = FileKind("restorekv-gate", "2", "a gate of restorekv", MAKE)
@@ -38,7 +40,9 @@ Layer = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class GateCard:
-    """What a gate was made for: `target` is the evictor whose scores it predicts; the rest informs readers."""
+    """What a gate was made for: `target` is the evictor whose scores it predicts; the rest informs
+    readers.
+    """
 
     kind: str
     model: str
@@ -50,9 +54,15 @@ class GateCard:
     weights: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
-        wrong = [field.name for field in fields(self) if not has_type(getattr(self, field.name), field.type)]
+        wrong = [
+            field.name
+            for field in fields(self)
+            if not has_type(getattr(self, field.name), field.type)
+        ]
         if wrong or TARGETS.get(self.kind) is None:
-            raise TypeError(f"the field {(wrong or ['kind'])[0]} of the card has another type or value")
+            raise TypeError(
+                f"the field {(wrong or ['kind'])[0]} of the card has another type or value"
+            )
 
     @classmethod
     def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
@@ -62,7 +72,9 @@ class GateCard:
 
 @dataclass(frozen=True)
 class Gate:
-    """A mapping of parameters per layer, the card, and, if read from a file, 16 hex digits of the parameters."""
+    """A mapping of parameters per layer, the card, and, if read from a file, 16 hex digits of the
+    parameters.
+    """
 
     layers: Sequence[Layer]
     card: GateCard
@@ -78,7 +90,9 @@ def write(path: Path, gate: Gate) -> None:
     }
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise GateError(f"The gate's {name} has numbers that are not finite; train it again with a lower lr.")
+            raise GateError(
+                f"The gate's {name} has numbers that are not finite; train it again with a lower lr."
+            )
     card = json.dumps(asdict(gate.card), sort_keys=True)
     seal.write(path, FILE, tensors, {"card": card})
 
@@ -122,25 +136,38 @@ def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]
 
 
 def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes that a layer of this kind must have; raises KeyError or IndexError if sizes are missing."""
+    """Returns the shapes that a layer of this kind must have; raises KeyError or IndexError if
+    sizes are missing.
+    """
     heads, groups, hidden = shape.heads, shape.groups, shape.hidden
     if kind == "kvzap-linear":
         return {"weight": (heads, hidden), "bias": (heads,)}
     if kind == "kvzap-mlp":
         width = layer["0.weight"].shape[0]
-        return {"0.weight": (width, hidden), "0.bias": (width,), "2.weight": (heads, width), "2.bias": (heads,)}
+        return {
+            "0.weight": (width, hidden),
+            "0.bias": (width,),
+            "2.weight": (heads, width),
+            "2.bias": (heads,),
+        }
     rank, sinks = layer["q_norm.weight"].shape[0], layer["k_base"].shape[2]
     return {
-        "q_proj.weight": (heads * groups * rank, hidden), "q_proj.bias": (heads * groups * rank,),
-        "k_proj.weight": (heads * rank, hidden), "q_norm.weight": (rank,), "k_norm.weight": (rank,),
-        "k_base": (heads, 1, sinks, rank), "b": (heads, 1, groups),
-    }  # fmt: skip
+        "q_proj.weight": (heads * groups * rank, hidden),
+        "q_proj.bias": (heads * groups * rank,),
+        "k_proj.weight": (heads * rank, hidden),
+        "q_norm.weight": (rank,),
+        "k_norm.weight": (rank,),
+        "k_base": (heads, 1, sinks, rank),
+        "b": (heads, 1, groups),
+    }
 
 
 def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheShape) -> None:
     """Checks that every layer of the model has a gate of its shape."""
     if len(layers) != shape.layers:
-        raise GateError(f"The gate {name} has {len(layers)} layers, the model {shape.layers}; {MAKE}.")
+        raise GateError(
+            f"The gate {name} has {len(layers)} layers, the model {shape.layers}; {MAKE}."
+        )
     for index, layer in enumerate(layers):
         sizes = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
         try:
@@ -154,10 +181,14 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
 
 
 def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
-    """Checks that the gate has one of `kinds` and was made for this model; warns if for other weights of it."""
+    """Checks that the gate has one of `kinds` and was made for this model; warns if for other
+    weights of it.
+    """
     card = gate.card
     if card.kind not in kinds:
-        raise GateError(f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}.")
+        raise GateError(
+            f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}."
+        )
     base_weights.check(f"gate {name}", card, model, GateError, f"load that one, or {MAKE}")
     check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
 
@@ -168,7 +199,9 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     A gate for exactly these weights precedes one for other weights of the model.
     """
     own, similar = base_weights.describe(model), []
-    paths = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
+    paths = (
+        shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING
+    )
     for path in filter(Path.is_file, paths):
         card = read_card(path)[0]
         if card.fingerprint == model_fingerprint(model):
@@ -178,14 +211,18 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     if similar:
         return similar[0]
     name = model_name(model) or type(model).__name__
-    raise GateError(f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE.")
+    raise GateError(
+        f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE."
+    )
 
 
 _loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple, Gate]] = WeakKeyDictionary()
 
 
 def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
-    """Returns the gate `source`, "auto" or a path, on the model's device; reads it again only if the file changes."""
+    """Returns the gate `source`, "auto" or a path, on the model's device; reads it again only if
+    the file changes.
+    """
     path = None if source == "auto" else Path(source)
     state = path.stat() if path and path.is_file() else None
     key = (source, tuple(kinds), state and (state.st_mtime_ns, state.st_size), model.device)
@@ -194,6 +231,9 @@ def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
         path = path or shipped(model, kinds)
         gate = read(path)
         check(path, gate, model, kinds)
-        layers = [{name: tensor.to(model.device) for name, tensor in layer.items()} for layer in gate.layers]
+        layers = [
+            {name: tensor.to(model.device) for name, tensor in layer.items()}
+            for layer in gate.layers
+        ]
         gates[key] = replace(gate, layers=layers)
     return gates[key]

@@ -1,4 +1,6 @@
-"""Evictors with learned scores: a gate per layer reads the attention module's input while the prefill runs."""
+"""Evictors with learned scores: a gate per layer reads the attention module's input while the
+prefill runs.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,7 +21,9 @@ Predict = Callable[[Layer, Tensor], Tensor]
 
 
 class GateScores:
-    """`scores` (L, H, S + T) float32: the gates' predictions for every column, filled chunk by chunk."""
+    """`scores` (L, H, S + T) float32: the gates' predictions for every column, filled chunk by
+    chunk.
+    """
 
     def __init__(self, model: Model, context: Context, gate: Gate, predict: Predict) -> None:
         shape = CacheShape.of(model)
@@ -31,14 +35,18 @@ class GateScores:
         """Handles one layer of one chunk of the prefill, whose columns are the last so far."""
         end = view.key.shape[1]
         start = end - view.hidden.shape[0]
-        self.scores[view.layer, :, start:end] = self.predict(self.gate.layers[view.layer], view.hidden)
+        self.scores[view.layer, :, start:end] = self.predict(
+            self.gate.layers[view.layer], view.hidden
+        )
 
 
 @dataclass(frozen=True)
 class Gated(Evictor):
-    """`gate` is a file, or "auto" for the gate that ships for the model. Scores need no pass of their own.
+    """`gate` is a file, or "auto" for the gate that ships for the model. Scores need no pass of
+    their own.
 
-    The prefill must run without adapters, as it does in `Eviction.prepare`: the gates were trained on such inputs.
+    The prefill must run without adapters, as it does in `Eviction.prepare`: the gates were trained
+    on such inputs.
     """
 
     kinds: ClassVar[tuple[str, ...]]  # of gates that it reads, the preferred one first
@@ -55,7 +63,9 @@ class Gated(Evictor):
     @staticmethod
     @abstractmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
-        """hidden (..., T, d) -> scores (..., H, T) float32; the tensors of `layer` have the same leading axes."""
+        """hidden (..., T, d) -> scores (..., H, T) float32; the tensors of `layer` have the same
+        leading axes.
+        """
 
     @abstractmethod
     def kept(self, context: Context) -> Sequence[int]:
@@ -63,18 +73,29 @@ class Gated(Evictor):
 
     def latest(self, context: Context) -> int:
         kept = set(self.kept(context))
-        return next((n for n in range(context.tokens) if context.tokens - 1 - n not in kept), context.tokens)
+        return next(
+            (n for n in range(context.tokens) if context.tokens - 1 - n not in kept), context.tokens
+        )
 
     def observer(self, model: Model, context: Context) -> GateScores:
         return GateScores(model, context, self.load(model), self.predict)
 
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: Any = None,
+    ) -> Tensor:
         """Returns (L, H, T): the predictions, with the kept columns above all others."""
         return pin(observer.scores[..., context.prefix :], self.kept(context))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden (..., T, d), weight (..., m, d), bias (..., m) -> (..., T, m), in the wider of both dtypes."""
+    """hidden (..., T, d), weight (..., m, d), bias (..., m) -> (..., T, m), in the wider of both
+    dtypes.
+    """
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     if weight.ndim == 2:

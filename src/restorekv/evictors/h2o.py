@@ -1,13 +1,15 @@
-"""H2O (arXiv:2306.14048), query-agnostic as in the paper's appendix: keeps what any token of the context attends to.
+"""H2O (arXiv:2306.14048), query-agnostic as in the paper's appendix: keeps what any token of the
+context attends to.
 
     score_i = max over the causal queries j >= i of the prefill of softmax_i(q_j k_i / sqrt(D)).
 
-The maximum is the appendix's; H2O itself takes the sum. Where the appendix says nothing there are settings: `groups`
-reduces the query heads of a KV head ("max", as in the code that RestoreKV's authors published, or "mean"), and with
-diagonal=false a token's attention to itself does not count. The softmax is over every key that a query sees, prefix
-included. No window is kept.
+The maximum is the appendix's; H2O itself takes the sum. Where the appendix says nothing there are
+settings: `groups` reduces the query heads of a KV head ("max", as in the code that RestoreKV's
+authors published, or "mean"), and with diagonal=false a token's attention to itself does not count.
+The softmax is over every key that a query sees, prefix included. No window is kept.
 
-Scores come from the weights that the prefill's own attention computes, in blocks of rows (attention/blocked.py).
+Scores come from the weights that the prefill's own attention computes, in blocks of rows
+(attention/blocked.py).
 """
 
 from dataclasses import dataclass
@@ -28,19 +30,27 @@ class ColumnMaxima:
 
     def __init__(self, model: Model, context: Context, diagonal: bool) -> None:
         shape = CacheShape.of(model)
-        self.best = torch.zeros(shape.layers, shape.heads, shape.groups, context.positions, device=model.device)
+        self.best = torch.zeros(
+            shape.layers, shape.heads, shape.groups, context.positions, device=model.device
+        )
         self.diagonal = diagonal
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> Tensor:
-        """Handles one layer of one chunk of the prefill; returns the attention output (Q, H * G, D)."""
+        """Handles one layer of one chunk of the prefill; returns the attention output (Q, H * G,
+        D).
+        """
         before = view.key.shape[1] - view.query.shape[2]
-        cached, own = zip(*((x[:, :before], x[:, before:]) for x in (view.key, view.value)), strict=True)
+        cached, own = zip(
+            *((x[:, :before], x[:, before:]) for x in (view.key, view.value)), strict=True
+        )
         if on_gpu(view.query):
             output, lse = triton_maxima.attend(view.query, own, cached, view.scale, 0, 0, before)
             maxima = [
                 triton_maxima.highest(view.query, cached[0], lse, view.scale),
-                triton_maxima.highest(view.query, own[0], lse, view.scale, own=True, diagonal=self.diagonal),
+                triton_maxima.highest(
+                    view.query, own[0], lse, view.scale, own=True, diagonal=self.diagonal
+                ),
             ]
             best = self.best[view.layer, ..., : view.key.shape[1]]
             torch.maximum(best, torch.cat(maxima, -1), out=best)
@@ -53,7 +63,12 @@ class ColumnMaxima:
             torch.maximum(best, weights.amax(1), out=best)
 
         return attend_pass(
-            view.query, own, lambda head: tuple(x[head] for x in cached), view.scale, [slice(0, before)], on_weights
+            view.query,
+            own,
+            lambda head: tuple(x[head] for x in cached),
+            view.scale,
+            [slice(0, before)],
+            on_weights,
         )
 
 
@@ -73,7 +88,14 @@ class H2O(Evictor):
     def observer(self, model: Model, context: Context) -> ColumnMaxima:
         return ColumnMaxima(model, context, self.diagonal)
 
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: Any = None,
+    ) -> Tensor:
         """Returns (L, H, T) in [0, 1]."""
         best = observer.best[..., context.prefix :]
         return torch.stack([over_groups(layer, self.groups) for layer in best])

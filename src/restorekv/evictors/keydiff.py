@@ -2,8 +2,9 @@
 
     anchor = mean over i of k_i / ||k_i||          score_i = -cos(k_i, anchor)
 
-for each KV head, with keys after RoPE, in float32; the mean is over the whole sequence, prefix included. No settings.
-The same as KeyDiffPress of kvpress 0.5.5; unlike the paper, neither evicts block by block during the prefill.
+for each KV head, with keys after RoPE, in float32; the mean is over the whole sequence, prefix
+included. No settings. The same as KeyDiffPress of kvpress 0.5.5; unlike the paper, neither evicts
+block by block during the prefill.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,18 @@ class KeyDiff(Evictor):
     name: ClassVar[str] = "keydiff"
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T) in [-1, 1]."""
-        return torch.stack([difference(layer.keys[0].float())[:, context.prefix :] for layer in full.layers])
+        return torch.stack(
+            [difference(layer.keys[0].float())[:, context.prefix :] for layer in full.layers]
+        )
 
 
 def difference(key: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """L2-norm eviction (arXiv:2406.11430): keys of small norm are the ones that get attention.
 
-score_i = -||k_i||_2 of the key after RoPE, in float32. No settings. The same as KnormPress of kvpress 0.5.5.
+score_i = -||k_i||_2 of the key after RoPE, in float32. No settings. The same as KnormPress of
+kvpress 0.5.5.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,16 @@ class Knorm(Evictor):
     name: ClassVar[str] = "knorm"
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T), at most 0."""
         keys = (layer.keys[0, :, context.prefix :] for layer in full.layers)
-        return torch.stack([-torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32) for key in keys])
+        return torch.stack(
+            [-torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32) for key in keys]
+        )

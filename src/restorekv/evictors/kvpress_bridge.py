@@ -1,11 +1,13 @@
 """Any scorer of kvpress 0.5.5 (github.com/NVIDIA/kvpress) as an evictor: `FromKVPress(press)`.
 
 A spec names the press, then its settings after a colon, separated by semicolons:
-"kvpress:press=SnapKVPress:window_size=32;kernel_size=7". Only its scores are used. A press that reads its own
-compression_ratio while it scores, as StreamingLLMPress and CompactorPress do, needs that setting.
+"kvpress:press=SnapKVPress:window_size=32;kernel_size=7". Only its scores are used. A press that
+reads its own compression_ratio while it scores, as StreamingLLMPress and CompactorPress do, needs
+that setting.
 
-The press sees what kvpress would show it: its own pass over the whole context, prefix included, not in chunks. With
-eager=true this includes the attention weights, S+T by S+T for every head, which ObservedAttentionPress needs.
+The press sees what kvpress would show it: its own pass over the whole context, prefix included, not
+in chunks. With eager=true this includes the attention weights, S+T by S+T for every head, which
+ObservedAttentionPress needs.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +32,11 @@ MISSING = (
 
 @dataclass(frozen=True)
 class FromKVPress(Evictor):
-    """`press` is given as a `kvpress.ScorerPress` or its spec and kept as its spec; `scorer` is the object.
+    """`press` is given as a `kvpress.ScorerPress` or its spec and kept as its spec; `scorer` is the
+    object.
 
-    Settings that are neither numbers, words nor flags, such as a press inside a press, do not appear in the spec.
+    Settings that are neither numbers, words nor flags, such as a press inside a press, do not
+    appear in the spec.
     """
 
     name: ClassVar[str] = "kvpress"
@@ -46,33 +50,55 @@ class FromKVPress(Evictor):
         kvpress = load()
         press = from_spec(self.press, kvpress) if isinstance(self.press, str) else self.press
         if not isinstance(press, kvpress.ScorerPress):
-            raise RestoreKVError(f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}.")
+            raise RestoreKVError(
+                f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}."
+            )
         object.__setattr__(self, "scorer", press)
         object.__setattr__(self, "press", spec.write(type(press).__name__, press).replace(",", ";"))
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T) in any range."""
         scores: dict[int, Tensor] = {}
 
-        def after_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
+        def after_layer(
+            module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple
+        ) -> None:
             layer = kwargs["past_key_values"].layers[module.layer_idx]
-            each = self.scorer.score(module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs)
+            each = self.scorer.score(
+                module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
+            )
             scores[module.layer_idx] = each[0].float()
 
         try:
             self.scorer.post_init_from_model(model)
-            with hooked(model, after_layer), eager_attention(model) if self.eager else nullcontext():
-                decoder(model)(input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True)
+            with (
+                hooked(model, after_layer),
+                eager_attention(model) if self.eager else nullcontext(),
+            ):
+                decoder(model)(
+                    input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True
+                )
         except (AssertionError, ValueError) as error:
             reason = str(error).rstrip(".")
-            raise RestoreKVError(f"{self.press} cannot score this context; use another press ({reason}).") from error
+            raise RestoreKVError(
+                f"{self.press} cannot score this context; use another press ({reason})."
+            ) from error
         return torch.stack([scores[layer] for layer in sorted(scores)])[..., context.prefix :]
 
 
 @contextmanager
 def hooked(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
-    """Calls `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as presses expect."""
+    """Calls `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as
+    presses expect.
+    """
     modules = [layer.self_attn for layer in decoder(model).layers]
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
     handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
@@ -111,8 +137,14 @@ def from_spec(text: str, kvpress: ModuleType) -> Any:
     """Returns the press of a spec."""
     base = kvpress.ScorerPress
     kinds = {name: kind for name, kind in vars(kvpress).items() if isinstance(kind, type)}
-    presses = {name: kinds[name] for name in sorted(kinds) if issubclass(kinds[name], base) and kinds[name] is not base}
+    presses = {
+        name: kinds[name]
+        for name in sorted(kinds)
+        if issubclass(kinds[name], base) and kinds[name] is not base
+    }
     try:
         return spec.parse(text.replace(";", ","), presses, "press of kvpress")
     except (AssertionError, TypeError) as error:
-        raise RestoreKVError(f"{text!r} makes no press; make it in Python, for FromKVPress ({error}).") from error
+        raise RestoreKVError(
+            f"{text!r} makes no press; make it in Python, for FromKVPress ({error})."
+        ) from error

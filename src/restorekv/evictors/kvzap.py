@@ -1,11 +1,13 @@
-"""KVzap (arXiv:2601.07891): a linear layer or a small MLP per layer predicts the logarithm of KVzip+'s scores.
+"""KVzap (arXiv:2601.07891): a linear layer or a small MLP per layer predicts the logarithm of
+KVzip+'s scores.
 
     score_t = W x_t + b      or      W' gelu(W x_t + b) + b'
 
-from the attention module's input x_t, for all KV heads at once. A fixed budget ranks these logarithms over all layers
-and heads; as published, KVzap drops what is below a threshold instead. Nothing is pinned by default, as in kvpress's
-KVzapPress; its DMSPress also keeps a sliding window, here "kvzap:window=128". Projections run in the wider of the
-gate's and the model's dtype; the result is float32.
+from the attention module's input x_t, for all KV heads at once. A fixed budget ranks these
+logarithms over all layers and heads; as published, KVzap drops what is below a threshold instead.
+Nothing is pinned by default, as in kvpress's KVzapPress; its DMSPress also keeps a sliding window,
+here "kvzap:window=128". Projections run in the wider of the gate's and the model's dtype; the
+result is float32.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from restorekv.evictors.gated import Gated, linear, recent
 
 @dataclass(frozen=True)
 class KVzap(Gated):
-    """A gate's file says which of both it is. gate=linear and gate=mlp name those that ship with the tiny model.
+    """A gate's file says which of both it is. gate=linear and gate=mlp name those that ship with
+    the tiny model.
 
     `window` is a number of tokens.
     """

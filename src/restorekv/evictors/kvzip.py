@@ -1,13 +1,15 @@
-"""KVzip (arXiv:2505.23416): a pair matters as much as the model attends to it while it repeats the context.
+"""KVzip (arXiv:2505.23416): a pair matters as much as the model attends to it while it repeats the
+context.
 
-For every chunk of the context the model reads "repeat it" and the chunk again, on top of the full cache. With the
-queries q_j of that pass (all rows, instruction included) and, as keys, the attention sinks, the chunk's pairs in the
-cache and the pass's own pairs (causally),
+For every chunk of the context the model reads "repeat it" and the chunk again, on top of the full
+cache. With the queries q_j of that pass (all rows, instruction included) and, as keys, the
+attention sinks, the chunk's pairs in the cache and the pass's own pairs (causally),
 
     A_ji = softmax_i(q_j k_i / sqrt(D))          score_i = max over j and the G query heads of A_ji.
 
-Each pass has its own softmax. One product of queries and keys gives both the pass's attention and the maxima, block by
-block (attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy of the full cache ever exists.
+Each pass has its own softmax. One product of queries and keys gives both the pass's attention and
+the maxima, block by block (attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy
+of the full cache ever exists.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +46,9 @@ class Repetition:
 
 @dataclass(frozen=True)
 class KVzip(Evictor):
-    """The defaults are kvpress's. The authors' code has chunk=2000 and space=true, a space after later prompts."""
+    """The defaults are kvpress's. The authors' code has chunk=2000 and space=true, a space after
+    later prompts.
+    """
 
     name: ClassVar[str] = "kvzip"
 
@@ -54,28 +58,47 @@ class KVzip(Evictor):
 
     def __post_init__(self) -> None:
         if self.chunk < 1 or self.sinks < 0:
-            raise RestoreKVError(f"{self.name} takes chunk >= 1 and sinks >= 0, not {self.chunk} and {self.sinks}.")
+            raise RestoreKVError(
+                f"{self.name} takes chunk >= 1 and sinks >= 0, not {self.chunk} and {self.sinks}."
+            )
 
     def as_published(self, prefix: int) -> Self:
-        """The authors repeat 2,000 tokens at a time, use every prefix column as a sink and end prompts with a space."""
+        """The authors repeat 2,000 tokens at a time, use every prefix column as a sink and end
+        prompts with a space.
+        """
         own = {"chunk": 2000, "sinks": prefix, "space": True}
         left = [field.name for field in fields(self) if getattr(self, field.name) == field.default]
         return replace(self, **{name: own[name] for name in left if name in own})
 
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T) after one pass over the full cache for every chunk."""
-        return self.maxima(model, context, full, repetitions(tokenizer, context, self.chunk, self.space))
+        return self.maxima(
+            model, context, full, repetitions(tokenizer, context, self.chunk, self.space)
+        )
 
     @torch.no_grad()
-    def maxima(self, model: Model, context: Context, full: Cache, passes: Iterable[Repetition]) -> Tensor:
+    def maxima(
+        self, model: Model, context: Context, full: Cache, passes: Iterable[Repetition]
+    ) -> Tensor:
         """Returns (L, H, T) float32; every pass writes the columns that it names."""
         shape = CacheShape.of(model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for part in passes:
             columns = scores[..., part.start - context.prefix : part.end - context.prefix]
 
-            def on_layer(view: LayerView, part: Repetition = part, columns: Tensor = columns) -> Tensor:
-                columns[view.layer], output = self.chunk_scores(view, full.layers[view.layer], part.start, part.end)
+            def on_layer(
+                view: LayerView, part: Repetition = part, columns: Tensor = columns
+            ) -> Tensor:
+                columns[view.layer], output = self.chunk_scores(
+                    view, full.layers[view.layer], part.start, part.end
+                )
                 return output
 
             refuse_scoring_beyond(model, full.get_seq_length() + part.ids.shape[-1])
@@ -84,13 +107,19 @@ class KVzip(Evictor):
                 decoder(model)(input_ids=ids, past_key_values=query_only_view(full), use_cache=True)
         return scores
 
-    def chunk_scores(self, view: LayerView, cached: CacheLayerMixin, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Returns (H, end - start), the column maxima over rows and query heads, and the attention output."""
+    def chunk_scores(
+        self, view: LayerView, cached: CacheLayerMixin, start: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (H, end - start), the column maxima over rows and query heads, and the attention
+        output.
+        """
         best, output = column_maxima(view, cached, start, end, min(self.sinks, start))
         return best.amax(1), output
 
 
-def repetitions(tokenizer: Tokenizer, context: Context, chunk: int, space: bool = False) -> Iterator[Repetition]:
+def repetitions(
+    tokenizer: Tokenizer, context: Context, chunk: int, space: bool = False
+) -> Iterator[Repetition]:
     """Yields the passes in order; a later one starts from the last ids of the chunk before it."""
     for start in range(context.prefix, context.positions, chunk):
         end = min(start + chunk, context.positions)
@@ -98,13 +127,21 @@ def repetitions(tokenizer: Tokenizer, context: Context, chunk: int, space: bool 
         if start > context.prefix:
             hint = context.ids[:, start - min(HINT, chunk) : start]
             pieces = [encode(tokenizer, LATER + " " * space), hint]
-        yield Repetition(torch.cat([*pieces, context.suffix, context.ids[:, start:end]], -1), start, end)
+        yield Repetition(
+            torch.cat([*pieces, context.suffix, context.ids[:, start:end]], -1), start, end
+        )
 
 
 def column_maxima(
-    view: LayerView, cached: CacheLayerMixin, start: int, end: int, sinks: int, row_weight: Tensor | None = None
+    view: LayerView,
+    cached: CacheLayerMixin,
+    start: int,
+    end: int,
+    sinks: int,
+    row_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns max over j of A_ji * row_weight_j for the columns i in [start, end) of `cached`, (H, G, end - start).
+    """Returns max over j of A_ji * row_weight_j for the columns i in [start, end) of `cached`, (H,
+    G, end - start).
 
     The second result is the output of attention over `cached` and the pass, (Q, H * G, D).
     """
@@ -123,7 +160,9 @@ def column_maxima(
         torch.maximum(best[head], columns.amax(1), out=best[head])
 
     inside = [slice(0, sinks), slice(start, end)]
-    return best, attend_pass(view.query, own, lambda head: pairs(cached, head), view.scale, inside, on_weights)
+    return best, attend_pass(
+        view.query, own, lambda head: pairs(cached, head), view.scale, inside, on_weights
+    )
 
 
 def pairs(cached: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""KVzip+ (the normalization of arXiv:2601.07891 in KVzip, as in kvpress): what a pair adds to the residual stream.
+"""KVzip+ (the normalization of arXiv:2601.07891 in KVzip, as in kvpress): what a pair adds to the
+residual stream.
 
-With x_j the input of the attention module (after the input norm), v_i the value and W_hg the columns of the output
-projection that belong to query head (h, g),
+With x_j the input of the attention module (after the input norm), v_i the value and W_hg the
+columns of the output projection that belong to query head (h, g),
 
     score_i = max over j, g of  A_ji * ||W_hg v_i|| / ||x_j||.
 """
@@ -23,11 +24,17 @@ class KVzipPlus(KVzip):
 
     name: ClassVar[str] = "kvzip+"
 
-    def chunk_scores(self, view: LayerView, cached: CacheLayerMixin, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """See KVzip. The column factor is the same for every row, so the row maximum is taken first."""
+    def chunk_scores(
+        self, view: LayerView, cached: CacheLayerMixin, start: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """See KVzip. The column factor is the same for every row, so the row maximum is taken
+        first.
+        """
         rows = 1 / view.hidden.float().norm(dim=-1)  # (Q,)
         best, output = column_maxima(view, cached, start, end, min(self.sinks, start), rows)
-        columns = output_norms(view.module.o_proj.weight, cached.values[0, :, start:end], best.shape[1])
+        columns = output_norms(
+            view.module.o_proj.weight, cached.values[0, :, start:end], best.shape[1]
+        )
         return (best * columns).amax(1), output
 
 

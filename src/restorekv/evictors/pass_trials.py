@@ -1,8 +1,9 @@
-"""Small passes over a full cache, on which `blocked.py` and triton_maxima.py are compared with the weights in float64.
+"""Small passes over a full cache, on which `blocked.py` and triton_maxima.py are compared with the
+weights in float64.
 
-The pass's own pairs, the first columns (`sinks`) and the columns from `start` to `end` share a softmax, whose highest
-weights are compared; the output is compared over all columns. A third of the queries is random; the others point at
-one column each, at the edges of tiles and of that softmax.
+The pass's own pairs, the first columns (`sinks`) and the columns from `start` to `end` share a
+softmax, whose highest weights are compared; the output is compared over all columns. A third of the
+queries is random; the others point at one column each, at the edges of tiles and of that softmax.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Pairs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """Q rows over K cached columns; keys and values lie columns first, as an offloaded layer does, if `transposed`."""
+    """Q rows over K cached columns; keys and values lie columns first, as an offloaded layer does,
+    if `transposed`.
+    """
 
     name: str
     rows: int
@@ -44,10 +47,12 @@ PASSES = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Query (H, G, Q, D), own pairs (H, Q, D) and cached ones (H, K, D) on the CPU, and the definition's results.
+    """Query (H, G, Q, D), own pairs (H, Q, D) and cached ones (H, K, D) on the CPU, and the
+    definition's results.
 
-    output (Q, H * G, D) and weights (H, G, Q, W + Q) are float64; the latter over the columns of the softmax. sizes are
-    the weighted means of absolute values, which errors of the output are relative to (proofs.tolerance).
+    output (Q, H * G, D) and weights (H, G, Q, W + Q) are float64; the latter over the columns of
+    the softmax. sizes are the weighted means of absolute values, which errors of the output are
+    relative to (proofs.tolerance).
     """
 
     query: Tensor
@@ -68,11 +73,27 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     heads, rows, dim, dtype = target.heads, each.rows, target.dim, target.dtype
-    own, cached = (tuple(draw(heads, count, dim).to(dtype) for _ in range(2)) for count in (rows, each.held))
+    own, cached = (
+        tuple(draw(heads, count, dim).to(dtype) for _ in range(2)) for count in (rows, each.held)
+    )
     keys, values = (torch.cat(both, 1).double() for both in zip(cached, own, strict=True))
     query = draw(heads, target.groups, rows, dim) * 2
-    edges = {0, 15, 16, 63, 64, each.sinks, each.start, each.end - 1, each.end, each.held, each.held + 1}
-    places = sorted(place for place in edges | {each.held + rows - 1} if 0 <= place < each.held + rows)
+    edges = {
+        0,
+        15,
+        16,
+        63,
+        64,
+        each.sinks,
+        each.start,
+        each.end - 1,
+        each.end,
+        each.held,
+        each.held + 1,
+    }
+    places = sorted(
+        place for place in edges | {each.held + rows - 1} if 0 <= place < each.held + rows
+    )
     for head in range(heads):
         point_at(query[head], keys[head, places])
     query, scale = query.to(dtype), dim**-0.5
@@ -87,8 +108,15 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
     chosen = [*range(each.sinks), *range(each.start, each.end), *range(each.held, each.held + rows)]
     largest = float(logits.masked_fill(later, 0).abs().max())
     return Inputs(
-        query, own, cached, scale, output, logits[..., chosen].softmax(-1), tolerance(dtype, largest), sizes,
-    )  # fmt: skip
+        query,
+        own,
+        cached,
+        scale,
+        output,
+        logits[..., chosen].softmax(-1),
+        tolerance(dtype, largest),
+        sizes,
+    )
 
 
 def lay(pairs: Pairs, each: Pass, device: torch.device) -> Pairs:
@@ -98,49 +126,65 @@ def lay(pairs: Pairs, each: Pass, device: torch.device) -> Pairs:
     return tuple(x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in pairs)
 
 
-def compare(name: str, inputs: Inputs, output: Tensor, best: Tensor, wanted: Tensor) -> Iterator[Measured]:
+def compare(
+    name: str, inputs: Inputs, output: Tensor, best: Tensor, wanted: Tensor
+) -> Iterator[Measured]:
     """Compares an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
     error = float(((output.cpu().double() - inputs.output).abs() / inputs.sizes).max())
     yield Measured(f"{name}: output", error, inputs.allowed)
     if wanted.numel():
-        # A weight is a power of a float32 logit, whatever the dtype: relative to itself, and to the least that counts.
+        # A weight is a power of a float32 logit, whatever the dtype: relative to itself, and to the
+        # least that counts.
         error = float(((best.cpu().double() - wanted).abs() / (wanted + 1e-4)).max())
         yield Measured(f"{name}: highest weights", error, max(1e-4, weight_tolerance(inputs)))
 
 
 def weight_tolerance(inputs: Inputs) -> float:
-    """Returns the relative error of a weight that rounding explains: logits are float32 in every dtype."""
+    """Returns the relative error of a weight that rounding explains: logits are float32 in every
+    dtype.
+    """
     return 4 * tolerance(torch.float32, float(inputs.query.double().norm(dim=-1).max()))
 
 
 def measure_blocked(target: Target) -> Iterator[Measured]:
-    """Compares `blocked` with the definition: output, and the highest weight that any row gives each column."""
+    """Compares `blocked` with the definition: output, and the highest weight that any row gives
+    each column.
+    """
     for each in PASSES:
         inputs = make_inputs(target, each)
         cached = lay(inputs.cached, each, target.device)
         width = inputs.weights.shape[-1]
         best = torch.zeros(target.heads, target.groups, width, device=target.device)
 
-        def on_weights(head: int, low: int, high: int, weights: Tensor, best: Tensor = best) -> None:
+        def on_weights(
+            head: int, low: int, high: int, weights: Tensor, best: Tensor = best
+        ) -> None:
             reached = best[head, :, : weights.shape[-1]]
             torch.maximum(reached, weights.amax(1), out=reached)
 
         output = blocked.attend(
-            inputs.query.to(target.device), lay(inputs.own, each, target.device),
-            lambda head, cached=cached: tuple(x[head] for x in cached), inputs.scale,
-            [slice(0, each.sinks), slice(each.start, each.end)], on_weights,
-        )  # fmt: skip
+            inputs.query.to(target.device),
+            lay(inputs.own, each, target.device),
+            lambda head, cached=cached: tuple(x[head] for x in cached),
+            inputs.scale,
+            [slice(0, each.sinks), slice(each.start, each.end)],
+            on_weights,
+        )
         yield from compare(each.name, inputs, output, best, inputs.weights.amax(2))
 
 
 def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
-    """Compares both kernels of triton_maxima.py with the definition, also for own pairs and for weighted rows."""
+    """Compares both kernels of triton_maxima.py with the definition, also for own pairs and for
+    weighted rows.
+    """
     for each in PASSES:
         inputs = make_inputs(target, each)
         device = target.device
         query, own = inputs.query.to(device), lay(inputs.own, each, device)
         cached = lay(inputs.cached, each, device)
-        output, lse = kernels.attend(query, own, cached, inputs.scale, each.sinks, each.start, each.end)
+        output, lse = kernels.attend(
+            query, own, cached, inputs.scale, each.sinks, each.start, each.end
+        )
         width = inputs.weights.shape[-1] - each.rows
         held, mine = inputs.weights.split([width, each.rows], -1)
         best = kernels.highest(query, cached[0][:, each.start : each.end], lse, inputs.scale)
@@ -160,10 +204,21 @@ def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
 
 def register_all(kernels: ModuleType | None) -> None:
     """Makes both components known; `kernels` is triton_maxima.py, if Triton is installed."""
-    register(Component(
-        "blocked", "Scoring in blocks of rows (blocked)", "Slower operations score", everywhere, measure_blocked,
-    ))  # fmt: skip
-    register(Component(
-        "maxima", "The Triton kernels of scoring", "PyTorch's own operations score, more slowly", needs_kernels,
-        lambda target: measure_maxima(kernels, target),
-    ))  # fmt: skip
+    register(
+        Component(
+            "blocked",
+            "Scoring in blocks of rows (blocked)",
+            "Slower operations score",
+            everywhere,
+            measure_blocked,
+        )
+    )
+    register(
+        Component(
+            "maxima",
+            "The Triton kernels of scoring",
+            "PyTorch's own operations score, more slowly",
+            needs_kernels,
+            lambda target: measure_maxima(kernels, target),
+        )
+    )

@@ -29,12 +29,18 @@ Layers = list[dict[str, Tensor]]
 
 
 def convert(source: str, model: PreTrainedModel) -> Gate:
-    """Converts a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises GateError."""
+    """Converts a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises
+    GateError.
+    """
     path = Path(source) if Path(source).exists() else download(source, model)
     if not path.is_file() and not path.is_dir():
-        raise GateError(f"{path} is not a regular file; give a file of Fast KVzip or a folder of KVzap.")
+        raise GateError(
+            f"{path} is not a regular file; give a file of Fast KVzip or a folder of KVzap."
+        )
     if path.is_file() and path.suffix == ".safetensors":
-        raise GateError(f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
+        raise GateError(
+            f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}."
+        )
     kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))
     for index, layer in enumerate(layers):
         check_numbers(source, {f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
@@ -43,7 +49,9 @@ def convert(source: str, model: PreTrainedModel) -> Gate:
 
 
 def download(source: str, model: PreTrainedModel) -> Path:
-    """Downloads the file for `model`, by its name, from Fast KVzip's repository, or a whole KVzap repository."""
+    """Downloads the file for `model`, by its name, from Fast KVzip's repository, or a whole KVzap
+    repository.
+    """
     name = Path(str(model.config.name_or_path)).name.lower()
     file = f"{name}/q{CacheShape.of(model).groups}_dim16_sink16.pt"
     try:
@@ -52,7 +60,9 @@ def download(source: str, model: PreTrainedModel) -> Path:
         return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors"]))
     except Exception as error:  # a malformed id, no network, no such file: many kinds
         what = f"{file} of {source}" if source == FAST_KVZIP else repr(source)
-        raise GateError(f"The gate {what} is not here and cannot be fetched from the hub; check its name.") from error
+        raise GateError(
+            f"The gate {what} is not here and cannot be fetched from the hub; check its name."
+        ) from error
 
 
 def read_pickle(path: Path) -> Layers:
@@ -76,7 +86,9 @@ def read_pickle(path: Path) -> Layers:
 
 
 def check_archive(raw: io.BytesIO) -> None:
-    """Refuses an archive, which a file of torch.save is, that unfolds to much more than it has bytes."""
+    """Refuses an archive, which a file of torch.save is, that unfolds to much more than it has
+    bytes.
+    """
     if zipfile.is_zipfile(raw):
         with zipfile.ZipFile(raw) as archive:
             unfolded = sum(entry.file_size for entry in archive.infolist())
@@ -95,7 +107,11 @@ def read_folder(folder: Path) -> tuple[str, Layers]:
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= read_tensors(file, str(file))[1]
     except (ValueError, AttributeError) as error:
-        raise GateError(f"{folder} is damaged or not a KVzap gate; give a folder with its config.json.") from error
+        raise GateError(
+            f"{folder} is damaged or not a KVzap gate; give a folder with its config.json."
+        ) from error
     if not known:
-        raise GateError(f"{folder} is not a KVzap gate according to its config.json; give a folder of one.")
+        raise GateError(
+            f"{folder} is not a KVzap gate according to its config.json; give a folder of one."
+        )
     return kind, split(folder, tensors)

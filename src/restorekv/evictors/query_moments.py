@@ -1,4 +1,6 @@
-"""The mean and covariance of every head's queries before RoPE, and the attention that such queries would pay."""
+"""The mean and covariance of every head's queries before RoPE, and the attention that such queries
+would pay.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +15,20 @@ from restorekv.model.shape import CacheShape, decoder
 class QueryMoments:
     """Moments of every head's queries before RoPE, of all columns but the first `skip`, in float32.
 
-    `mean` (L, H, G, D); `spread` (L, H, G, D, D) is the sum of (q - mean)(q - mean)^T over count[layer] queries. Chunks
-    are merged as by Chan, Golub and LeVeque (1979): deviations from means are summed, never raw squares, so that no two
-    large sums are subtracted.
+    `mean` (L, H, G, D); `spread` (L, H, G, D, D) is the sum of (q - mean)(q - mean)^T over
+    count[layer] queries. Chunks are merged as by Chan, Golub and LeVeque (1979): deviations from
+    means are summed, never raw squares, so that no two large sums are subtracted.
     """
 
     def __init__(self, model: Model, skip: int) -> None:
         if not all(hasattr(layer.self_attn, "q_proj") for layer in decoder(model).layers):
-            raise ModelError(f"{type(model).__name__} has no q_proj; use an evictor other than expected-attention.")
+            raise ModelError(
+                f"{type(model).__name__} has no q_proj; use an evictor other than expected-attention."
+            )
         shape = CacheShape.of(model)
-        self.mean = torch.zeros(shape.layers, shape.heads, shape.groups, shape.head_dim, device=model.device)
+        self.mean = torch.zeros(
+            shape.layers, shape.heads, shape.groups, shape.head_dim, device=model.device
+        )
         self.spread = self.mean.unsqueeze(-1).repeat(1, 1, 1, 1, shape.head_dim)
         self.count, self.skip = [0] * shape.layers, skip
 
@@ -43,7 +49,9 @@ class QueryMoments:
         self.count[layer] = seen + new
 
     def ahead(self, model: Model, layer: int, start: int, future: int) -> tuple[Tensor, Tensor]:
-        """Returns R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ... start + future - 1."""
+        """Returns R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
+        start + future - 1.
+        """
         positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
         cos, sin = (x[0].mean(0) for x in decoder(model).rotary_emb(self.mean, positions))
         mean, covariance = self.mean[layer], self.spread[layer] / max(self.count[layer], 1)
@@ -53,15 +61,19 @@ class QueryMoments:
 
 
 def unrotated(module: nn.Module, hidden: Tensor) -> Tensor:
-    """hidden (Q, d) -> queries (H * G, Q, D) float32 before RoPE, after QK-norm if the model has one."""
+    """hidden (Q, d) -> queries (H * G, Q, D) float32 before RoPE, after QK-norm if the model has
+    one.
+    """
     query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
     return (module.q_norm(query) if hasattr(module, "q_norm") else query).transpose(0, 1).float()
 
 
 def expected_weights(key: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Returns (H, K), the mean over G of E[exp(q k_i / sqrt(D))], normalized to sum 1, for Gaussian q.
+    """Returns (H, K), the mean over G of E[exp(q k_i / sqrt(D))], normalized to sum 1, for Gaussian
+    q.
 
-    key (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G * K * D floats.
+    key (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G *
+    K * D floats.
     """
     dim, weights = key.shape[-1], []
     for k, m, c in zip(key, mean, covariance, strict=True):

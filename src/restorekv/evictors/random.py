@@ -1,8 +1,8 @@
 """Random eviction, which every method must beat.
 
-score_i is uniform in [0, 1), drawn on the CPU from `seed` and the context's ids: one context always gets the same bits,
-on every device, and two contexts get independent ones. RandomPress of kvpress 0.5.5 has no seed by default and, given
-one, draws the same scores in every layer.
+score_i is uniform in [0, 1), drawn on the CPU from `seed` and the context's ids: one context always
+gets the same bits, on every device, and two contexts get independent ones. RandomPress of kvpress
+0.5.5 has no seed by default and, given one, draws the same scores in every layer.
 """
 
 import zlib
@@ -30,8 +30,19 @@ class Random(Evictor):
             raise RestoreKVError(f"random takes a seed from 0 to 2**32 - 1, not {self.seed}.")
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T) in [0, 1)."""
         shape = CacheShape.of(model)
-        generator = torch.Generator().manual_seed(zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed))
-        return torch.rand(shape.layers, shape.heads, context.tokens, generator=generator).to(model.device)
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
+        )
+        return torch.rand(shape.layers, shape.heads, context.tokens, generator=generator).to(
+            model.device
+        )

@@ -1,13 +1,15 @@
-"""SnapKV (arXiv:2404.14469), query-agnostic as in the paper's appendix: keeps what the end of the context attends to.
+"""SnapKV (arXiv:2404.14469), query-agnostic as in the paper's appendix: keeps what the end of the
+context attends to.
 
 With the last w positions of the context as observation window,
 
     score_i = mean over the window's queries j of softmax_i(q_j k_i / sqrt(D)), max-pooled over 7 neighboring columns,
 
-and the window itself is always kept. Where the appendix says nothing there are settings: `groups` reduces the query
-heads of a KV head before pooling ("mean", as in the code that RestoreKV's authors published, or "max"); the first
-`sinks` columns of the context are kept too (0; 4 in that code). The softmax is causal over every key, prefix and window
-included; the pool is over the context's columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
+and the window itself is always kept. Where the appendix says nothing there are settings: `groups`
+reduces the query heads of a KV head before pooling ("mean", as in the code that RestoreKV's authors
+published, or "max"); the first `sinks` columns of the context are kept too (0; 4 in that code). The
+softmax is causal over every key, prefix and window included; the pool is over the context's
+columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +45,9 @@ class SnapKV(Evictor):
                 f"snapkv takes window >= 1 and an odd kernel up to 1023, not {self.window} and {self.kernel}."
             )
         if self.pool not in ("max", "avg") or self.groups not in REDUCTIONS:
-            raise RestoreKVError(f"snapkv takes pool=max|avg and groups=max|mean, not {self.pool} and {self.groups}.")
+            raise RestoreKVError(
+                f"snapkv takes pool=max|avg and groups=max|mean, not {self.pool} and {self.groups}."
+            )
 
     def latest(self, context: Context) -> int:
         return min(self.window, context.tokens)
@@ -52,25 +56,43 @@ class SnapKV(Evictor):
         return replace(self, sinks=0)
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
-        """Returns (L, H, T) with the window highest; of a budget smaller than the window, its latest columns stay."""
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
+        """Returns (L, H, T) with the window highest; of a budget smaller than the window, its
+        latest columns stay.
+        """
         shape, window = CacheShape.of(model), min(self.window, context.tokens)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         start = context.positions - window
 
         def on_layer(view: LayerView) -> None:
-            scores[view.layer, :, : context.tokens - window] = self.window_attention(view, context.prefix, start)
+            scores[view.layer, :, : context.tokens - window] = self.window_attention(
+                view, context.prefix, start
+            )
 
         if start > context.prefix:
             ids = context.ids[:, start:].to(model.device)
             with observe_layers(model, on_layer):
-                decoder(model)(input_ids=ids, past_key_values=read_only_view(full, start), use_cache=True)
+                decoder(model)(
+                    input_ids=ids, past_key_values=read_only_view(full, start), use_cache=True
+                )
         sinks = range(min(self.sinks, context.tokens - window))
         return pin(scores, [*sinks, *range(context.tokens - window, context.tokens)])
 
     def window_attention(self, view: LayerView, first: int, last: int) -> Tensor:
-        """Returns (H, last - first): the queries' attention to these columns, averaged, reduced over G, pooled."""
-        total = sum(weights[..., first:last].sum(2) for _, _, weights in attention_blocks(view.query, view.key))
+        """Returns (H, last - first): the queries' attention to these columns, averaged, reduced
+        over G, pooled.
+        """
+        total = sum(
+            weights[..., first:last].sum(2)
+            for _, _, weights in attention_blocks(view.query, view.key)
+        )
         mean = over_groups(total / view.query.shape[2], self.groups)
         pool = F.max_pool1d if self.pool == "max" else F.avg_pool1d
         return pool(mean, self.kernel, stride=1, padding=self.kernel // 2)

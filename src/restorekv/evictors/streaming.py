@@ -1,8 +1,10 @@
-"""StreamingLLM (arXiv:2309.17453): keeps the first tokens, as attention sinks, and the most recent ones.
+"""StreamingLLM (arXiv:2309.17453): keeps the first tokens, as attention sinks, and the most recent
+ones.
 
-score_i = i, the column, with the `sinks` first columns of the whole sequence above all others, the first one highest;
-sinks in the chat prefix need no score. Sinks and budget are those of StreamingLLMPress of kvpress 0.5.5, which scores
-1 or 0 for one compression ratio; unlike in the paper, keys keep their RoPE phase.
+score_i = i, the column, with the `sinks` first columns of the whole sequence above all others, the
+first one highest; sinks in the chat prefix need no score. Sinks and budget are those of
+StreamingLLMPress of kvpress 0.5.5, which scores 1 or 0 for one compression ratio; unlike in the
+paper, keys keep their RoPE phase.
 """
 
 from dataclasses import dataclass
@@ -28,13 +30,24 @@ class Streaming(Evictor):
         at_least_zero(self, "sinks")
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T), whole numbers."""
         shape = CacheShape.of(model)
-        recency = torch.arange(context.prefix, context.positions, dtype=torch.float32, device=model.device)
+        recency = torch.arange(
+            context.prefix, context.positions, dtype=torch.float32, device=model.device
+        )
         return pin(recency.repeat(shape.layers, shape.heads, 1), sink_columns(self.sinks, context))
 
 
 def sink_columns(sinks: int, context: Context) -> range:
-    """Returns which of the T columns are among the sequence's first `sinks`, in `pin`'s order: the first comes last."""
+    """Returns which of the T columns are among the sequence's first `sinks`, in `pin`'s order: the
+    first comes last.
+    """
     return range(min(sinks - context.prefix, context.tokens) - 1, -1, -1)

@@ -2,8 +2,9 @@
 
     score_i = mean over all H * G query heads of a layer of softmax_i(q_last k_i / sqrt(D)),
 
-the same for every KV head of the layer; the softmax is over the whole sequence, prefix included. The last token itself
-is always kept, as in TOVAPress of kvpress 0.5.5, while in the paper its weight decides. No settings.
+the same for every KV head of the layer; the softmax is over the whole sequence, prefix included.
+The last token itself is always kept, as in TOVAPress of kvpress 0.5.5, while in the paper its
+weight decides. No settings.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,14 @@ class TOVA(Evictor):
         return LAST.latest(context)
 
     @torch.no_grad()
-    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+    def score(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: Cache,
+        observer: None = None,
+    ) -> Tensor:
         """Returns (L, H, T), at least 0."""
         weights = LAST.score(model, tokenizer, context, full)
         return weights.mean(1, keepdim=True).repeat(1, weights.shape[1], 1)

@@ -1,11 +1,12 @@
-"""Two Triton kernels for a pass's attention and the highest weight that any of its rows gives each column.
+"""Two Triton kernels for a pass's attention and the highest weight that any of its rows gives each
+column.
 
     attend    one program per block of rows and query head: the output over all pairs, and the log2-sum-exp2 l_j of each
               row over those that share a softmax
     highest   one program per block of columns and query head, over all rows: max over j of 2^(x_ji - l_j + log2 w_j)
 
-Logits x_ji are in units of log 2, float32, and computed twice: memory beyond the output is one number per row and one
-per column for each query head. Equal inputs give equal bits.
+Logits x_ji are in units of log 2, float32, and computed twice: memory beyond the output is one
+number per row and one per column for each query head. Equal inputs give equal bits.
 """
 
 # ruff: noqa: N803
@@ -15,11 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from restorekv.model.attention.triton_attend import DTYPES, contiguous_rows, factor_type, pairs_at_once, resources
+from restorekv.model.attention.triton_attend import (
+    DTYPES,
+    contiguous_rows,
+    factor_type,
+    pairs_at_once,
+    resources,
+)
 from restorekv.model.attention.triton_kernels import LOG2E
 
 Pairs = tuple[Tensor, Tensor]
-VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]  # kernels are not specialized for these
+# Kernels are not specialized for these.
+VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]
 
 
 def usable(query: Tensor) -> bool:
@@ -30,9 +38,11 @@ def usable(query: Tensor) -> bool:
 def attend(
     query: Tensor, own: Pairs, cached: Pairs, scale: float, sinks: int, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """query (H, G, Q, D), own keys and values (H, Q, D), cached ones (H, K, D) -> (Q, H * G, D) and l (H, G, Q).
+    """query (H, G, Q, D), own keys and values (H, Q, D), cached ones (H, K, D) -> (Q, H * G, D) and
+    l (H, G, Q).
 
-    Own pairs (causal) share a softmax with the cached columns before `sinks` and those from `start` >= sinks to `end`.
+    Own pairs (causal) share a softmax with the cached columns before `sinks` and those from `start`
+    >= sinks to `end`.
     """
     heads, groups, rows, width = query.shape
     query, *pairs = map(contiguous_rows, (query, *own, *cached))
@@ -41,17 +51,36 @@ def attend(
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
         attend_kernel[(triton.cdiv(rows, m), heads * groups)](
-            query, *pairs, output, lse, rows, sinks, start, end, cached[0].shape[1],
-            *query.stride()[:3], *(step for x in pairs for step in x.stride()[:2]),
-            scale * LOG2E.value, groups, width, m, n, block_d, factor_type(query.dtype), **options,
-        )  # fmt: skip
+            query,
+            *pairs,
+            output,
+            lse,
+            rows,
+            sinks,
+            start,
+            end,
+            cached[0].shape[1],
+            *query.stride()[:3],
+            *(step for x in pairs for step in x.stride()[:2]),
+            scale * LOG2E.value,
+            groups,
+            width,
+            m,
+            n,
+            block_d,
+            factor_type(query.dtype),
+            **options,
+        )
     return output.flatten(1, 2), lse
 
 
-def highest(query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = False, diagonal: bool = True) -> Tensor:
+def highest(
+    query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = False, diagonal: bool = True
+) -> Tensor:
     """query (H, G, Q, D), keys (H, n, D), l - log2 w (H, G, Q) -> (H, G, n) float32.
 
-    With `own`, the keys are the rows' own, which earlier rows do not see; without `diagonal`, neither does the row.
+    With `own`, the keys are the rows' own, which earlier rows do not see; without `diagonal`,
+    neither does the row.
     """
     heads, groups, rows, width = query.shape
     query, keys, lse = contiguous_rows(query), contiguous_rows(keys), lse.contiguous()
@@ -59,27 +88,69 @@ def highest(query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = 
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
         highest_kernel[(triton.cdiv(keys.shape[1], m), heads * groups)](
-            query, keys, lse, best, rows, keys.shape[1], int(not diagonal), *query.stride()[:3], *keys.stride()[:2],
-            scale * LOG2E.value, own, groups, width, m, n, block_d, factor_type(query.dtype), **options,
-        )  # fmt: skip
+            query,
+            keys,
+            lse,
+            best,
+            rows,
+            keys.shape[1],
+            int(not diagonal),
+            *query.stride()[:3],
+            *keys.stride()[:2],
+            scale * LOG2E.value,
+            own,
+            groups,
+            width,
+            m,
+            n,
+            block_d,
+            factor_type(query.dtype),
+            **options,
+        )
     return best
 
 
 def sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
-    """Returns the rows of a program, the rows it loads at once, their padded width, and options for the launch."""
+    """Returns the rows of a program, the rows it loads at once, their padded width, and options for
+    the launch.
+    """
     block_d = max(triton.next_power_of_2(query.shape[-1]), 16)
     m, warps, stages = resources(query.dtype, block_d, query.shape[2])
-    return m, pairs_at_once(block_d, query.dtype), block_d, {"num_warps": warps, "num_stages": stages}
+    return (
+        m,
+        pairs_at_once(block_d, query.dtype),
+        block_d,
+        {"num_warps": warps, "num_stages": stages},
+    )
 
 
 @triton.jit
-def accumulate(q, keys, values, key_row, value_row, best, weight, output, count, cut, first, second, limit, scale,
-               OWN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-               FACTOR: tl.constexpr):  # fmt: skip
-    """Adds `count` pairs to a softmax's highest logit (M,), sum of weights (M,) and of weighted values (M, BLOCK_D).
+def accumulate(
+    q,
+    keys,
+    values,
+    key_row,
+    value_row,
+    best,
+    weight,
+    output,
+    count,
+    cut,
+    first,
+    second,
+    limit,
+    scale,
+    OWN: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Adds `count` pairs to a softmax's highest logit (M,), sum of weights (M,) and of weighted
+    values (M, BLOCK_D).
 
-    Pair i is at i + first, and from `cut` on at i + second, times key_row and value_row numbers; OWN: row j sees the
-    pairs up to limit[j].
+    Pair i is at i + first, and from `cut` on at i + second, times key_row and value_row numbers;
+    OWN: row j sees the pairs up to limit[j].
     """
     column = tl.arange(0, BLOCK_D)[None, :]
     for low in range(0, count, N):
@@ -104,11 +175,41 @@ def accumulate(q, keys, values, key_row, value_row, best, weight, output, count,
 
 
 @triton.jit(do_not_specialize=VARYING)
-def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, sinks, start, stop, columns, q_head,
-                  q_group, q_row, own_key_head, own_key_row, own_value_head, own_value_row, key_head, key_row,
-                  value_head, value_row, scale, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                  BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """Attends with M rows of one query head to own pairs, to cached pairs in their softmax, and to the rest."""
+def attend_kernel(
+    query,
+    own_keys,
+    own_values,
+    keys,
+    values,
+    output,
+    lse,
+    rows,
+    sinks,
+    start,
+    stop,
+    columns,
+    q_head,
+    q_group,
+    q_row,
+    own_key_head,
+    own_key_row,
+    own_value_head,
+    own_value_row,
+    key_head,
+    key_row,
+    value_head,
+    value_row,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Attends with M rows of one query head to own pairs, to cached pairs in their softmax, and to
+    the rest.
+    """
     pair = tl.program_id(1).to(tl.int64)
     head, group = pair // G, pair % G
     row = tl.program_id(0) * M + tl.arange(0, M)
@@ -120,22 +221,98 @@ def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, 
     own_key, own_value = own_keys + head * own_key_head, own_values + head * own_value_head
     key, value = keys + head * key_head, values + head * value_head
     end, gap = tl.minimum(tl.program_id(0) * M + M, rows), start - sinks
-    best, weight, total = accumulate(q, own_key, own_value, own_key_row, own_value_row, best, weight, total, end, 0, 0,
-                                     0, row, scale, True, D, N, BLOCK_D, FACTOR)  # fmt: skip
-    best, weight, total = accumulate(q, key, value, key_row, value_row, best, weight, total, sinks + stop - start,
-                                     sinks, 0, gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = accumulate(
+        q,
+        own_key,
+        own_value,
+        own_key_row,
+        own_value_row,
+        best,
+        weight,
+        total,
+        end,
+        0,
+        0,
+        0,
+        row,
+        scale,
+        True,
+        D,
+        N,
+        BLOCK_D,
+        FACTOR,
+    )
+    best, weight, total = accumulate(
+        q,
+        key,
+        value,
+        key_row,
+        value_row,
+        best,
+        weight,
+        total,
+        sinks + stop - start,
+        sinks,
+        0,
+        gap,
+        row,
+        scale,
+        False,
+        D,
+        N,
+        BLOCK_D,
+        FACTOR,
+    )
     tl.store(lse + pair * rows + row, best + tl.log2(weight), mask=real)
-    best, weight, total = accumulate(q, key, value, key_row, value_row, best, weight, total, gap + columns - stop, gap,
-                                     sinks, stop - gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = accumulate(
+        q,
+        key,
+        value,
+        key_row,
+        value_row,
+        best,
+        weight,
+        total,
+        gap + columns - stop,
+        gap,
+        sinks,
+        stop - gap,
+        row,
+        scale,
+        False,
+        D,
+        N,
+        BLOCK_D,
+        FACTOR,
+    )
     place = output + (row.to(tl.int64)[:, None] * tl.num_programs(1) + pair) * D + column
     mean = total / weight[:, None]
     tl.store(place, mean.to(output.dtype.element_ty), mask=real[:, None] & (column < D))
 
 
 @triton.jit(do_not_specialize=VARYING)
-def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_group, q_row, key_head, key_row, scale,
-                   OWN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
+def highest_kernel(
+    query,
+    keys,
+    lse,
+    best,
+    rows,
+    columns,
+    skipped,
+    q_head,
+    q_group,
+    q_row,
+    key_head,
+    key_row,
+    scale,
+    OWN: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
     """Finds the highest weight of M columns of one query head, over all rows that see them."""
     pair = tl.program_id(1).to(tl.int64)
     head, group = pair // G, pair % G

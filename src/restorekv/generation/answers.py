@@ -1,4 +1,6 @@
-"""Questions to texts: what `ask`, `ask_many` and conversations return, and inputs for transformers' own `generate`."""
+"""Questions to texts: what `ask`, `ask_many` and conversations return, and inputs for transformers'
+own `generate`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ Asked = tuple[Context, RaggedCache, str]
 class Answer:
     """An answer and how it came about.
 
-    `ids` are all that was written, with the EOS. `finish` is "stop" where the model, a stop string or a criterion ended
-    it, "length" where the limit did. `read` counts the tokens of the question with the template around it. With
-    `logprobs` asked for, there is a log-probability for every id, and the likeliest ids with theirs.
+    `ids` are all that was written, with the EOS. `finish` is "stop" where the model, a stop string
+    or a criterion ended it, "length" where the limit did. `read` counts the tokens of the question
+    with the template around it. With `logprobs` asked for, there is a log-probability for every id,
+    and the likeliest ids with theirs.
     """
 
     text: str
@@ -43,40 +46,63 @@ class Answer:
 def listed(question: str | Sequence[str]) -> list[str]:
     """Returns one question, or a list of them, as a list."""
     if not isinstance(question, str | list | tuple):
-        raise RestoreKVError(f"A question is text, or a list of texts, not {type(question).__name__}.")
+        raise RestoreKVError(
+            f"A question is text, or a list of texts, not {type(question).__name__}."
+        )
     return [question] if isinstance(question, str) else list(question)
 
 
 def ask(
-    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, cache: RaggedCache, questions: Sequence[str],
-    max_new_tokens: int | Sequence[int] = 128, answer_prefix: str = "", graph: bool = False,
-) -> list[str]:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    context: Context,
+    cache: RaggedCache,
+    questions: Sequence[str],
+    max_new_tokens: int | Sequence[int] = 128,
+    answer_prefix: str = "",
+    graph: bool = False,
+) -> list[str]:
     """Returns one greedy answer per question; `cache` itself does not change."""
     asked = [(context, cache, question) for question in questions]
-    return [each[0].text for each in ask_each(model, tokenizer, asked, max_new_tokens, answer_prefix, graph)]
+    return [
+        each[0].text
+        for each in ask_each(model, tokenizer, asked, max_new_tokens, answer_prefix, graph)
+    ]
 
 
 def ask_each(
-    model: PreTrainedModel, tokenizer: Tokenizer, asked: Sequence[Asked],
-    max_new_tokens: int | Sequence[int] = 128, answer_prefix: str = "", graph: bool = False,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    asked: Sequence[Asked],
+    max_new_tokens: int | Sequence[int] = 128,
+    answer_prefix: str = "",
+    graph: bool = False,
     decoding: Decoding = GREEDY,
-) -> list[list[Answer]]:  # fmt: skip
-    """Returns the answers to each question, as many as `decoding` asks samples of, from its context and cache.
+) -> list[list[Answer]]:
+    """Returns the answers to each question, as many as `decoding` asks samples of, from its context
+    and cache.
 
-    `max_new_tokens` is one limit or one per question; `graph` makes every token's step the same work, on a GPU a CUDA
-    graph, and is for greedy answers.
+    `max_new_tokens` is one limit or one per question; `graph` makes every token's step the same
+    work, on a GPU a CUDA graph, and is for greedy answers.
     """
     if graph and not decoding.plain:
-        raise RestoreKVError("graph=True takes the likeliest token alone; leave it or the other options out.")
+        raise RestoreKVError(
+            "graph=True takes the likeliest token alone; leave it or the other options out."
+        )
     limits, samples = generate.limits_of(max_new_tokens, len(asked)), decoding.samples
-    prompts = [question_ids(tokenizer, context, question, answer_prefix)[0] for context, _, question in asked]
+    prompts = [
+        question_ids(tokenizer, context, question, answer_prefix)[0]
+        for context, _, question in asked
+    ]
     repeated = [number for number in range(len(asked)) for _ in range(samples)]
     read = (torch.cat([asked[number][0].ids[0], prompts[number]])[None] for number in repeated)
     stops = generate.stop_ids(model, tokenizer)
     seeds = [decoding.seed + place % samples for place in range(len(repeated))]
     rows = rows_of(decoding, tokenizer, read, seeds, stops)
     caches, own = [asked[number][1] for number in repeated], [limits[number] for number in repeated]
-    ids = generate.answer_ids(model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows)
+    ids = generate.answer_ids(
+        model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows
+    )
     answers = [
         answer_of(tokenizer, written.tolist(), stops, len(prompts[number]), rows and rows[place])
         for place, (number, written) in enumerate(zip(repeated, ids, strict=True))
@@ -84,8 +110,12 @@ def ask_each(
     return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
 
-def answer_of(tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: Row | None) -> Answer:
-    """Returns what was written as an Answer, whose text starts with no space and ends before any stop string."""
+def answer_of(
+    tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: Row | None
+) -> Answer:
+    """Returns what was written as an Answer, whose text starts with no space and ends before any
+    stop string.
+    """
     text = generate.answer_text(tokenizer, ids, stops)
     cut = first_stop(row.decoding.stop, text) if row else None
     finish = "stop" if ids[-1] in stops or cut is not None or (row and row.ends()) else "length"
@@ -101,20 +131,33 @@ def shown(written: list[Answer], details: bool, samples: int) -> str | Answer | 
 
 
 def stream(
-    model: PreTrainedModel, tokenizer: Tokenizer, asked: Asked, max_new_tokens: int = 128, answer_prefix: str = "",
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    asked: Asked,
+    max_new_tokens: int = 128,
+    answer_prefix: str = "",
     decoding: Decoding = GREEDY,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Returns an iterator over the pieces of an answer, which together are its text."""
     context, cache, question = asked
     if decoding.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
-    prompt, stops = question_ids(tokenizer, context, question, answer_prefix)[0], generate.stop_ids(model, tokenizer)
-    rows = rows_of(decoding, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [decoding.seed], stops)
-    written = generate.tokens(model, tokenizer, cache, [prompt], generate.limits_of(max_new_tokens, 1), rows=rows)
+    prompt, stops = (
+        question_ids(tokenizer, context, question, answer_prefix)[0],
+        generate.stop_ids(model, tokenizer),
+    )
+    rows = rows_of(
+        decoding, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [decoding.seed], stops
+    )
+    written = generate.tokens(
+        model, tokenizer, cache, [prompt], generate.limits_of(max_new_tokens, 1), rows=rows
+    )
     return pieces(tokenizer, (token for _, token in written), stops, decoding.stop)
 
 
-def pieces(tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()) -> Iterator[str]:
+def pieces(
+    tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()
+) -> Iterator[str]:
     """Yields the text of a growing answer as soon as it is certain."""
     text = Growing(tokenizer, stops, stop)
     for token in written:
@@ -125,7 +168,8 @@ def pieces(tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: 
 
 
 class Growing:
-    """The text of an answer that is being written, of which whole characters are certain, and no part of a stop string.
+    """The text of an answer that is being written, of which whole characters are certain, and no
+    part of a stop string.
 
     As a whole it starts with no space and ends before any stop string.
     """
@@ -135,7 +179,8 @@ class Growing:
         self.stops = stops
         self.stop = stop
         self.stream = TextStream(tokenizer, skip_special_tokens=True)
-        self.end: int | None = None  # an id of `stops`, which is part of the text only if another one follows
+        # An id of `stops`, which is part of the text only if another one follows.
+        self.end: int | None = None
         self.sent = 0  # characters
 
     def push(self, token: int) -> str:
@@ -171,21 +216,29 @@ def held_back(text: str, stop: Sequence[str]) -> int:
 
 
 def generate_inputs(
-    tokenizer: Tokenizer, context: Context, cache: RaggedCache, question: str, answer_prefix: str = "",
+    tokenizer: Tokenizer,
+    context: Context,
+    cache: RaggedCache,
+    question: str,
+    answer_prefix: str = "",
     plain: bool = False,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Returns inputs for model.generate(..., past_key_values=cache.fork()), or cache.to_dynamic_cache() if `plain`.
+) -> dict[str, Tensor]:
+    """Returns inputs for model.generate(..., past_key_values=cache.fork()), or
+    cache.to_dynamic_cache() if `plain`.
 
-    As always with a filled cache, ids and mask span everything seen: context, one placeholder per restore token or
-    position of an offset, question. A plain cache has seen only what it holds: placeholders stand for that, and
-    positions say where the question goes on. The answer is result[:, input_ids.shape[1]:].
+    As always with a filled cache, ids and mask span everything seen: context, one placeholder per
+    restore token or position of an offset, question. A plain cache has seen only what it holds:
+    placeholders stand for that, and positions say where the question goes on. The answer is
+    result[:, input_ids.shape[1]:].
     """
     asked = question_ids(tokenizer, context, question, answer_prefix)
     placeholder = tokenizer.pad_token_id or 0
     if plain:
         held, first = cache.layers[0].bounds[1] + cache.restore, cache.get_seq_length()
         ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
-        positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[None]
+        positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[
+            None
+        ]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
     between = cache.positions - context.positions + cache.restore
     ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)

@@ -1,8 +1,9 @@
-"""Conversations over a compressed context: the turns stay in the dense tail, and no token is read twice.
+"""Conversations over a compressed context: the turns stay in the dense tail, and no token is read
+twice.
 
-The tail holds what the chat template makes of the whole conversation: the document and the first question are the
-user's first message, and later turns follow as they were read and written. What a template would change about earlier
-turns afterwards, such as dropping their thoughts, stays.
+The tail holds what the chat template makes of the whole conversation: the document and the first
+question are the user's first message, and later turns follow as they were read and written. What a
+template would change about earlier turns afterwards, such as dropping their thoughts, stays.
 """
 
 from __future__ import annotations
@@ -31,11 +32,24 @@ from restorekv.generation.constraint import Constraint
 from restorekv.generation.sampling import Decoding, DecodingOptions, Row, first_stop
 from restorekv.model.load import longest
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, between_turns, check_question, encode, system_text, tell_beyond
+from restorekv.model.prompt import (
+    Context,
+    between_turns,
+    check_question,
+    encode,
+    system_text,
+    tell_beyond,
+)
 from restorekv.model.support import refuse_beyond
 
 FORMAT, VERSION = "restorekv-chat", 1
-SAVED = {"question": str, "answer": str, "read": list[int], "written": list[int], "finish": Literal["stop", "length"]}
+SAVED = {
+    "question": str,
+    "answer": str,
+    "read": list[int],
+    "written": list[int],
+    "finish": Literal["stop", "length"],
+}
 
 
 class ChatContext(Protocol):
@@ -59,7 +73,9 @@ class ChatContext(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer: the ids that were read for it, and seconds to the first token and the last."""
+    """A question and its answer: the ids that were read for it, and seconds to the first token and
+    the last.
+    """
 
     question: str
     answer: Answer
@@ -69,7 +85,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Chat:
-    """A conversation over `document`. `system` is said once, between the text and the first question.
+    """A conversation over `document`. `system` is said once, between the text and the first
+    question.
 
     A system message in its usual place is a matter of compressing: `compress(..., system=...)`.
     """
@@ -91,23 +108,34 @@ class Chat:
         vars(self).update(state, running=threading.Lock())
 
     def ask(
-        self, question: str, max_new_tokens: int = 512, stream: bool = False, details: bool = False,
+        self,
+        question: str,
+        max_new_tokens: int = 512,
+        stream: bool = False,
+        details: bool = False,
         **options: Unpack[DecodingOptions],
-    ) -> str | Answer | Iterator[str]:  # fmt: skip
+    ) -> str | Answer | Iterator[str]:
         """Returns the answer, or an iterator over its pieces, and remembers both.
 
-        `options` are those of `Decoding`; details=True returns an `Answer`, but not with stream=True. A turn that is
-        broken off, by an error or by leaving the iterator, has not happened. Only one turn can be written at a time.
+        `options` are those of `Decoding`; details=True returns an `Answer`, but not with
+        stream=True. A turn that is broken off, by an error or by leaving the iterator, has not
+        happened. Only one turn can be written at a time.
         """
         decoding, document = Decoding.make(**options), self.document
         if stream and details:
-            raise RestoreKVError("Only the text of an answer can be streamed; leave out stream or details.")
+            raise RestoreKVError(
+                "Only the text of an answer can be streamed; leave out stream or details."
+            )
         if decoding.samples > 1:
-            raise RestoreKVError("A conversation has one answer to a question; fork it for several.")
+            raise RestoreKVError(
+                "A conversation has one answer to a question; fork it for several."
+            )
         (limit,) = generate.limits_of([max_new_tokens], 1)
         self.question_ids(question)  # refuses a wrong one now, not when the first piece is wanted
         stops = generate.stop_ids(document.model, document.tokenizer)
-        constraint = Constraint.make(document.tokenizer, decoding.json_schema, decoding.regex, stops)
+        constraint = Constraint.make(
+            document.tokenizer, decoding.json_schema, decoding.regex, stops
+        )
         answer = self.answered(question, limit, decoding, stops, constraint)
         if stream:
             return answer
@@ -116,24 +144,37 @@ class Chat:
         said = self.turns[-1].answer
         return said if details else said.text
 
-    async def ask_async(self, question: str, max_new_tokens: int = 512, **options: Any) -> str | Answer:
-        """Answers as `ask` does while other tasks of the event loop go on; a cancelled turn has not happened."""
+    async def ask_async(
+        self, question: str, max_new_tokens: int = 512, **options: Any
+    ) -> str | Answer:
+        """Answers as `ask` does while other tasks of the event loop go on; a cancelled turn has not
+        happened.
+        """
         if options.get("stream"):
-            raise RestoreKVError("Use ask with stream=True in a thread to get the pieces of an answer.")
+            raise RestoreKVError(
+                "Use ask with stream=True in a thread to get the pieces of an answer."
+            )
         return await generate.in_thread(partial(self.ask, question, max_new_tokens, **options))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Lets the block change the conversation; refuses while a turn is being written."""
         if not self.running.acquire(blocking=False):
-            raise RestoreKVError("A turn of this conversation is still being written; end its stream, or fork before.")
+            raise RestoreKVError(
+                "A turn of this conversation is still being written; end its stream, or fork before."
+            )
         try:
             yield
         finally:
             self.running.release()
 
     def answered(
-        self, question: str, limit: int, decoding: Decoding, stops: set[int], constraint: Constraint | None
+        self,
+        question: str,
+        limit: int,
+        decoding: Decoding,
+        stops: set[int],
+        constraint: Constraint | None,
     ) -> Iterator[str]:
         """Yields the pieces of an answer and adds the turn at the end."""
         with self.alone():
@@ -145,7 +186,12 @@ class Chat:
                 raise
 
     def written(
-        self, question: str, limit: int, decoding: Decoding, stops: set[int], constraint: Constraint | None
+        self,
+        question: str,
+        limit: int,
+        decoding: Decoding,
+        stops: set[int],
+        constraint: Constraint | None,
     ) -> Iterator[str]:
         """Does so without putting anything back."""
         document, ids, written = self.document, self.question_ids(question), []
@@ -154,7 +200,11 @@ class Chat:
         ends = self.cache.get_seq_length() + len(ids) + limit
         refuse_beyond(document.model, ends, "The conversation with the longest answer allowed")
         said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
-        rows = None if decoding.plain else [Row(decoding, document.tokenizer, said, decoding.seed, constraint)]
+        rows = (
+            None
+            if decoding.plain
+            else [Row(decoding, document.tokenizer, said, decoding.seed, constraint)]
+        )
         batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])
         steps = generate.decode(document.model, self.cache, batch, [limit], stops, rows=rows)
 
@@ -167,7 +217,10 @@ class Chat:
         yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
         tell_beyond(document.model, self.cache.get_seq_length(), "The conversation")
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
-        if decoding.stop and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None:
+        if (
+            decoding.stop
+            and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None
+        ):
             end = max(len(written) - 1, 1)
             while end > 1 and len(document.tokenizer.decode(written[:end])) > cut:
                 end -= 1  # a stop string is not part of the turn; it is among the last few tokens
@@ -177,7 +230,9 @@ class Chat:
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
 
     def question_ids(self, question: str) -> list[int]:
-        """Returns what the model reads next: what it wrote last and has not read, the template's text, the question."""
+        """Returns what the model reads next: what it wrote last and has not read, the template's
+        text, the question.
+        """
         document = self.document
         if not isinstance(question, str) or not question.strip():
             raise RestoreKVError("A question is text that is not empty; ask something.")
@@ -185,16 +240,29 @@ class Chat:
         if len(self.turns) == self.folded:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return conversation_ids(tokenizer, context, [], question, system).tolist()
-        return self.after_answer(encode(tokenizer, question, between_turns(tokenizer), context.suffix_text))
+        return self.after_answer(
+            encode(tokenizer, question, between_turns(tokenizer), context.suffix_text)
+        )
 
     def after_answer(self, ids: Tensor) -> list[int]:
-        """Returns ids (1, q) behind the last id of the latest answer, which has not been read unless it is an EOS."""
-        last, stops = self.turns[-1].answer.ids[-1], generate.stop_ids(self.document.model, self.document.tokenizer)
+        """Returns ids (1, q) behind the last id of the latest answer, which has not been read
+        unless it is an EOS.
+        """
+        last, stops = (
+            self.turns[-1].answer.ids[-1],
+            generate.stop_ids(self.document.model, self.document.tokenizer),
+        )
         return ids[0].tolist() if last in stops else [last, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
-        """Returns the ids that the tail holds: all that was read and written, but the last id of every answer."""
-        return [each for turn in self.turns[self.folded :] for each in (*turn.read, *turn.answer.ids[:-1])]
+        """Returns the ids that the tail holds: all that was read and written, but the last id of
+        every answer.
+        """
+        return [
+            each
+            for turn in self.turns[self.folded :]
+            for each in (*turn.read, *turn.answer.ids[:-1])
+        ]
 
     @property
     def columns(self) -> int:
@@ -204,7 +272,9 @@ class Chat:
     @property
     def nbytes(self) -> int:
         """Bytes of the conversation's own keys and values, without the document's."""
-        return sum(x[:, :, layer.restore :].nbytes for layer in self.cache.layers for x in layer.pair)
+        return sum(
+            x[:, :, layer.restore :].nbytes for layer in self.cache.layers for x in layer.pair
+        )
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -213,7 +283,9 @@ class Chat:
         return [{"role": role, "content": content} for pair in pairs for role, content in pair]
 
     def cut_to(self, columns: int) -> None:
-        """Drops all but the first columns of every layer's tail, some of which may have grown further than others."""
+        """Drops all but the first columns of every layer's tail, some of which may have grown
+        further than others.
+        """
         for layer in self.cache.layers:
             layer.crop(layer.seen + columns)
 
@@ -222,9 +294,13 @@ class Chat:
         with self.alone():
             most = len(self.turns) - self.folded
             if type(turns) is not int or not 1 <= turns <= most:
-                raise RestoreKVError(f"The number of turns that can be taken back is at most {most}, not {turns}.")
+                raise RestoreKVError(
+                    f"The number of turns that can be taken back is at most {most}, not {turns}."
+                )
             dropped = self.turns[-turns:]
-            self.cut_to(self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped))
+            self.cut_to(
+                self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped)
+            )
             del self.turns[-turns:]
 
     def fork(self) -> Self:
@@ -239,7 +315,8 @@ class Chat:
     __copy__ = fork
 
     def fold(self, **options: Any) -> None:
-        """Compresses the turns so far as `document.append` does, whose options these are; they cannot be undone.
+        """Compresses the turns so far as `document.append` does, whose options these are; they
+        cannot be undone.
 
         The document then ends where the user goes on, so that it can be saved and asked by itself.
         """
@@ -253,27 +330,45 @@ class Chat:
             self.document, self.cache, self.folded = document, cache, len(self.turns)
 
     def save(self, path: str | Path) -> None:
-        """Writes the turns as JSON, all or nothing; `load` reads them once more over the same document."""
+        """Writes the turns as JSON, all or nothing; `load` reads them once more over the same
+        document.
+        """
         if self.folded:
-            raise RestoreKVError("Folded turns are part of the document; save that: chat.document.save('doc.rkv').")
+            raise RestoreKVError(
+                "Folded turns are part of the document; save that: chat.document.save('doc.rkv')."
+            )
         check_length(path, self)
         turns = [
             {
-                "question": turn.question, "answer": turn.answer.text, "finish": turn.answer.finish, "read": turn.read,
+                "question": turn.question,
+                "answer": turn.answer.text,
+                "finish": turn.answer.finish,
+                "read": turn.read,
                 "written": turn.answer.ids,
             }
             for turn in self.turns
-        ]  # fmt: skip
+        ]
         of = self.document.digest
-        content = {"format": FORMAT, "version": VERSION, "document": of, "system": self.system, "turns": turns}
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "document": of,
+            "system": self.system,
+            "turns": turns,
+        }
         write_json(Path(path), content)
 
     @classmethod
     def load(cls, path: str | Path, document: ChatContext) -> Self:
-        """Goes on with a conversation that was saved; refuses one over another document and damaged files."""
+        """Goes on with a conversation that was saved; refuses one over another document and damaged
+        files.
+        """
         content = read_json(Path(path), str(path))
         check_saved(path, content, document)
-        chat, stops = cls(document, content["system"]), generate.stop_ids(document.model, document.tokenizer)
+        chat, stops = (
+            cls(document, content["system"]),
+            generate.stop_ids(document.model, document.tokenizer),
+        )
         for turn in content["turns"]:
             answer = answer_of(document.tokenizer, turn["written"], stops, len(turn["read"]), None)
             answer = replace(answer, text=turn["answer"], finish=turn.get("finish", answer.finish))
@@ -285,10 +380,15 @@ class Chat:
 
 
 def conversation_ids(
-    tokenizer: Tokenizer, context: Context, turns: Sequence[tuple[str, str]], question: str, system: str = "",
+    tokenizer: Tokenizer,
+    context: Context,
+    turns: Sequence[tuple[str, str]],
+    question: str,
+    system: str = "",
     answer_prefix: str = "",
-) -> Tensor:  # fmt: skip
-    """Returns what follows the context (q,): earlier turns, as questions and answers, the question, an answer's start.
+) -> Tensor:
+    """Returns what follows the context (q,): earlier turns, as questions and answers, the question,
+    an answer's start.
 
     `system` stands between the context and the first question, as in `Chat`.
     """
@@ -296,7 +396,9 @@ def conversation_ids(
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
         check_question(asked)
         if not number:
-            asked = context.between + (system + (context.between or "\n\n") if system else "") + asked
+            asked = (
+                context.between + (system + (context.between or "\n\n") if system else "") + asked
+            )
         ids.append(encode(tokenizer, asked, before, context.suffix_text, answered))
         before = between_turns(tokenizer)
     return torch.cat(ids, -1)[0]
@@ -304,10 +406,18 @@ def conversation_ids(
 
 def check_saved(path: str | Path, content: object, document: ChatContext) -> None:
     """Refuses what `save` did not write for this document."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CacheFileError(f"{path} is no conversation of this restorekv; give a file that /save or chat.save wrote.")
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or content.get("version") != VERSION
+    ):
+        raise CacheFileError(
+            f"{path} is no conversation of this restorekv; give a file that /save or chat.save wrote."
+        )
     if content.get("document") != document.digest:
-        raise CacheFileError(f"{path} is a conversation over another document; give that document's cache file.")
+        raise CacheFileError(
+            f"{path} is a conversation over another document; give that document's cache file."
+        )
     turns, vocabulary = content.get("turns"), document.model.get_input_embeddings().weight.shape[0]
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
     for turn in turns if sound else ():
@@ -315,14 +425,18 @@ def check_saved(path: str | Path, content: object, document: ChatContext) -> Non
         sound = sound and all(has_type(turn[n], SAVED[n]) for n in SAVED)
         sound = sound and bool(turn["read"] and turn["written"])
         sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
-        sound = sound and all(len(text) <= SYSTEM_LETTERS for text in (turn["question"], turn["answer"]))
+        sound = sound and all(
+            len(text) <= SYSTEM_LETTERS for text in (turn["question"], turn["answer"])
+        )
     sound = sound and len(content["system"]) <= SYSTEM_LETTERS
     if not sound:
         raise CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
 
 
 def check_length(path: str | Path, chat: Chat) -> None:
-    """Refuses a conversation that the model would have to read beyond its positions, of which a file can have any."""
+    """Refuses a conversation that the model would have to read beyond its positions, of which a
+    file can have any.
+    """
     first, limit = chat.document.cache.get_seq_length(), longest(chat.document.model.config)
     most = min(limit, POSITIONS) - first
     if (tokens := len(chat.ids())) > most:

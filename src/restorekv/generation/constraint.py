@@ -1,4 +1,6 @@
-"""Answers that match a JSON schema or a regular expression: llguidance says which tokens may come next."""
+"""Answers that match a JSON schema or a regular expression: llguidance says which tokens may come
+next.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ class Constraint:
         self.matcher, self.size = matcher, size  # the tokenizer's ids; a model may have more
 
     @classmethod
-    def make(cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stops: set[int]) -> Self | None:
-        """Returns a constraint by a schema or an expression, None without either; refuses wrong ones."""
+    def make(
+        cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stops: set[int]
+    ) -> Self | None:
+        """Returns a constraint by a schema or an expression, None without either; refuses wrong
+        ones.
+        """
         if schema is None and regex is None:
             return None
         try:
@@ -39,7 +45,9 @@ class Constraint:
                 "json_schema and regex need llguidance; install it with: pip install 'restorekv[constrained]'"
             ) from None
         if not tokenizer.is_fast:
-            raise RestoreKVError("json_schema and regex need a fast tokenizer; load the model with one.")
+            raise RestoreKVError(
+                "json_schema and regex need a fast tokenizer; load the model with one."
+            )
         own, ends = VOCABULARIES.setdefault(tokenizer, {}), tuple(sorted(stops))
         if ends not in own:
             own[ends] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
@@ -72,18 +80,28 @@ class Constraint:
         tokens.fill_next_token_bitmask(self.matcher, mask)
         allowed = logits[:, : self.size].clone()
         tokens.apply_token_bitmask_inplace(allowed, mask)
-        if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
-            raise RestoreKVError("No text matches the regular expression or JSON schema; give another one.")
-        return torch.nn.functional.pad(allowed, (0, logits.shape[-1] - allowed.shape[-1]), value=-torch.inf)
+        if self.matcher.is_error() or (
+            self.matcher.is_stopped() and not self.matcher.is_accepting()
+        ):
+            raise RestoreKVError(
+                "No text matches the regular expression or JSON schema; give another one."
+            )
+        return torch.nn.functional.pad(
+            allowed, (0, logits.shape[-1] - allowed.shape[-1]), value=-torch.inf
+        )
 
     def take(self, token: int) -> None:
         """Continues after a token."""
         if not self.matcher.consume_token(token):
-            raise RestoreKVError(f"The answer left its grammar: {short(self.matcher.get_error() or 'unknown')}")
+            raise RestoreKVError(
+                f"The answer left its grammar: {short(self.matcher.get_error() or 'unknown')}"
+            )
 
 
 def unanchored(regex: str) -> str:
-    """Returns an expression, which an answer matches as a whole, without ^ at its start and $ at its end."""
+    """Returns an expression, which an answer matches as a whole, without ^ at its start and $ at
+    its end.
+    """
     regex = regex.removeprefix("^")
     return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
 

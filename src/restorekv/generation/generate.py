@@ -1,8 +1,10 @@
-"""The loop that writes answers from compressed caches: to any number of questions over one context, or over several.
+"""The loop that writes answers from compressed caches: to any number of questions over one context,
+or over several.
 
-Questions of different lengths are padded on the left, behind the restore cache; the mask hides the padding and
-the positions skip it, so a batch answers as each question would alone. Decoding stops at any EOS id, also when
-it comes first; a batch is as small as the answers that are still being written.
+Questions of different lengths are padded on the left, behind the restore cache; the mask hides the
+padding and the positions skip it, so a batch answers as each question would alone. Decoding stops
+at any EOS id, also when it comes first; a batch is as small as the answers that are still being
+written.
 """
 
 import asyncio
@@ -31,41 +33,62 @@ from restorekv.model.prompt import tell_beyond
 from restorekv.model.shape import CacheShape
 
 BATCH = 16
-CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)  # of the task that asks
+# Of the task that asks.
+CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 T = TypeVar("T")
-CHECKED_REPLAYS = 2  # of a model's first graph: a second one shows whether positions and masks have moved
+# Of a model's first graph: a second one shows whether positions and masks have moved.
+CHECKED_REPLAYS = 2
 GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
-NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models that cannot be captured, or whose replays were wrong
+# Models that cannot be captured, or whose replays were wrong.
+NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def answer_ids(
-    model: PreTrainedModel, tokenizer: Tokenizer, caches: RaggedCache | Sequence[RaggedCache],
-    prompts: Sequence[Tensor], max_new_tokens: int | Sequence[int], first_may_stop: bool = True, graph: bool = False,
-    rows: Sequence[Row] | None = None, batch: int = BATCH,
-) -> list[Tensor]:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    caches: RaggedCache | Sequence[RaggedCache],
+    prompts: Sequence[Tensor],
+    max_new_tokens: int | Sequence[int],
+    first_may_stop: bool = True,
+    graph: bool = False,
+    rows: Sequence[Row] | None = None,
+    batch: int = BATCH,
+) -> list[Tensor]:
     """Returns the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
 
     `caches` is one for all prompts or one for each; neighbors with one cache share its context.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    for row, token in tokens(model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, rows, batch):
+    for row, token in tokens(
+        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, rows, batch
+    ):
         answers[row].append(token)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
 
 
 def tokens(
-    model: PreTrainedModel, tokenizer: Tokenizer, caches: RaggedCache | Sequence[RaggedCache],
-    prompts: Sequence[Tensor], max_new_tokens: int | Sequence[int], first_may_stop: bool = True, graph: bool = False,
-    rows: Sequence[Row] | None = None, batch: int = BATCH,
-) -> Iterator[tuple[int, int]]:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    caches: RaggedCache | Sequence[RaggedCache],
+    prompts: Sequence[Tensor],
+    max_new_tokens: int | Sequence[int],
+    first_may_stop: bool = True,
+    graph: bool = False,
+    rows: Sequence[Row] | None = None,
+    batch: int = BATCH,
+) -> Iterator[tuple[int, int]]:
     """Yields the answers token by token, as (row, id), `batch` rows at a time.
 
-    `rows` choose their tokens; without them, the likeliest one is taken. A consumer may raise or stop at any token.
+    `rows` choose their tokens; without them, the likeliest one is taken. A consumer may raise or
+    stop at any token.
     """
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = limits_of(max_new_tokens, len(prompts))
     caches = [caches] * len(prompts) if isinstance(caches, RaggedCache) else list(caches)
-    ends = [each.get_seq_length() + len(ids) + limit for each, ids, limit in zip(caches, prompts, limits, strict=True)]
+    ends = [
+        each.get_seq_length() + len(ids) + limit
+        for each, ids, limit in zip(caches, prompts, limits, strict=True)
+    ]
     tell_beyond(model, max(ends, default=0), "A question with the longest answer allowed")
     stops = stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
@@ -73,7 +96,9 @@ def tokens(
         own = rows[part] if rows else None
         cache = forked(caches[part])
         ready = padded(model, caches[part], prompts[part])
-        for row, token in decode(model, cache, ready, limits[part], stops, first_may_stop, graph, own):
+        for row, token in decode(
+            model, cache, ready, limits[part], stops, first_may_stop, graph, own
+        ):
             yield start + row, token
 
 
@@ -82,7 +107,9 @@ def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     several = isinstance(max_new_tokens, list | tuple)
     limits = list(max_new_tokens) if several else [max_new_tokens] * count
     if len(limits) != count or any(type(limit) is not int or limit < 1 for limit in limits):
-        raise RestoreKVError("max_new_tokens is a number of at least 1, or one such number per question.")
+        raise RestoreKVError(
+            "max_new_tokens is a number of at least 1, or one such number per question."
+        )
     return limits
 
 
@@ -107,13 +134,20 @@ async def in_thread(ask: Callable[[], T]) -> T:
 
 
 def decode(
-    model: PreTrainedModel, cache: Cache, batch: tuple[Tensor, Tensor, Tensor], limits: Sequence[int],
-    stops: set[int], first_may_stop: bool = True, graph: bool = False, rows: Sequence[Row] | None = None,
-) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yields (row, id) for every row of a batch that `padded` made; `cache` grows by all but each row's last token.
+    model: PreTrainedModel,
+    cache: Cache,
+    batch: tuple[Tensor, Tensor, Tensor],
+    limits: Sequence[int],
+    stops: set[int],
+    first_may_stop: bool = True,
+    graph: bool = False,
+    rows: Sequence[Row] | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Yields (row, id) for every row of a batch that `padded` made; `cache` grows by all but each
+    row's last token.
 
-    `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph` makes every token's
-    step the same work, on a GPU a CUDA graph.
+    `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
+    makes every token's step the same work, on a GPU a CUDA graph.
     """
     groups = groups_of(cache, batch, limits, rows)
     active = [row for group in groups for row in group.rows]
@@ -144,7 +178,9 @@ def decode(
 
 @dataclass(eq=False)
 class ActiveRow:
-    """An answer that is being written; `number` is its name for the caller, `chooser` picks its tokens."""
+    """An answer that is being written; `number` is its name for the caller, `chooser` picks its
+    tokens.
+    """
 
     number: int
     limit: int
@@ -156,12 +192,15 @@ class ActiveRow:
         """Notes that a token was written, and whether it ended the answer."""
         self.count += 1
         stopped = token in stops and (first_may_stop or self.count > 1)
-        self.ended = stopped or self.count >= self.limit or bool(self.chooser and self.chooser.ends())
+        self.ended = (
+            stopped or self.count >= self.limit or bool(self.chooser and self.chooser.ends())
+        )
 
 
 @dataclass(eq=False)
 class Group:
-    """Rows of one context whose tails end at the same column, and what the model reads of them next.
+    """Rows of one context whose tails end at the same column, and what the model reads of them
+    next.
 
     Args:
         parts: the layer of the context for every layer of the model, with a tail for every row.
@@ -211,17 +250,26 @@ class Group:
 
 
 def groups_of(
-    cache: Cache, batch: tuple[Tensor, Tensor, Tensor], limits: Sequence[int], rows: Sequence[Row] | None
+    cache: Cache,
+    batch: tuple[Tensor, Tensor, Tensor],
+    limits: Sequence[int],
+    rows: Sequence[Row] | None,
 ) -> list[Group]:
-    """Returns the rows of a batch that `padded` made, a group for each context; `cache` is what `forked` returned."""
+    """Returns the rows of a batch that `padded` made, a group for each context; `cache` is what
+    `forked` returned.
+    """
     ids, positions, visible = batch
     hides, width = not bool(visible.all()), ids.shape[1]
-    parts = [layer.parts if isinstance(layer, MultiContextLayer) else [layer] for layer in cache.layers]
+    parts = [
+        layer.parts if isinstance(layer, MultiContextLayer) else [layer] for layer in cache.layers
+    ]
     groups, first = [], 0
     for own in zip(*parts, strict=True):
         places = range(first, first + len(own[0].keys))
         part, columns = slice(first, places.stop), own[0].columns + width
-        active = [ActiveRow(place, limits[place], rows[place] if rows else None) for place in places]
+        active = [
+            ActiveRow(place, limits[place], rows[place] if rows else None) for place in places
+        ]
         sees = visible[part, visible.shape[1] - columns :] if hides else None
         groups.append(Group(list(own), active, ids[part], positions[part], sees))
         first = places.stop
@@ -230,10 +278,14 @@ def groups_of(
 
 @torch.no_grad()
 def write_tokens(
-    model: PreTrainedModel, groups: Sequence[Group], stops: set[int], first_may_stop: bool = True,
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    stops: set[int],
+    first_may_stop: bool = True,
     keep_logits: Callable[[Group, Tensor], None] | None = None,
-) -> list[tuple[ActiveRow, int]]:  # fmt: skip
-    """Runs one pass of the model and returns the next token of every row whose prompt has been read.
+) -> list[tuple[ActiveRow, int]]:
+    """Runs one pass of the model and returns the next token of every row whose prompt has been
+    read.
 
     `keep_logits` is called with each group that writes and its logits (B, V).
     """
@@ -255,12 +307,16 @@ def write_tokens(
 
 
 def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Reads what comes next in every group in one pass; returns the logits (rows, V) of those that are not unfinished.
+    """Reads what comes next in every group in one pass; returns the logits (rows, V) of those that
+    are not unfinished.
 
-    The tokens of all groups are laid end to end, so that a row with one token and one with many share the pass.
+    The tokens of all groups are laid end to end, so that a row with one token and one with many
+    share the pass.
     """
     blocks = [group.block() for group in groups]
-    layers = [FlatLayer(parts, blocks) for parts in zip(*(group.parts for group in groups), strict=True)]
+    layers = [
+        FlatLayer(parts, blocks) for parts in zip(*(group.parts for group in groups), strict=True)
+    ]
     ids = torch.cat([group.ids.flatten() for group in groups])[None]
     positions = torch.cat([group.positions.flatten() for group in groups])[None]
     last, first = [], 0
@@ -269,10 +325,16 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         last += [] if group.unfinished else ends
         first += block.tokens
     output = model(
-        input_ids=ids, attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # the blocks have the masks
-        position_ids=positions, past_key_values=Cache(layers=layers), use_cache=True,
-        logits_to_keep=0 if len(last) == first else torch.tensor(last or [first - 1], device=ids.device),
-    )  # fmt: skip
+        # The blocks have the masks.
+        input_ids=ids,
+        attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
+        position_ids=positions,
+        past_key_values=Cache(layers=layers),
+        use_cache=True,
+        logits_to_keep=0
+        if len(last) == first
+        else torch.tensor(last or [first - 1], device=ids.device),
+    )
     return output.logits[0, : len(last)]
 
 
@@ -284,10 +346,16 @@ def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
     return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
 
 
-def padded(model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q) of the tails."""
+def padded(
+    model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Returns ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q)
+    of the tails.
+    """
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    ids = torch.stack(
+        [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
+    )
     pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
     first = torch.tensor([[each.get_seq_length()] for each in caches])
     columns = torch.arange(width)
@@ -296,16 +364,24 @@ def padded(model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Seque
     return tuple(x.to(model.device) for x in (ids, first + (columns - pad).clamp(min=0), visible))
 
 
-def next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
+def next_logits(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache
+) -> Tensor:
     """Returns the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns), causal for None."""
     output = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
         logits_to_keep=last_of(ids),
-    )  # fmt: skip
+    )
     return output.logits[:, -1]
 
 
-def chosen_ids(logits: Tensor, running: list[int], rows: Sequence[Row] | None) -> tuple[Tensor, list[int]]:
+def chosen_ids(
+    logits: Tensor, running: list[int], rows: Sequence[Row] | None
+) -> tuple[Tensor, list[int]]:
     """Returns the next ids as a tensor (B, 1) and as numbers."""
     if rows is None:
         ids, marked = likeliest(logits)
@@ -315,9 +391,11 @@ def chosen_ids(logits: Tensor, running: list[int], rows: Sequence[Row] | None) -
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN or infinite.
+    """Returns the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
+    or infinite.
 
-    `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing waits for a GPU.
+    `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing
+    waits for a GPU.
     """
     best = logits.max(-1, keepdim=True)
     return best.indices, torch.where(best.values.isfinite(), best.indices, -1)
@@ -344,25 +422,35 @@ def stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
 
 
 class Steps:
-    """At most `count` one-token steps of a batch that are the same work every time, which torch.compile traces once.
+    """At most `count` one-token steps of a batch that are the same work every time, which
+    torch.compile traces once.
 
-    Ids, positions, mask and the place in the tails are tensors on the device, which a step reads and advances; tails
-    are buffers of one size, and the mask hides what is not written yet. Rows that have ended continue with the others.
-    On a GPU the second step is captured as a CUDA graph and later ones replay it. The first replays of a model are
-    compared with steps that are computed as usual; a model that cannot be captured, or whose replays differ, gets such
-    steps only.
+    Ids, positions, mask and the place in the tails are tensors on the device, which a step reads
+    and advances; tails are buffers of one size, and the mask hides what is not written yet. Rows
+    that have ended continue with the others. On a GPU the second step is captured as a CUDA graph
+    and later ones replay it. The first replays of a model are compared with steps that are computed
+    as usual; a model that cannot be captured, or whose replays differ, gets such steps only.
 
-    The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible` (B, columns) bool
-    marks what each row sees of the tails. `strict` raises what a capture raises and compares nothing, for a trial that
-    compares every step itself.
+    The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible`
+    (B, columns) bool marks what each row sees of the tails. `strict` raises what a capture raises
+    and compares nothing, for a trial that compares every step itself.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, ids: Tensor, positions: Tensor, visible: Tensor, count: int,
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        ids: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        count: int,
         strict: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.cache, self.graph, self.taken = model, cache, None, 0
-        self.moved, self.width = torch.zeros((), dtype=torch.long, device=ids.device), visible.shape[1]
+        self.moved, self.width = (
+            torch.zeros((), dtype=torch.long, device=ids.device),
+            visible.shape[1],
+        )
         for layer in cache.layers:
             layer.fix(count, self.moved)
         self.ids, self.positions = ids.clone(), positions.clone()
@@ -376,7 +464,9 @@ class Steps:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Returns the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next step overwrites."""
+        """Returns the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next
+        step overwrites.
+        """
         if self.taken and self.can_capture:
             self.replay()
         else:
@@ -388,9 +478,13 @@ class Steps:
         """Decodes one token of every row."""
         self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
         output = self.model(
-            input_ids=self.ids, attention_mask=self.visible[:, None, None], position_ids=self.positions,
-            past_key_values=self.cache, use_cache=True, logits_to_keep=self.last,
-        )  # fmt: skip
+            input_ids=self.ids,
+            attention_mask=self.visible[:, None, None],
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=self.last,
+        )
         self.logits = output.logits[:, -1]
         ids, marked = likeliest(self.logits)
         self.ids.copy_(ids)
@@ -399,14 +493,18 @@ class Steps:
         self.moved += 1
 
     def replay(self) -> None:
-        """Decodes one token of every row with the graph, which is captured first if need be, and checked at first."""
+        """Decodes one token of every row with the graph, which is captured first if need be, and
+        checked at first.
+        """
         try:
             if self.graph is None:
                 self.capture()
         except Exception as error:  # what a capture cannot hold differs from model to model
             if self.strict:
                 raise
-            self.give_up(f"its steps cannot be captured ({type(error).__name__}: {first_sentence(error)})")
+            self.give_up(
+                f"its steps cannot be captured ({type(error).__name__}: {first_sentence(error)})"
+            )
             self.step()
             return
         if not self.unchecked:
@@ -429,11 +527,15 @@ class Steps:
             GRAPHED.add(self.model)
 
     def state(self) -> tuple[Tensor, ...]:
-        """Returns what a step advances; it also writes a column of the tails, which a second step writes again."""
+        """Returns what a step advances; it also writes a column of the tails, which a second step
+        writes again.
+        """
         return self.ids, self.positions, self.visible, self.moved
 
     def capture(self) -> None:
-        """Captures a step, once the first one has compiled and allocated everything; nothing is computed."""
+        """Captures a step, once the first one has compiled and allocated everything; nothing is
+        computed.
+        """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.ids.device)
         try:
             # Work of other threads must not end the capture; checks of theirs would.
@@ -465,8 +567,10 @@ def chosen_alike(logits: Tensor, ids: Tensor) -> bool:
 
 
 def last_of(ids: Tensor) -> Tensor | int:
-    """Returns `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided slice, with which the LM
-    head is fifty times slower in bfloat16. An index would have to be copied to a GPU in every step."""
+    """Returns `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
+    slice, with which the LM head is fifty times slower in bfloat16. An index would have to be
+    copied to a GPU in every step.
+    """
     return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1
 
 

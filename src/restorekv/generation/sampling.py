@@ -1,7 +1,8 @@
-"""How the next token is chosen: greedily, or by transformers' own logits processors and a seed for every row.
+"""How the next token is chosen: greedily, or by transformers' own logits processors and a seed for
+every row.
 
-Every row of a batch has processors, ids and a random generator of its own, so that an answer does not depend on what
-else is in the batch.
+Every row of a batch has processors, ids and a random generator of its own, so that an answer does
+not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,32 @@ from restorekv.files import has_type
 from restorekv.generation.constraint import Constraint
 from restorekv.model.tokenize import TextStream
 
-TAKEN = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_strings",
-         "num_return_sequences"}  # fmt: skip
-IDLE = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "max_length",
-        "return_dict_in_generate", "cache_implementation", "output_attentions", "output_hidden_states",
-        "output_scores", "output_logits"}  # fmt: skip
-CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {  # type, further condition, and both in words
+TAKEN = {
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_strings",
+    "num_return_sequences",
+}
+IDLE = {
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "max_length",
+    "return_dict_in_generate",
+    "cache_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+}
+# Type, further condition, and both in words.
+CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda x: x == 0 or 0.01 <= x <= 100, "0, or a number from 0.01 to 100"),
     "top_p": (float, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
     "top_k": (int, lambda x: x >= 0, "a number of tokens, 0 for all"),
@@ -47,18 +68,32 @@ CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {  # type, furthe
     "seed": (int, lambda x: 0 <= x < 2**62, "a number of at least 0, below 2^62"),
     "samples": (int, lambda x: 1 <= x <= 10_000, "a number of at least 1"),
     "stop": (list[str] | tuple[str, ...], all, "one or more strings that are not empty"),
-    "logprobs": (int | None, lambda x: x is None or 0 <= x <= 100, "a number of tokens from 0 to 100"),
+    "logprobs": (
+        int | None,
+        lambda x: x is None or 0 <= x <= 100,
+        "a number of tokens from 0 to 100",
+    ),
     "json_schema": (str | dict[str, Any] | None, lambda x: True, "a dict or JSON"),
     "regex": (str | None, lambda x: True, "a text"),
     "logit_bias": (
         dict[int, float] | None,
-        lambda x: x is None or all(type(token) is int and abs(bias) <= 100 for token, bias in x.items()),
+        lambda x: (
+            x is None or all(type(token) is int and abs(bias) <= 100 for token, bias in x.items())
+        ),
         "a dict from token ids to numbers from -100 to 100",
     ),
     "frequency_penalty": (float, lambda x: abs(x) <= 2, "a number from -2 to 2"),
     "presence_penalty": (float, lambda x: abs(x) <= 2, "a number from -2 to 2"),
-    "processors": (list[LogitsProcessor] | tuple[LogitsProcessor, ...], lambda x: True, "a list of processors"),
-    "criteria": (list[StoppingCriteria] | tuple[StoppingCriteria, ...], lambda x: True, "a list of criteria"),
+    "processors": (
+        list[LogitsProcessor] | tuple[LogitsProcessor, ...],
+        lambda x: True,
+        "a list of processors",
+    ),
+    "criteria": (
+        list[StoppingCriteria] | tuple[StoppingCriteria, ...],
+        lambda x: True,
+        "a list of criteria",
+    ),
 }
 
 
@@ -88,15 +123,16 @@ class DecodingOptions(TypedDict, total=False):
 class Decoding:
     """How answers are written; greedily unless `temperature` is above 0.
 
-    `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are applied in its order;
-    the penalty counts the whole context. A row's random numbers follow from `seed` alone; `samples` answers to one
-    question take `seed`, `seed + 1` and so on. An answer ends before the first of the strings `stop`. `logprobs`
-    records the log-probability of every token, and of so many likeliest ones, before any processing. `json_schema` (a
-    dict or JSON) and `regex` allow only texts that match; they need the extra `constrained`. `logit_bias`
-    is added to the logits of those ids. `frequency_penalty` is subtracted from the logit of an id once for each time
-    that it is in the answer already, `presence_penalty` once for all; negative ones make repetition likelier. All three
-    come before the other processing. `processors` and
-    `criteria` are further ones of transformers', which must keep no state. `config`, where one is given, says what
+    `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are
+    applied in its order; the penalty counts the whole context. A row's random numbers follow from
+    `seed` alone; `samples` answers to one question take `seed`, `seed + 1` and so on. An answer
+    ends before the first of the strings `stop`. `logprobs` records the log-probability of every
+    token, and of so many likeliest ones, before any processing. `json_schema` (a dict or JSON) and
+    `regex` allow only texts that match; they need the extra `constrained`. `logit_bias` is added to
+    the logits of those ids. `frequency_penalty` is subtracted from the logit of an id once for each
+    time that it is in the answer already, `presence_penalty` once for all; negative ones make
+    repetition likelier. All three come before the other processing. `processors` and `criteria` are
+    further ones of transformers', which must keep no state. `config`, where one is given, says what
     GenerationConfig and these fields have in common.
     """
 
@@ -168,19 +204,34 @@ GREEDY = Decoding()
 def taken_from(config: GenerationConfig) -> dict[str, object]:
     """Returns the options that a GenerationConfig sets; refuses what this loop does not do.
 
-    Which ids end an answer is up to the model's own config, and how long it may be up to max_new_tokens.
+    Which ids end an answer is up to the model's own config, and how long it may be up to
+    max_new_tokens.
     """
     if not isinstance(config, GenerationConfig):
-        raise RestoreKVError(f"config is transformers' GenerationConfig, not {type(config).__name__}.")
+        raise RestoreKVError(
+            f"config is transformers' GenerationConfig, not {type(config).__name__}."
+        )
     usual, own = GenerationConfig().to_dict(), config.to_dict()
     changed = {name for name, value in own.items() if value not in (None, False, usual.get(name))}
     if strange := sorted(name for name in changed - TAKEN - IDLE if not name.startswith("_")):
-        fix = "give it to ask itself" if strange[0] == "max_new_tokens" else "use generate, transformers' own"
+        fix = (
+            "give it to ask itself"
+            if strange[0] == "max_new_tokens"
+            else "use generate, transformers' own"
+        )
         raise RestoreKVError(f"ask takes no {strange[0]} from a GenerationConfig; {fix}.")
     given = {name: value for name, value in own.items() if name in TAKEN and value is not None}
-    names = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0} if given.get("do_sample") else {}
+    names = (
+        {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
+        if given.get("do_sample")
+        else {}
+    )
     options = {name: given.get(name, default) for name, default in names.items()}
-    renamed = {"repetition_penalty": "repetition_penalty", "stop_strings": "stop", "num_return_sequences": "samples"}
+    renamed = {
+        "repetition_penalty": "repetition_penalty",
+        "stop_strings": "stop",
+        "num_return_sequences": "samples",
+    }
     return options | {ours: given[theirs] for theirs, ours in renamed.items() if theirs in given}
 
 
@@ -191,22 +242,28 @@ NOT_FINITE = (
 
 
 def refuse_not_finite() -> NoReturn:
-    """Raises the error for logits that are NaN or infinite, of which argmax and sampling make wrong tokens."""
+    """Raises the error for logits that are NaN or infinite, of which argmax and sampling make wrong
+    tokens.
+    """
     raise RestoreKVError(NOT_FINITE)
 
 
 class FiniteLogits(LogitsProcessor):
-    """Lets transformers' `generate` refuse logits that name no token; it takes the first one or fails otherwise."""
+    """Lets transformers' `generate` refuse logits that name no token; it takes the first one or
+    fails otherwise.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not bool(scores.amax(-1).isfinite().all()):  # the largest of several numbers is NaN if one of them is
+        # The largest of several numbers is NaN if one of them is.
+        if not bool(scores.amax(-1).isfinite().all()):
             refuse_not_finite()
         return scores
 
 
 @dataclass
 class Row:
-    """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the answer included.
+    """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the
+    answer included.
 
     `logprobs` holds the log-probability of every chosen token, `top` the likeliest ids and theirs.
     """
@@ -225,7 +282,10 @@ class Row:
         self.random = torch.Generator().manual_seed(self.seed)
         self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
         check_bias(self.decoding.logit_bias, self.tokenizer)
-        self.warpers, self.criteria = self.decoding.warpers(), StoppingCriteriaList(self.decoding.criteria)
+        self.warpers, self.criteria = (
+            self.decoding.warpers(),
+            StoppingCriteriaList(self.decoding.criteria),
+        )
 
     def choose(self, logits: Tensor) -> int:
         """Returns the next id; logits (V,) are the model's."""
@@ -236,7 +296,9 @@ class Row:
         allowed = self.adjust(allowed)
         scores = self.warpers(self.ids, allowed.clone()) if self.warpers else allowed
         if self.warpers and not math.isfinite(scores.max()):
-            raise RestoreKVError("The logits processors leave no token to choose; change or leave out processors.")
+            raise RestoreKVError(
+                "The logits processors leave no token to choose; change or leave out processors."
+            )
         if self.decoding.temperature:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self.random))
         else:
@@ -259,7 +321,9 @@ class Row:
         for token, bias in (decoding.logit_bias or {}).items():
             adjusted[0, token] += bias
         if self.answer:
-            counts = torch.bincount(torch.tensor(self.answer), minlength=logits.shape[-1]).to(logits.dtype)
+            counts = torch.bincount(torch.tensor(self.answer), minlength=logits.shape[-1]).to(
+                logits.dtype
+            )
             adjusted[0] -= frequency * counts + presence * (counts > 0)
         return adjusted
 
@@ -270,11 +334,15 @@ class Row:
 
     @property
     def likely(self) -> tuple[tuple[float, dict[int, float]], ...]:
-        """The last log-probability with the likeliest ids and theirs; nothing where they were not asked for."""
+        """The last log-probability with the likeliest ids and theirs; nothing where they were not
+        asked for.
+        """
         return ((self.logprobs[-1], self.top[-1]),) if self.logprobs else ()
 
     def ends(self) -> bool:
-        """Whether a stop string, the criteria, the constraint or a caller who has gone end the answer here."""
+        """Whether a stop string, the criteria, the constraint or a caller who has gone end the
+        answer here.
+        """
         if self.cancelled():
             return True
         if self.constraint and self.constraint.complete:
@@ -300,10 +368,15 @@ def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
 
 
 def rows_of(
-    decoding: Decoding, tokenizer: Tokenizer, read: Iterable[Tensor], seeds: Sequence[int], stops: set[int],
+    decoding: Decoding,
+    tokenizer: Tokenizer,
+    read: Iterable[Tensor],
+    seeds: Sequence[int],
+    stops: set[int],
     always: bool = False,
-) -> list[Row] | None:  # fmt: skip
-    """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest token is chosen.
+) -> list[Row] | None:
+    """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest
+    token is chosen.
 
     `always` returns choosers for these, too.
     """

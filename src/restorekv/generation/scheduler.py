@@ -1,12 +1,14 @@
 """Which questions share a pass: they join at the next token, and leave with their last one.
 
-A step is one pass of the model. It has a token for every answer that is being written, and a piece of the questions
-that are still read, PIECE tokens in all; so a question with a thousand messages costs the others one piece a step.
+A step is one pass of the model. It has a token for every answer that is being written, and a piece
+of the questions that are still read, PIECE tokens in all; so a question with a thousand messages
+costs the others one piece a step.
 
-Fairness: questions begin in the order in which they came, and at most as many as a pass may have rows. Each then has a
-row as soon as it is read, whatever else runs: further samples of a question take only the rows that no question needs,
-and a sample gives its row back (it is paused, nothing is lost) when a question comes that has none. Of a piece, half is
-for the question that came first, the rest for the shortest ones, so that no question, long or short, waits for all.
+Fairness: questions begin in the order in which they came, and at most as many as a pass may have
+rows. Each then has a row as soon as it is read, whatever else runs: further samples of a question
+take only the rows that no question needs, and a sample gives its row back (it is paused, nothing is
+lost) when a question comes that has none. Of a piece, half is for the question that came first, the
+rest for the shortest ones, so that no question, long or short, waits for all.
 
 Rows of one context share a block of tails as long as padding costs at most as much as they hold.
 """
@@ -106,9 +108,11 @@ class SampleRow(ActiveRow):
 
 @dataclass(frozen=True)
 class Event:
-    """What a step did for a task: a token of a sample, or None; `done` with the last event, `error` if that ended it.
+    """What a step did for a task: a token of a sample, or None; `done` with the last event, `error`
+    if that ended it.
 
-    `likely` is the row's, with this token. A task that nobody waits for ends with neither token nor error.
+    `likely` is the row's, with this token. A task that nobody waits for ends with neither token nor
+    error.
     """
 
     task: AnswerTask
@@ -132,9 +136,13 @@ class Selection:
 
 
 class Scheduler:
-    """Writes answers to questions that come at any time; `step` runs one pass. Not for several threads."""
+    """Writes answers to questions that come at any time; `step` runs one pass. Not for several
+    threads.
+    """
 
-    def __init__(self, model: PreTrainedModel, stops: set[int], most: int = BATCH, piece: int = PIECE) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stops: set[int], most: int = BATCH, piece: int = PIECE
+    ) -> None:
         self.model = model
         self.stops = stops
         self.most = most
@@ -160,7 +168,9 @@ class Scheduler:
     @property
     def active_rows(self) -> list[SampleRow]:
         """The rows of the next pass."""
-        blocks = [Selection(group, list(range(len(group.rows)))) for group in self.running] + self.joining
+        blocks = [
+            Selection(group, list(range(len(group.rows)))) for group in self.running
+        ] + self.joining
         return [row for block in blocks for row in block.rows if not (row.ended or row.paused)]
 
     @torch.no_grad()
@@ -238,7 +248,9 @@ class Scheduler:
         if not row.ended:
             source = task.group
             ids = torch.tensor([[token]], device=self.model.device)
-            group = Group([share_tail(part) for part in source.parts], [row], ids, source.positions, None)
+            group = Group(
+                [share_tail(part) for part in source.parts], [row], ids, source.positions, None
+            )
             row.columns = group.parts[0].columns
             self.joining.append(Selection(group, [0]))
         task.active += 1
@@ -257,18 +269,23 @@ class Scheduler:
             task.paused.append(joining)
         else:
             group = next(group for group in self.running if chosen in group.rows)
-            task.paused.append(Selection(joined([Selection(group, [group.rows.index(chosen)])]), [0]))
+            task.paused.append(
+                Selection(joined([Selection(group, [group.rows.index(chosen)])]), [0])
+            )
         chosen.paused = True
         task.active -= 1
 
     def regroup(self) -> None:
-        """Makes the groups of the next pass: rows that have ended or pause leave, others join those of their context.
+        """Makes the groups of the next pass: rows that have ended or pause leave, others join those
+        of their context.
 
         A group whose rows are all the same stays as it is; any other is copied once.
         """
         buckets: list[list[Selection]] = []
         for group in self.running:
-            places = [place for place, row in enumerate(group.rows) if not (row.ended or row.paused)]
+            places = [
+                place for place, row in enumerate(group.rows) if not (row.ended or row.paused)
+            ]
             if places:
                 buckets.append([Selection(group, places)])
         for block in self.joining:
@@ -288,7 +305,9 @@ class Scheduler:
         if not readers:
             return []
         first, *others = readers
-        sizes = {first: min(len(first.prompt) - first.read, self.piece // 2 if others else self.piece)}
+        sizes = {
+            first: min(len(first.prompt) - first.read, self.piece // 2 if others else self.piece)
+        }
         free = self.piece - sizes[first]
         for task in sorted(others, key=lambda each: len(each.prompt) - each.read):
             rest = len(task.prompt) - task.read
@@ -308,8 +327,8 @@ class Scheduler:
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
         """Runs a pass over the answers that are written and the questions that are read.
 
-        Where it fails, for want of memory say, it is run again without the questions, whose failure it then was; if it
-        fails again, nothing that runs can go on.
+        Where it fails, for want of memory say, it is run again without the questions, whose failure
+        it then was; if it fails again, nothing that runs can go on.
         """
         groups = [*self.running, *(task.group for task in reading)]
         if not groups:
@@ -325,7 +344,9 @@ class Scheduler:
         try:
             written = write_tokens(self.model, groups, self.stops, keep_logits=keep_logits)
         except Exception as error:
-            failed = reading or list(dict.fromkeys(row.task for group in self.running for row in group.rows))
+            failed = reading or list(
+                dict.fromkeys(row.task for group in self.running for row in group.rows)
+            )
             for task in failed:
                 self.end(task)
                 events.append(Event(task, done=True, error=error))
@@ -346,9 +367,13 @@ class Scheduler:
             self.note(row, token, events)
 
     def note_read(self, task: AnswerTask) -> None:
-        """Notes that a piece of a question was read; after the last one its first sample goes on as a row."""
+        """Notes that a piece of a question was read; after the last one its first sample goes on as
+        a row.
+        """
         task.passes += 1
-        task.read += task.group.ids.shape[1] if task.group.unfinished else len(task.prompt) - task.read
+        task.read += (
+            task.group.ids.shape[1] if task.group.unfinished else len(task.prompt) - task.read
+        )
         if not task.is_read:
             return
         group, row = task.group, task.group.rows[0]
@@ -383,7 +408,9 @@ class Scheduler:
 
 
 def fits(bucket: Sequence[Selection], block: Selection) -> bool:
-    """Returns whether a row may join a bucket: it has the same context, and padding is no more than what is held."""
+    """Returns whether a row may join a bucket: it has the same context, and padding is no more than
+    what is held.
+    """
     if bucket[0].group.parts[0].context_keys is not block.group.parts[0].context_keys:
         return False
     columns = [row.columns for each in (*bucket, block) for row in each.rows]

@@ -1,9 +1,9 @@
 """Steps of fixed work on a small random decoder, compared with passes over growing tails.
 
-The decoder has two layers of the model's attention shape, with RoPE, over compressed contexts of uneven heads: one for
-all rows, then two of different documents. Rows are padded on the left. Steps go on alone, each from the ids of the one
-before; the plain passes read the same ids. So a graph that replays stale ids, positions, masks or tails shows in the
-logits.
+The decoder has two layers of the model's attention shape, with RoPE, over compressed contexts of
+uneven heads: one for all rows, then two of different documents. Rows are padded on the left. Steps
+go on alone, each from the ids of the one before; the plain passes read the same ids. So a graph
+that replays stale ids, positions, masks or tails shows in the logits.
 """
 
 from __future__ import annotations
@@ -48,29 +48,43 @@ class SmallDecoder:
             }
             for _ in range(LAYERS)
         ]
-        powers = torch.arange(0, target.dim // 2, dtype=torch.float32, device="cpu") / max(target.dim // 2, 1)
+        powers = torch.arange(0, target.dim // 2, dtype=torch.float32, device="cpu") / max(
+            target.dim // 2, 1
+        )
         self.frequencies = (100.0**-powers).to(target.device)
 
     def draw(self, *shape: int, size: float = 1.0) -> Tensor:
         """Returns random numbers on the device."""
-        numbers = torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu") * size
+        numbers = (
+            torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu") * size
+        )
         return numbers.to(self.target.device, self.target.dtype)
 
     def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, past_key_values: Cache,
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache,
         **_: object,
-    ) -> SimpleNamespace:  # fmt: skip
-        """ids and positions (B, q), a mask (B, 1, q, columns) or None -> logits (B, 1, V) of the last token."""
+    ) -> SimpleNamespace:
+        """ids and positions (B, q), a mask (B, 1, q, columns) or None -> logits (B, 1, V) of the
+        last token.
+        """
         target = self.target
         states = self.embedding[input_ids]
         angles = position_ids[:, None, :, None].float() * self.frequencies  # (B, 1, q, D / 2)
         for weights, layer in zip(self.layers, past_key_values.layers, strict=True):
             normal = torch.nn.functional.rms_norm(states, (HIDDEN,))
-            query = turned(self.split(normal @ weights["query"], target.heads * target.groups), angles)
+            query = turned(
+                self.split(normal @ weights["query"], target.heads * target.groups), angles
+            )
             key = turned(self.split(normal @ weights["key"], target.heads), angles)
             value = self.split(normal @ weights["value"], target.heads)
             pairs = layer.update(key, value)
-            output, _ = attention.attend(None, query, *pairs, attention_mask, scaling=target.dim**-0.5)
+            output, _ = attention.attend(
+                None, query, *pairs, attention_mask, scaling=target.dim**-0.5
+            )
             states = states + output.flatten(2) @ weights["output"]
         last = torch.nn.functional.rms_norm(states[:, -1:], (HIDDEN,))
         return SimpleNamespace(logits=last @ self.head)
@@ -83,12 +97,18 @@ class SmallDecoder:
         """Returns a compressed context whose heads keep unequal numbers of pairs."""
         target, layers = self.target, []
         for number in range(LAYERS):
-            lengths = [LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)]
+            lengths = [
+                LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)
+            ]
             edges = [sum(lengths[:head]) for head in range(target.heads + 1)]
             context = (self.draw(edges[-1], target.dim) for _ in range(2))
             tail = (self.draw(1, target.heads, restored, target.dim) for _ in range(2))
             layer = ragged_layer(*context, edges, *tail, None)
-            layer.restore_keys, layer.restore_values, layer.seen = layer.keys, layer.values, 40 + first
+            layer.restore_keys, layer.restore_values, layer.seen = (
+                layer.keys,
+                layer.values,
+                40 + first,
+            )
             layers.append(layer)
         return RaggedCache(layers)
 
@@ -98,7 +118,9 @@ def turned(states: Tensor, angles: Tensor) -> Tensor:
     half = angles.shape[-1]
     first, second, rest = states.float().split([half, half, states.shape[-1] - 2 * half], -1)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(states.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(
+        states.dtype
+    )
 
 
 def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iterator[Measured]:
@@ -111,7 +133,11 @@ def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iter
 
 
 def measure_rows(
-    name: str, decoder: SmallDecoder, caches: Sequence[RaggedCache], make_steps: MakeSteps, padded: Padded
+    name: str,
+    decoder: SmallDecoder,
+    caches: Sequence[RaggedCache],
+    make_steps: MakeSteps,
+    padded: Padded,
 ) -> Iterator[Measured]:
     """Compares steps for a batch of rows, of which row i asks caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
@@ -127,25 +153,38 @@ def measure_rows(
         found = steps.logits.clone()
         visible = torch.nn.functional.pad(visible, (0, 1), value=True)
         wanted = decoder(ids, visible[:, None, None], positions, plain).logits[:, -1]
-        yield Measured(f"{name}, step {number + 1}", distance(found, wanted), allowed(decoder.dtype))
+        yield Measured(
+            f"{name}, step {number + 1}", distance(found, wanted), allowed(decoder.dtype)
+        )
         highest = found.amax(-1, keepdim=True)
-        yield Measured(f"{name}, ids of step {number + 1}", distance(found.gather(-1, chosen), highest), 0.0)
+        yield Measured(
+            f"{name}, ids of step {number + 1}", distance(found.gather(-1, chosen), highest), 0.0
+        )
         ids, positions = chosen, positions + 1
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     """Returns the largest difference of logits, relative to the largest logit."""
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-9))
+    return float(
+        (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-9)
+    )
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """Returns the difference that rounding explains after a few layers: some units in the last place of `dtype`."""
+    """Returns the difference that rounding explains after a few layers: some units in the last
+    place of `dtype`.
+    """
     return 8 * max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
 
 
 def register_all(make_steps: MakeSteps, padded: Padded) -> None:
     """Makes the component known."""
-    register(Component(
-        "graph", "Decoding with CUDA graphs", "Steps are computed one by one, more slowly",
-        everywhere, partial(measure_steps, make_steps, padded),
-    ))  # fmt: skip
+    register(
+        Component(
+            "graph",
+            "Decoding with CUDA graphs",
+            "Steps are computed one by one, more slowly",
+            everywhere,
+            partial(measure_steps, make_steps, padded),
+        )
+    )

@@ -1,1 +1,3 @@
-"""Everything that touches transformers: loading a model, prompts, the prefill, observers and attention."""
+"""Everything that touches transformers: loading a model, prompts, the prefill, observers and
+attention.
+"""

@@ -1,4 +1,5 @@
-"""Decides whether an adapter or a gate was made for these weights, other weights of the model, or another model.
+"""Decides whether an adapter or a gate was made for these weights, other weights of the model, or
+another model.
 
 A fingerprint identifies exact weights. A sketch, about a thousand values from all matrices, measures how close two sets
 of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and 2 bits have a cosine similarity of
@@ -20,7 +21,9 @@ from restorekv.model import load
 from restorekv.model.shape import CacheShape
 
 NUMBERS = 1024
-ALIKE = 0.9  # the least similarity of one model's weights: below rounding to two bits, far above another training
+# The least similarity of one model's weights: below rounding to two bits, far above another
+# training.
+ALIKE = 0.9
 DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel, dict] = WeakKeyDictionary()  # of remembered models
 
 
@@ -34,10 +37,11 @@ class Record(Protocol):
 
 
 def describe(model: PreTrainedModel) -> dict[str, object]:
-    """Returns plain JSON values: the source of the weights if known, the architecture, and the sketch in base64.
+    """Returns plain JSON values: the source of the weights if known, the architecture, and the
+    sketch in base64.
 
-    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the order of the sorted
-    names, without LoRA layers.
+    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the
+    order of the sorted names, without LoRA layers.
     """
     if model in DESCRIPTIONS:
         return DESCRIPTIONS[model]
@@ -48,25 +52,32 @@ def describe(model: PreTrainedModel) -> dict[str, object]:
     values = torch.cat([load.samples(weight, count) for weight in matrices])
     return {
         "source": load.WEIGHTS.get(model),
-        "architecture": {name: getattr(config, name, None) for name in names} | asdict(CacheShape.of(model)),
+        "architecture": {name: getattr(config, name, None) for name in names}
+        | asdict(CacheShape.of(model)),
         "sketch": base64.b64encode(values.view(torch.uint8).numpy().tobytes()).decode("ascii"),
     }
 
 
 def remember(model: PreTrainedModel) -> None:
-    """Keeps fingerprint and description, which cannot be computed once the weights are sharded over processes."""
+    """Keeps fingerprint and description, which cannot be computed once the weights are sharded over
+    processes.
+    """
     load.FINGERPRINTS[model], DESCRIPTIONS[model] = load.model_fingerprint(model), describe(model)
 
 
 def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | None) -> float:
-    """Returns the cosine similarity of two sketches, or 0 if one is missing or the architectures differ."""
+    """Returns the cosine similarity of two sketches, or 0 if one is missing or the architectures
+    differ.
+    """
     if not one or not other or one.get("architecture") != other.get("architecture"):
         return 0.0
     try:
         first, second = (decoded(each["sketch"]) for each in (one, other))
     except (KeyError, TypeError, ValueError, RuntimeError):
         return 0.0
-    return float(torch.cosine_similarity(first, second, dim=0)) if first.shape == second.shape else 0.0
+    return (
+        float(torch.cosine_similarity(first, second, dim=0)) if first.shape == second.shape else 0.0
+    )
 
 
 def decoded(sketch: str) -> Tensor:
@@ -82,9 +93,15 @@ def origin(model: PreTrainedModel) -> dict[str, object]:
 
 
 def check(
-    what: str, card: Record, model: PreTrainedModel, error: type[RestoreKVError], fix: str = "load that one"
+    what: str,
+    card: Record,
+    model: PreTrainedModel,
+    error: type[RestoreKVError],
+    fix: str = "load that one",
 ) -> None:
-    """Refuses what was made for another model or another rotation of its keys; warns of other weights of the model."""
+    """Refuses what was made for another model or another rotation of its keys; warns of other
+    weights of the model.
+    """
     if card.rope != (rope := load.rope_fingerprint(model.config)):
         raise error(
             f"The {what} was made with RoPE {shown(card.rope)}, the model has {rope}; "
@@ -94,9 +111,16 @@ def check(
         return
     own = describe(model)
     if not similarity(card.weights, own) >= ALIKE:
-        fix = "load it in float32 or bfloat16" if model.dtype == torch.float16 and not card.weights else fix
+        fix = (
+            "load it in float32 or bfloat16"
+            if model.dtype == torch.float16 and not card.weights
+            else fix
+        )
         raise error(f"The {what} was made for another model ({shown(card.model)}); {fix}.")
-    message, made = f"The {what} was made for other weights of {shown(card.model)}", card.weights.get("source")
+    message, made = (
+        f"The {what} was made for other weights of {shown(card.model)}",
+        card.weights.get("source"),
+    )
     message += f", {shown(made)}" if made else ""
     message += f", than these, {own['source']}" if own["source"] else ""
     warn(f"{message}; expect slightly worse answers.")

@@ -1,7 +1,9 @@
-"""Models in GGUF files, the format of llama.cpp: dequantized once into a cache folder, then loaded like any other.
+"""Models in GGUF files, the format of llama.cpp: dequantized once into a cache folder, then loaded
+like any other.
 
-The cache is `$RESTOREKV_CACHE`, else `restorekv` in `$XDG_CACHE_HOME` or `~/.cache`. A model there is a transformers
-folder in float32, named by a hash of its file. MARKER is written last and lists the folder's files.
+The cache is `$RESTOREKV_CACHE`, else `restorekv` in `$XDG_CACHE_HOME` or `~/.cache`. A model there
+is a transformers folder in float32, named by a hash of its file. MARKER is written last and lists
+the folder's files.
 """
 
 import io
@@ -57,13 +59,17 @@ def find(name: str) -> Path | None:
     if os.path.exists(name) and not os.path.isdir(name):
         with raised_as(ModelError), regular(Path(name), name) as (file, _):
             if file.read(len(MAGIC)) != MAGIC:
-                raise ModelError(f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id.")
+                raise ModelError(
+                    f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id."
+                )
         return Path(name)
     if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
         files = sorted(Path(name).glob("*.gguf"))
         if len(files) > 1:
             names = ", ".join(path.name for path in files)
-            raise ModelError(f"The folder {name} holds {len(files)} GGUF files; name one of them: {names}.")
+            raise ModelError(
+                f"The folder {name} holds {len(files)} GGUF files; name one of them: {names}."
+            )
         return files[0] if files else None
     if name.endswith(".gguf"):
         raise ModelError(f"There is no GGUF file {name}; check the path.")
@@ -78,7 +84,9 @@ def installed(package: str) -> Path | None:
 
 
 def prepared(file: Path, name: str) -> Path:
-    """Returns the transformers folder made from a GGUF file, now or before; messages call the model `name`."""
+    """Returns the transformers folder made from a GGUF file, now or before; messages call the model
+    `name`.
+    """
     with raised_as(ModelError):
         key = f"{file_digest(file)[:16]}-{VERSION}"
     root = cache_folder()
@@ -98,7 +106,9 @@ def prepared(file: Path, name: str) -> Path:
 
 
 def private_folder() -> Path:
-    """Returns the folder of prepared models, which nobody else can change; without one, a temporary one."""
+    """Returns the folder of prepared models, which nobody else can change; without one, a temporary
+    one.
+    """
     root = cache_folder()
     problem = problem_of(root)
     return Path(temporary(problem).name) if root is None or problem else root
@@ -110,13 +120,16 @@ def description(folder: Path) -> str:
 
 
 def problem_of(root: Path | None) -> str | None:
-    """Returns why models cannot be kept in a folder, which is made if there is none; None for a good one."""
+    """Returns why models cannot be kept in a folder, which is made if there is none; None for a
+    good one.
+    """
     if root is None:
         return "There is no home folder"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "RESTOREKV_CACHE" not in os.environ and own(root.stat()):
-            root.chmod(root.stat().st_mode & ~OTHERS)  # a proof that was kept first made it as the umask says
+            # A proof that was kept first made it as the umask says.
+            root.chmod(root.stat().st_mode & ~OTHERS)
         with tempfile.TemporaryFile(dir=root):
             return None if is_private(root) else f"Others can change the cache folder {root}"
     except OSError:
@@ -129,7 +142,9 @@ def is_private(root: Path) -> bool:
         status = root.stat()
     except OSError:
         return False
-    return own(status) and (not status.st_mode & OTHERS or bool(status.st_mode & stat.S_ISVTX) or os.name != "posix")
+    return own(status) and (
+        not status.st_mode & OTHERS or bool(status.st_mode & stat.S_ISVTX) or os.name != "posix"
+    )
 
 
 def own(status: os.stat_result) -> bool:
@@ -138,15 +153,23 @@ def own(status: os.stat_result) -> bool:
 
 
 def trusted(path: Path, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    """Returns whether nobody but this user and the administrator can have written a file, which is no link."""
+    """Returns whether nobody but this user and the administrator can have written a file, which is
+    no link.
+    """
     status = path.lstat()
-    return kind(status.st_mode) and own(status) and not (os.name == "posix" and status.st_mode & OTHERS)
+    return (
+        kind(status.st_mode)
+        and own(status)
+        and not (os.name == "posix" and status.st_mode & OTHERS)
+    )
 
 
 @cache
 def temporary(problem: str) -> tempfile.TemporaryDirectory:
     """Makes a folder that is removed when the process ends, and warns that nothing will be kept."""
-    effect = "the model is prepared again in every process; set RESTOREKV_CACHE to a folder of your own"
+    effect = (
+        "the model is prepared again in every process; set RESTOREKV_CACHE to a folder of your own"
+    )
     warn(f"{problem}, so {effect}.")
     return tempfile.TemporaryDirectory(prefix="restorekv-")
 
@@ -174,7 +197,9 @@ def marker_of(folder: Path) -> dict | None:
         sound = marker["version"] == VERSION
         for name, (size, expected) in marker["files"].items() if sound else ():
             path = folder / name
-            sound = sound and Path(name).name == name and trusted(path) and path.stat().st_size == size
+            sound = (
+                sound and Path(name).name == name and trusted(path) and path.stat().st_size == size
+            )
             sound = sound and (size > SMALL or file_digest(path) == expected)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -184,10 +209,15 @@ def marker_of(folder: Path) -> dict | None:
 def make(file: Path, name: str, folder: Path) -> None:
     """Writes the folder under a temporary name and renames it, or leaves nothing."""
     if find_spec("gguf") is None:
-        raise ModelError(f"Reading {file} needs the package gguf; run pip install 'restorekv[gguf]'.")
+        raise ModelError(
+            f"Reading {file} needs the package gguf; run pip install 'restorekv[gguf]'."
+        )
     size = file.stat().st_size / 1e6
-    print(f"preparing {name} from its GGUF file ({size:,.0f} MB), once: about half a minute for a small model",
-          file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"preparing {name} from its GGUF file ({size:,.0f} MB), once: about half a minute for a small model",
+        file=sys.stderr,
+        flush=True,
+    )
     header = read(file)
     sweep(folder)
     prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
@@ -196,7 +226,8 @@ def make(file: Path, name: str, folder: Path) -> None:
         convert(file, header, fresh)
         with raised_as(ModelError):
             digest = file_digest(file)
-        if not folder.name.startswith(digest[:16]):  # else the folder would be kept as that of another file
+        # Else the folder would be kept as that of another file.
+        if not folder.name.startswith(digest[:16]):
             raise ModelError(f"{file} changed while it was read; try again when nobody writes it.")
         for path in (fresh, *fresh.iterdir()):
             path.chmod(path.stat().st_mode & ~OTHERS)
@@ -234,9 +265,16 @@ def read(file: Path) -> Header:
         ) from error
     header = Header(fields, frozenset(tensor.name for tensor in reader.tensors))
     if (fields.get("split.count") or 1) > 1:
-        raise unreadable(file, f"it is one of {fields['split.count']} parts", "join them with llama-gguf-split --merge")
+        raise unreadable(
+            file,
+            f"it is one of {fields['split.count']} parts",
+            "join them with llama-gguf-split --merge",
+        )
     scaling = header.of_model("rope.scaling.type")
-    if scaling not in (None, "none") or header.tensors & {"rope_freqs.weight", "rope_factors_long.weight"}:
+    if scaling not in (None, "none") or header.tensors & {
+        "rope_freqs.weight",
+        "rope_factors_long.weight",
+    }:
         raise unreadable(file, "transformers does not read its RoPE scaling from GGUF files")
     return header
 
@@ -246,28 +284,41 @@ def convert(file: Path, header: Header, folder: Path) -> None:
     longest = header.of_model("context_length") or 2048
     try:
         tokenizer = gguf_tokenizer.build(header.fields, int(longest))
-        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True,
-                  **NO_CODE}  # fmt: skip
+        source = {
+            "pretrained_model_name_or_path": str(file.parent),
+            "gguf_file": file.name,
+            "local_files_only": True,
+            **NO_CODE,
+        }
         with hushed():
             config = AutoConfig.from_pretrained(**source)
             if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default
                 config.head_dim = header.of_model("attention.key_length") or config.head_dim
             model, report = AutoModelForCausalLM.from_pretrained(
-                **source, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+                **source,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 **UNPACKED,
-            )  # fmt: skip
+            )
     except Exception as error:  # transformers raises many kinds
         raise unreadable(file, first_sentence(error)) from error
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if wrong:  # transformers would draw them at random
-        raise unreadable(file, f"it lacks {min(wrong)} or has it in a shape that its header does not give")
-    if hasattr(model.config, "quantization_config"):  # newer versions would not save a model marked as quantized
+        raise unreadable(
+            file, f"it lacks {min(wrong)} or has it in a shape that its header does not give"
+        )
+    # Newer versions would not save a model marked as quantized.
+    if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
     with hushed():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    files = {path.name: (path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())}
+    files = {
+        path.name: (path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())
+    }
     marker = {"version": VERSION, "file": file.name, "weights": weights(header), "files": files}
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 

@@ -1,9 +1,9 @@
 """Whether the header of a GGUF file can be true, before a parser believes what it counts.
 
-Layout: magic, version, number of tensors, number of fields; the fields, each with a key, a type and a value; of every
-tensor its name, dimensions, type and offset; then, aligned, the tensors. A count costs a stranger 8 bytes, and parsers
-make room for whatever it says. Here every count is compared with the bytes that are left, and nothing is kept but what
-later checks need.
+Layout: magic, version, number of tensors, number of fields; the fields, each with a key, a type and
+a value; of every tensor its name, dimensions, type and offset; then, aligned, the tensors. A count
+costs a stranger 8 bytes, and parsers make room for whatever it says. Here every count is compared
+with the bytes that are left, and nothing is kept but what later checks need.
 """
 
 import math
@@ -18,18 +18,40 @@ from restorekv.files import regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-FIELDS, TENSORS = 10_000, 1 << 16  # of files with all layers of the largest models: some 60 and some 2,000
+# Of files with all layers of the largest models: some 60 and some 2,000.
+FIELDS, TENSORS = 10_000, 1 << 16
 KEY_BYTES, TEXT_BYTES = 1 << 16, 1 << 20
 LISTED = 4096  # elements of an array outside of the tokenizer, such as a number for each layer
-WORDS, ELEMENTS = 1 << 20, 1 << 21  # of an array of the tokenizer, and of all arrays; Gemma has 514,906 and 1.3 million
+# Of an array of the tokenizer, and of all arrays; Gemma has 514,906 and 1.3 million.
+WORDS, ELEMENTS = 1 << 20, 1 << 21
 DIMENSIONS = 4
 TEXT, ARRAY = 8, 9  # types of values; the others have these letters in `struct`
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# Fields that say how large a model is; none of its weights has a dimension that is smaller than one of them.
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+# Fields that say how large a model is; none of its weights has a dimension that is smaller than one
+# of them.
 SIZES = (
-    "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
-    "attention.key_length", "attention.value_length", "expert_count", "expert_feed_forward_length", "vocab_size",
-)  # fmt: skip
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "vocab_size",
+)
 Dimensions = tuple[int, ...]
 
 
@@ -78,7 +100,9 @@ class Cursor:
 
 
 def check(path: Path) -> None:
-    """Refuses a GGUF file whose header does not fit the file, or describes a model that it does not hold."""
+    """Refuses a GGUF file whose header does not fit the file, or describes a model that it does not
+    hold.
+    """
     with regular(path, f"The GGUF file {path}") as (file, size):
         cursor = Cursor(file, size)
         try:
@@ -89,7 +113,9 @@ def check(path: Path) -> None:
                 cursor.order = ">"
                 version = int.from_bytes(version.to_bytes(4, "little"), "big")
             if version not in VERSIONS:
-                raise ValueError(f"it has version {version}, and known are {' and '.join(map(str, VERSIONS))}")
+                raise ValueError(
+                    f"it has version {version}, and known are {' and '.join(map(str, VERSIONS))}"
+                )
             tensors = cursor.count("tensors", min(TENSORS, cursor.left))
             fields = cursor.count("fields", min(FIELDS, cursor.left))
             known = read_fields(cursor, fields)
@@ -98,7 +124,9 @@ def check(path: Path) -> None:
         except ValueError as error:
             if isinstance(error, RestoreKVError):
                 raise
-            raise ModelError(f"The GGUF file {path} is damaged ({error}); fetch it again.") from error
+            raise ModelError(
+                f"The GGUF file {path} is damaged ({error}); fetch it again."
+            ) from error
 
 
 def read_fields(cursor: Cursor, count: int) -> dict[str, object]:
@@ -113,7 +141,9 @@ def read_fields(cursor: Cursor, count: int) -> dict[str, object]:
         if kind == TEXT:
             known[key] = cursor.text()[:KEY_BYTES].decode("utf-8", "replace")
         elif kind == ARRAY:
-            known[f"{key}[]"] = length = skip_array(cursor, WORDS if key.startswith("tokenizer.") else LISTED)
+            known[f"{key}[]"] = length = skip_array(
+                cursor, WORDS if key.startswith("tokenizer.") else LISTED
+            )
             elements += length
             if elements > ELEMENTS:
                 raise ValueError(f"its arrays have more than {ELEMENTS:,} elements")
@@ -138,8 +168,12 @@ def skip_array(cursor: Cursor, most: int) -> int:
     return length
 
 
-def read_tensors(cursor: Cursor, count: int, size: int, known: Mapping[str, object]) -> dict[str, Dimensions]:
-    """Returns the dimensions of the tensors by their names; refuses tensors that the file has no room for."""
+def read_tensors(
+    cursor: Cursor, count: int, size: int, known: Mapping[str, object]
+) -> dict[str, Dimensions]:
+    """Returns the dimensions of the tensors by their names; refuses tensors that the file has no
+    room for.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     shapes: dict[str, Dimensions] = {}
@@ -171,7 +205,9 @@ def read_tensors(cursor: Cursor, count: int, size: int, known: Mapping[str, obje
 
 
 def check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -> None:
-    """Refuses a description of a larger model than the tensors are of, which transformers would make room for."""
+    """Refuses a description of a larger model than the tensors are of, which transformers would
+    make room for.
+    """
     kind = known.get("general.architecture")
     largest = max((size for shape in shapes.values() for size in shape), default=0)
 
@@ -186,5 +222,7 @@ def check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -
         raise ValueError("it describes a larger model than it holds")
     embedded = shapes.get("token_embd.weight")
     words = known.get("tokenizer.ggml.tokens[]", 0)
-    if embedded and (len(embedded) != 2 or embedded[0] != of_model("embedding_length") or words > embedded[1]):
+    if embedded and (
+        len(embedded) != 2 or embedded[0] != of_model("embedding_length") or words > embedded[1]
+    ):
         raise ValueError("its embedding of tokens is not of the size that it describes")

@@ -1,20 +1,30 @@
 """Builds the tokenizer that the fields of a GGUF file describe.
 
-That of transformers is wrong: for SmolLM2, 5.2 adds CodeLlama's extra tokens and a wrong end token, and 5.23 splits
-text like GPT-2, so that "\\n\\n1." becomes other tokens than in training.
+That of transformers is wrong: for SmolLM2, 5.2 adds CodeLlama's extra tokens and a wrong end token,
+and 5.23 splits text like GPT-2, so that "\\n\\n1." becomes other tokens than in training.
 """
 
 from collections.abc import Mapping, Sequence
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # SentencePiece's
-# Of a token of SentencePiece, and of all together: every place in a token is tried as that of a merge. Gemma's longest
-# have some 50 letters, and its 262,144 have 2 million.
+# Of a token of SentencePiece, and of all together: every place in a token is tried as that of a
+# merge. Gemma's longest have some 50 letters, and its 262,144 have 2 million.
 LETTERS, ALL_LETTERS = 1 << 8, 1 << 24
-# Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other white space.
+# Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other
+# white space.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -23,8 +33,13 @@ LLAMA3, QWEN2 = WORDS.format(digits="{1,3}"), WORDS.format(digits="")
 # How a byte-level vocabulary splits text, by tokenizer.ggml.pre (the names are llama.cpp's).
 SPLITS = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), "gpt2"),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "digits"),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        "digits",
+    ),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
 }
 
@@ -37,34 +52,51 @@ def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
     kind, tokens = own.get("model"), own.get("tokens") or []
     if kind not in ("gpt2", "llama") or not tokens:
-        raise ValueError(f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama are known here")
+        raise ValueError(
+            f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama are known here"
+        )
     tokenizer = sentencepiece(own, tokens) if kind == "llama" else byte_level(own, tokens)
     for each, special in ((CONTROL, True), (USER_DEFINED, False)):
-        chosen = [token for token, its in zip(tokens, own.get("token_type") or (), strict=False) if its == each]
+        chosen = [
+            token
+            for token, its in zip(tokens, own.get("token_type") or (), strict=False)
+            if its == each
+        ]
         added = [AddedToken(token, normalized=False, special=special) for token in chosen]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
-    ids = {name: own.get(f"{key}_token_id") for name, key in
-           (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}  # fmt: skip
-    special = {f"{name}_token": tokens[number] for name, number in ids.items() if number is not None}
+    ids = {
+        name: own.get(f"{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    special = {
+        f"{name}_token": tokens[number] for name, number in ids.items() if number is not None
+    }
     if "bos_token" in special and own.get("add_bos_token", kind == "llama"):
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids["bos"])]
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=longest, chat_template=fields.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False, **special,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        model_max_length=longest,
+        chat_template=fields.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
 
 
 def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
-    """Builds BPE over bytes, each written as one printable character, as in GPT-2, Llama 3 and Qwen."""
+    """Builds BPE over bytes, each written as one printable character, as in GPT-2, Llama 3 and
+    Qwen.
+    """
     split = SPLITS.get(own.get("pre"))
     if split is None:
         raise ValueError(f"how its tokenizer splits text, {own.get('pre')!r}, is not known here")
     merges = [tuple(merge.split(" ")) for merge in own.get("merges") or ()]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == LLAMA3))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == LLAMA3)
+    )
     if split == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     first = {"gpt2": None, "digits": pre_tokenizers.Digits(individual_digits=True)}
@@ -76,7 +108,9 @@ def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
 
 
 def sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
-    """Builds BPE over characters with bytes as a fallback, as in Llama 2, Mistral and Phi-3; scores order merges."""
+    """Builds BPE over characters with bytes as a fallback, as in Llama 2, Mistral and Phi-3; scores
+    order merges.
+    """
     kinds = own.get("token_type") or [NORMAL] * len(tokens)
     scores = own.get("scores") or [0.0] * len(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -93,11 +127,15 @@ def sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer
     merges = [pair for *_, pair in sorted(ranked)]
     unknown = tokens[own.get("unknown_token_id") or 0]
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
     )
     prefix = own.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    )
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer

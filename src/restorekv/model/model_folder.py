@@ -1,7 +1,9 @@
-"""What is looked at in a model's folder before transformers reads it: no pickles, no special files, no other model.
+"""What is looked at in a model's folder before transformers reads it: no pickles, no special files,
+no other model.
 
-transformers opens files by their names, whatever they are: a FIFO would never end, a pickle may run code when it is
-loaded, and a LoRA adapter's config names a base model, which would be loaded in place of the one that the user named.
+transformers opens files by their names, whatever they are: a FIFO would never end, a pickle may run
+code when it is loaded, and a LoRA adapter's config names a base model, which would be loaded in
+place of the one that the user named.
 """
 
 import json
@@ -25,16 +27,18 @@ READ_WHOLE = (".json", ".jinja", ".txt", ".model")
 TOKENIZERS = ("tokenizer.json", "vocab.json")  # which may be larger than other JSON
 INDEX = "model.safetensors.index.json"  # which names the files of the weights
 TOKENIZER = "tokenizer_config.json"  # which may name files of the tokenizer
-# What every call that loads a model or a tokenizer is given: Python code of the model's own is never run, and the user
-# is never asked, for whatever answers may be a pipe.
+# What every call that loads a model or a tokenizer is given: Python code of the model's own is
+# never run, and the user is never asked, for whatever answers may be a pipe.
 NO_CODE = {"trust_remote_code": False}
 NO_PICKLES = {"use_safetensors": True}
 
 
 def check(folder: Path, weights: bool = True) -> None:
-    """Refuses a folder with special files, with an adapter or, if `weights` are to be loaded, with pickles alone.
+    """Refuses a folder with special files, with an adapter or, if `weights` are to be loaded, with
+    pickles alone.
 
-    So it does where a file of the folder names files elsewhere or, among its weights, any but safetensors.
+    So it does where a file of the folder names files elsewhere or, among its weights, any but
+    safetensors.
     """
     names = []
     for place in (folder, folder / TEMPLATES):
@@ -61,30 +65,40 @@ def check_file(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ModelError(f"Cannot read {path} ({error.strerror}); check its permissions.") from error
+        raise ModelError(
+            f"Cannot read {path} ({error.strerror}); check its permissions."
+        ) from error
     if stat.S_ISDIR(status.st_mode):
         return []
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file, so its folder is no model; remove it.")
     most = TEXT_BYTES if path.name in TOKENIZERS else JSON_BYTES
     if path.suffix in READ_WHOLE and status.st_size > most:
-        raise ModelError(f"{path} has {status.st_size:,} bytes, more than the {most:,} of such a file; fetch it again.")
+        raise ModelError(
+            f"{path} has {status.st_size:,} bytes, more than the {most:,} of such a file; fetch it again."
+        )
     return [path.name]
 
 
 def check_index(path: Path, names: list[str] | None = None) -> None:
-    """Refuses an index of weights that names anything but safetensors of its own folder, which holds `names`."""
+    """Refuses an index of weights that names anything but safetensors of its own folder, which
+    holds `names`.
+    """
     weights = entries_of(path).get("weight_map")
     if not isinstance(weights, dict):
         raise ModelError(f"{path} names no files of weights; fetch it again.")
     for name in weights.values():
         inside = isinstance(name, str) and name.endswith(SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
-            raise ModelError(f"{path} names '{shown(name)}', which is no safetensors file beside it; fetch it again.")
+            raise ModelError(
+                f"{path} names '{shown(name)}', which is no safetensors file beside it; fetch it again."
+            )
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuses a tokenizer's config that names files of other folders, from which transformers would read."""
+    """Refuses a tokenizer's config that names files of other folders, from which transformers would
+    read.
+    """
     path = folder / TOKENIZER
     entries = entries_of(path)
     versions = entries.get("fast_tokenizer_files") or []
@@ -92,23 +106,35 @@ def check_tokenizer(folder: Path) -> None:
     for value in [*(versions if isinstance(versions, list) else [versions]), *named.values()]:
         if value is None:
             continue
-        # Older tokenizers name places on their author's machine, which are nothing here, and so nothing is read.
-        elsewhere = not isinstance(value, str) or (Path(value).name != value and leads_out(value, folder))
+        # Older tokenizers name places on their author's machine, which are nothing here, and so
+        # nothing is read.
+        elsewhere = not isinstance(value, str) or (
+            Path(value).name != value and leads_out(value, folder)
+        )
         if elsewhere:
-            raise ModelError(f"{path} names the file '{shown(value)}', which is not in its folder; remove that entry.")
+            raise ModelError(
+                f"{path} names the file '{shown(value)}', which is not in its folder; remove that entry."
+            )
 
 
 def leads_out(name: str, folder: Path) -> bool:
-    """Returns whether transformers, which takes a name as it is or within the folder, would find a file elsewhere."""
+    """Returns whether transformers, which takes a name as it is or within the folder, would find a
+    file elsewhere.
+    """
     places = [Path(name), folder / name]
     try:
-        return any(os.path.lexists(each) and not each.resolve().is_relative_to(folder.resolve()) for each in places)
+        return any(
+            os.path.lexists(each) and not each.resolve().is_relative_to(folder.resolve())
+            for each in places
+        )
     except (OSError, ValueError, RuntimeError):  # a circle of links, or a name that no file has
         return True
 
 
 def entries_of(path: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds; transformers writes 10^30 for no limit, which `read_json` refuses."""
+    """Returns the object that a JSON file holds; transformers writes 10^30 for no limit, which
+    `read_json` refuses.
+    """
     with raised_as(ModelError):
         raw = read_bytes(path, str(path))
         check_elements(raw, str(path), JSON_ELEMENTS)
@@ -122,10 +148,15 @@ def entries_of(path: Path) -> dict[str, Any]:
 
 
 def check_hub(name: str, local: bool) -> None:
-    """Refuses a repository of the hub that is an adapter, or whose weights are not safetensors alone, like `check`."""
+    """Refuses a repository of the hub that is an adapter, or whose weights are not safetensors
+    alone, like `check`.
+    """
     if find_adapter_config_file(name, local_files_only=local) is not None:
         raise ModelError(adapter_in(name))
-    found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     index = cached_file(name, INDEX, local_files_only=local, **found)
     if index is not None:
         check_index(Path(index))

@@ -1,6 +1,7 @@
 """Observers: they see what every attention layer computes with while a forward pass runs.
 
-Queries and keys come from the attention function itself, after QK-norm and RoPE, so nothing is projected twice.
+Queries and keys come from the attention function itself, after QK-norm and RoPE, so nothing is
+projected twice.
 """
 
 import threading
@@ -19,10 +20,12 @@ from restorekv.model.shape import decoder
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer in one pass of batch 1: Q query tokens over K keys, of which the last Q are their own.
+    """One layer in one pass of batch 1: Q query tokens over K keys, of which the last Q are their
+    own.
 
-    hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is after QK-norm and
-    RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`; mask (1, 1, Q, K) or None = causal.
+    hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is
+    after QK-norm and RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`;
+    mask (1, 1, Q, K) or None = causal.
     """
 
     layer: int
@@ -41,21 +44,28 @@ HOOKS = threading.Lock()  # PyTorch numbers hooks without one
 
 
 class Observer(Protocol):
-    """Sees a prefill: called for every layer of every chunk; may return the layer's attention output (Q, H * G, D)."""
+    """Sees a prefill: called for every layer of every chunk; may return the layer's attention
+    output (Q, H * G, D).
+    """
 
     def on_layer(self, view: LayerView) -> Tensor | None: ...
 
 
 @contextmanager
 def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
-    """Calls on_layer(LayerView) for every attention layer of every pass in the block, in the order of the layers.
+    """Calls on_layer(LayerView) for every attention layer of every pass in the block, in the order
+    of the layers.
 
-    A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged layer.
+    A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged
+    layer.
     """
     inputs: list[Tensor] = []
 
-    def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, object] | None = None) -> None:
-        # Hooks see the passes of other threads too, and without kwargs while PyTorch is still registering them.
+    def before_layer(
+        module: nn.Module, args: tuple, kwargs: dict[str, object] | None = None
+    ) -> None:
+        # Hooks see the passes of other threads too, and without kwargs while PyTorch is still
+        # registering them.
         if kwargs is not None and current_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
@@ -64,13 +74,26 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         keys, values = ragged.pair if ragged else (key, value)
         grouped = query[0].unflatten(0, (keys.shape[1], -1))
         output = on_layer(
-            LayerView(module.layer_idx, module, scale, inputs[0][0], grouped, keys[0], values[0], ragged, mask)
+            LayerView(
+                module.layer_idx,
+                module,
+                scale,
+                inputs[0][0],
+                grouped,
+                keys[0],
+                values[0],
+                ragged,
+                mask,
+            )
         )
         return None if output is None else output[None]
 
     layers = decoder(model).layers
     with HOOKS:
-        handles = [layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True) for layer in layers]
+        handles = [
+            layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True)
+            for layer in layers
+        ]
     try:
         with observing(before_attention):
             yield

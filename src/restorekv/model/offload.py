@@ -1,16 +1,20 @@
-"""A full cache of which only one layer at a time is in memory; the others are in files, or in the host's memory.
+"""A full cache of which only one layer at a time is in memory; the others are in files, or in the
+host's memory.
 
-On a CPU, keys and values are views of temporary files that are mapped into memory. When another layer is needed, the
-pages of the previous one leave the process; the system writes them out and keeps them cached as its memory allows.
-TMPDIR sets the folder, which should be on a disk, not in memory.
+On a CPU, keys and values are views of temporary files that are mapped into memory. When another
+layer is needed, the pages of the previous one leave the process; the system writes them out and
+keeps them cached as its memory allows. TMPDIR sets the folder, which should be on a disk, not in
+memory.
 
-On a GPU, they are in the host's pinned memory. Reading a layer's keys or values makes copies on the device, and a
-second stream starts to copy the next layer, so that the device holds two layers, or three while a pass joins one with
-its own pairs. transformers' own offloading (DynamicCache(offloading=True), 5.2 to 5.23) moves a layer there and back
-whenever pairs are added, and leaves it on the host for other readers such as scores.
+On a GPU, they are in the host's pinned memory. Reading a layer's keys or values makes copies on the
+device, and a second stream starts to copy the next layer, so that the device holds two layers, or
+three while a pass joins one with its own pairs. transformers' own offloading
+(DynamicCache(offloading=True), 5.2 to 5.23) moves a layer there and back whenever pairs are added,
+and leaves it on the host for other readers such as scores.
 
-Each store proves itself on the first use of a device (offload_trials.py). A device on which copies on a second stream
-go wrong gets pageable memory and copies that are waited for, and one where these go wrong too a full cache of its own.
+Each store proves itself on the first use of a device (offload_trials.py). A device on which copies
+on a second stream go wrong gets pageable memory and copies that are waited for, and one where these
+go wrong too a full cache of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ Pair = tuple[Tensor, Tensor]  # keys and values (1, H, length, D)
 
 
 def offloaded(model: PreTrainedModel, columns: int) -> Cache:
-    """Returns an empty cache with room for S + T columns; it offloads nothing where no store has proven itself."""
+    """Returns an empty cache with room for S + T columns; it offloads nothing where no store has
+    proven itself.
+    """
     shape = CacheShape.of(model)
     size = shape.layers, (shape.heads, columns, shape.head_dim), model.dtype, model.device
     if not proofs.needed(model.device):
@@ -51,9 +57,15 @@ def offloaded(model: PreTrainedModel, columns: int) -> Cache:
 
 
 def make_store(
-    count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, streams: bool = True
+    count: int,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    streams: bool = True,
 ) -> OffloadStore:
-    """Returns the store for a device: files for a CPU, else the host's memory, with a second stream if there is one."""
+    """Returns the store for a device: files for a CPU, else the host's memory, with a second stream
+    if there is one.
+    """
     if not proofs.needed(device):
         return FileStore(count, size, dtype, device)
     return HostStore(count, size, dtype, device, streams)
@@ -65,7 +77,8 @@ def uses_streams(device: torch.device) -> bool:
 
 
 class OffloadedLayer(DynamicLayer):
-    """A dense layer whose keys and values are loaded when they are read; it can only grow or be released.
+    """A dense layer whose keys and values are loaded when they are read; it can only grow or be
+    released.
 
     `room` (2, 1, H, columns, D) is the memory for its pairs, of which `length` columns are used.
     """
@@ -114,7 +127,9 @@ class OffloadedLayer(DynamicLayer):
 class OffloadStore(ABC):
     """Holds the pairs of `layers`: (H, columns, D) numbers each for keys and for values."""
 
-    def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.size, self.dtype, self.device = size, dtype, device
         self.layers = [OffloadedLayer(self, index) for index in range(count)]
 
@@ -146,9 +161,13 @@ class OffloadStore(ABC):
 
 
 class FileStore(OffloadStore):
-    """One temporary file per layer, reserved before any work; the pages of one layer are in the process."""
+    """One temporary file per layer, reserved before any work; the pages of one layer are in the
+    process.
+    """
 
-    def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.maps: dict[int, mmap.mmap] = {}
         self.loaded: OffloadedLayer | None = None
         super().__init__(count, size, dtype, device)
@@ -163,7 +182,9 @@ class FileStore(OffloadStore):
 
     def allocate(self, layer: OffloadedLayer) -> Tensor:
         heads, columns, dim = self.size
-        return torch.frombuffer(self.maps[layer.index], dtype=self.dtype).view(2, 1, heads, columns, dim)
+        return torch.frombuffer(self.maps[layer.index], dtype=self.dtype).view(
+            2, 1, heads, columns, dim
+        )
 
     def write(self, layer: OffloadedLayer, target: Tensor, states: Tensor) -> None:
         self.load(layer)
@@ -176,7 +197,9 @@ class FileStore(OffloadStore):
         return layer.stored()
 
     def unload(self) -> None:
-        """Takes a layer's pages out of the process; the system writes them to disk before it reuses the memory."""
+        """Takes a layer's pages out of the process; the system writes them to disk before it reuses
+        the memory.
+        """
         pages = self.maps.get(self.loaded.index) if self.loaded else None
         if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED)
@@ -190,12 +213,17 @@ class FileStore(OffloadStore):
 class HostStore(OffloadStore):
     """The host's pinned memory, with columns before heads, so that the used columns are contiguous.
 
-    Up to two layers are on the device; a second stream copies the later one. Without `streams` the memory is pageable,
-    and every copy is waited for.
+    Up to two layers are on the device; a second stream copies the later one. Without `streams` the
+    memory is pageable, and every copy is waited for.
     """
 
     def __init__(
-        self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, streams: bool = True
+        self,
+        count: int,
+        size: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        streams: bool = True,
     ) -> None:
         self.on_device: dict[int, Pair] = {}
         self.cuda = streams and uses_streams(device)
@@ -214,7 +242,9 @@ class HostStore(OffloadStore):
     def load(self, layer: OffloadedLayer) -> Pair:
         following = self.layers[(layer.index + 1) % len(self.layers)]
         wanted = (layer.index, following.index)
-        self.on_device = {index: self.on_device[index] for index in wanted if index in self.on_device}
+        self.on_device = {
+            index: self.on_device[index] for index in wanted if index in self.on_device
+        }
         pair = self.on_device.get(layer.index) or self.copy_to_device(layer)
         self.on_device[layer.index] = pair
         self.wait()
@@ -242,7 +272,9 @@ class HostStore(OffloadStore):
     def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
         if layer.length == new[0].shape[-2]:
             self.on_device[layer.index] = new
-        elif layer.index in self.on_device:  # the shorter pair is freed before the next layer is copied
+        elif (
+            layer.index in self.on_device
+        ):  # the shorter pair is freed before the next layer is copied
             self.wait()  # it may still be on its way
             both = zip(self.on_device.pop(layer.index), new, strict=True)
             self.on_device[layer.index] = tuple(torch.cat(each, 2) for each in both)
@@ -256,7 +288,8 @@ class HostStore(OffloadStore):
 def reserve_file(nbytes: int) -> mmap.mmap:
     """Maps an unnamed temporary file whose blocks are allocated now, where the system can do that.
 
-    If the disk filled up later, the first write to a missing block would end the process with a signal.
+    If the disk filled up later, the first write to a missing block would end the process with a
+    signal.
     """
     with tempfile.TemporaryFile(prefix="restorekv-") as file:
         if hasattr(os, "posix_fallocate"):
@@ -267,7 +300,9 @@ def reserve_file(nbytes: int) -> mmap.mmap:
 
 
 def trim_heap() -> None:
-    """Returns freed memory to the system; glibc would keep up to a whole full cache of it for later."""
+    """Returns freed memory to the system; glibc would keep up to a whole full cache of it for
+    later.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

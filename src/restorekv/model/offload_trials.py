@@ -1,8 +1,8 @@
 """A small prefill through a store of `offload.py`, compared number by number with what was written.
 
-Every layer grows in several steps, as in a prefill, and is then read in several orders. What a reader gets is copied at
-once on the device and compared in the end, so that a copy that has not arrived yet, or memory that is used again too
-early, shows as wrong numbers.
+Every layer grows in several steps, as in a prefill, and is then read in several orders. What a
+reader gets is copied at once on the device and compared in the end, so that a copy that has not
+arrived yet, or memory that is used again too early, shows as wrong numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from restorekv.model.offload import OffloadStore
 
 LAYERS = 4
-COLUMNS = 4 << 20  # numbers of a layer's keys, about: enough that a copy takes longer than starting what reads it
+# Numbers of a layer's keys, about: enough that a copy takes longer than starting what reads it.
+COLUMNS = 4 << 20
 STEPS = (0.5, 0.25, 0.25)  # shares of the columns that a layer gains at a time
 ORDERS = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 2, 3, 0, 1))  # in which layers are read
 MakeStore = Callable[..., "OffloadStore"]
@@ -36,7 +37,10 @@ def measure_store(make_store: MakeStore, streams: bool, target: Target) -> Itera
     store = make_store(LAYERS, size, target.dtype, target.device, **options)
     generator = torch.Generator().manual_seed(1)
     on_cpu = [
-        tuple(torch.rand(1, *size, generator=generator, dtype=torch.float32).to(target.dtype) for _ in range(2))
+        tuple(
+            torch.rand(1, *size, generator=generator, dtype=torch.float32).to(target.dtype)
+            for _ in range(2)
+        )
         for _ in range(LAYERS)
     ]
     there = [tuple(x.to(target.device) for x in pair) for pair in on_cpu]
@@ -51,7 +55,10 @@ def measure_store(make_store: MakeStore, streams: bool, target: Target) -> Itera
     wrong = sum(count_wrong(found, on_cpu[index], end) for index, end, found in grown)
     yield Measured("a prefill", wrong, 0.0)
     for order in ORDERS:
-        read = [(index, copied((store.layers[index].keys, store.layers[index].values))) for index in order]
+        read = [
+            (index, copied((store.layers[index].keys, store.layers[index].values)))
+            for index in order
+        ]
         wrong = sum(count_wrong(found, on_cpu[index], columns) for index, found in read)
         yield Measured(f"layers read in the order {', '.join(map(str, order))}", wrong, 0.0)
     for layer in store.layers:
@@ -59,7 +66,9 @@ def measure_store(make_store: MakeStore, streams: bool, target: Target) -> Itera
 
 
 def columns_of(target: Target) -> int:
-    """Returns the columns of a layer: many on a device with streams, whose copies should take a while."""
+    """Returns the columns of a layer: many on a device with streams, whose copies should take a
+    while.
+    """
     numbers = COLUMNS if target.device.type == "cuda" else COLUMNS >> 8
     return max(numbers // (target.heads * target.dim), 8)
 
@@ -71,7 +80,13 @@ def copied(pair: Pair) -> Pair:
 
 def count_wrong(found: Pair, wanted: Pair, end: int) -> float:
     """Returns the share of numbers that differ; NaN differs."""
-    return sum(float((x.cpu() != y[:, :, :end]).double().mean()) for x, y in zip(found, wanted, strict=True)) / 2
+    return (
+        sum(
+            float((x.cpu() != y[:, :, :end]).double().mean())
+            for x, y in zip(found, wanted, strict=True)
+        )
+        / 2
+    )
 
 
 def without_streams(device: torch.device, dtype: torch.dtype) -> str:
@@ -80,12 +95,24 @@ def without_streams(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def register_all(make_store: MakeStore) -> None:
-    """Makes both components known: with a second stream on a GPU, with files on a CPU; and without streams."""
-    register(Component(
-        "offload", "Offloading", "Copies of offloaded layers are waited for, which takes longer",
-        everywhere, partial(measure_store, make_store, True),
-    ))  # fmt: skip
-    register(Component(
-        "offload-plain", "Offloading without a second stream", "The whole cache stays on the device", without_streams,
-        partial(measure_store, make_store, False),
-    ))  # fmt: skip
+    """Makes both components known: with a second stream on a GPU, with files on a CPU; and without
+    streams.
+    """
+    register(
+        Component(
+            "offload",
+            "Offloading",
+            "Copies of offloaded layers are waited for, which takes longer",
+            everywhere,
+            partial(measure_store, make_store, True),
+        )
+    )
+    register(
+        Component(
+            "offload-plain",
+            "Offloading without a second stream",
+            "The whole cache stays on the device",
+            without_streams,
+            partial(measure_store, make_store, False),
+        )
+    )

@@ -13,12 +13,16 @@ from restorekv.cache.tail import CompressedLayer
 from restorekv.model.shape import decoder
 
 CHUNK = 4096
-MASK = 1 << 26  # entries of a chunk's mask, so that it takes as much memory for a million tokens as for 16,384
+# Entries of a chunk's mask, so that it takes as much memory for a million tokens as for 16,384.
+MASK = 1 << 26
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into: Cache | None = None) -> Cache:
-    """ids (1, S + T) -> a cache with keys and values (1, H, S + T, D) of every layer, appended to `into` if given.
+def prefill(
+    model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into: Cache | None = None
+) -> Cache:
+    """ids (1, S + T) -> a cache with keys and values (1, H, S + T, D) of every layer, appended to
+    `into` if given.
 
     `chunk` bounds the memory of activations; by default that of the mask is bounded too.
     """
@@ -30,10 +34,11 @@ def prefill(model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into:
 
 
 class ReadOnlyLayer(DynamicLayer):
-    """Shows a dense layer's pairs followed by those of the current pass, which `keys` and `values` hold alone.
+    """Shows a dense layer's pairs followed by those of the current pass, which `keys` and `values`
+    hold alone.
 
-    Nothing has to be removed after a pass, and only one layer at a time holds the joined copy. The dense layer is not
-    touched before its turn, since an offloaded one is elsewhere until then.
+    Nothing has to be removed after a pass, and only one layer at a time holds the joined copy. The
+    dense layer is not touched before its turn, since an offloaded one is elsewhere until then.
     """
 
     def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
@@ -44,22 +49,29 @@ class ReadOnlyLayer(DynamicLayer):
     def get_seq_length(self, *_: object) -> int:
         return self.dense.get_seq_length() if self.columns is None else self.columns
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
         self.keys, self.values = key_states, value_states
         cached = (x[..., : self.columns, :] for x in (self.dense.keys, self.dense.values))
-        return tuple(torch.cat(pair, dim=-2) for pair in zip(cached, (key_states, value_states), strict=True))
+        return tuple(
+            torch.cat(pair, dim=-2) for pair in zip(cached, (key_states, value_states), strict=True)
+        )
 
 
 def read_only_view(full: Cache, columns: int | None = None) -> Cache:
-    """Returns a cache for passes that read `full`, or its first `columns` columns, and never change it.
+    """Returns a cache for passes that read `full`, or its first `columns` columns, and never change
+    it.
 
     Of a ragged cache, these are columns of its tail; the context is always read whole.
     """
     return Cache(layers=[read_only(layer, columns) for layer in full.layers])
 
 
-def read_only(layer: DynamicLayer | RaggedLayer, columns: int | None) -> ReadOnlyLayer | RaggedLayer:
+def read_only(
+    layer: DynamicLayer | RaggedLayer, columns: int | None
+) -> ReadOnlyLayer | RaggedLayer:
     """Returns one layer of such a cache."""
     if not isinstance(layer, RaggedLayer):
         return ReadOnlyLayer(layer, columns)
@@ -68,7 +80,9 @@ def read_only(layer: DynamicLayer | RaggedLayer, columns: int | None) -> ReadOnl
 
 
 class QueryOnlyLayer(CompressedLayer):
-    """Shows only the pairs of a pass, at positions after `seen` cached ones; the pass's observer computes attention."""
+    """Shows only the pairs of a pass, at positions after `seen` cached ones; the pass's observer
+    computes attention.
+    """
 
     columns = 0
 
@@ -76,7 +90,9 @@ class QueryOnlyLayer(CompressedLayer):
         super().__init__()
         self.seen, self.is_initialized = seen, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Returns (1, H, Q, D) unchanged."""
         return key_states, value_states
 

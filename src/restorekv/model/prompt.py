@@ -1,7 +1,9 @@
-"""Text to token ids through any chat template; no other module uses templates, and tokenize.py alone calls tokenizers.
+"""Text to token ids through any chat template; no other module uses templates, and tokenize.py
+alone calls tokenizers.
 
-The template is rendered around a separator and split there, as kvpress does. What precedes the separator, with the
-text, is the context that is compressed; what follows it closes the user's turn after every question.
+The template is rendered around a separator and split there, as kvpress does. What precedes the
+separator, with the text, is the context that is compressed; what follows it closes the user's turn
+after every question.
 """
 
 import hashlib
@@ -26,9 +28,11 @@ SEPARATOR = "<restorekv-separator>"
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
 TOO_LONG = ("refuse", "cut")  # what happens to a longer one
 TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
-# A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and no functions.
+# A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and
+# no functions.
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
-BETWEEN = "\n\n"  # separates a question from the document, unless the tokenizer's config has another `between`
+# Separates a question from the document, unless the tokenizer's config has another `between`.
+BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class Context:
 
 
 def default_between(tokenizer: Tokenizer) -> str:
-    """Returns what separates document and question: `between` of the tokenizer's config, or a blank line."""
+    """Returns what separates document and question: `between` of the tokenizer's config, or a blank
+    line.
+    """
     return str(tokenizer.init_kwargs.get("between", BETWEEN))
 
 
@@ -65,9 +71,9 @@ def make_context(
 ) -> Context:
     """Tokenizes prefix and text together, so that a boundary at the template merges as in training.
 
-    `text` may be token ids (T,) instead, which follow the prefix's. Nothing stands before a question unless `between`
-    says what; benchmarks and training data word theirs whole. `system` is the system message before the text; without
-    one, the template may have its own.
+    `text` may be token ids (T,) instead, which follow the prefix's. Nothing stands before a
+    question unless `between` says what; benchmarks and training data word theirs whole. `system` is
+    the system message before the text; without one, the template may have its own.
     """
     check_unicode(system)
     refuse(control_tokens(tokenizer).values(), system, "system message", "the chat template")
@@ -80,7 +86,9 @@ def make_context(
     else:
         ids = torch.cat([prefix, token_ids(tokenizer, text)], -1)
     if ids.shape[-1] <= prefix.shape[-1]:
-        raise RestoreKVError("The context has no tokens besides the chat template; give a longer text.")
+        raise RestoreKVError(
+            "The context has no tokens besides the chat template; give a longer text."
+        )
     suffix = encode(tokenizer, after=after)
     if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
@@ -93,14 +101,20 @@ def make_context(
 def system_text(system: object) -> str:
     """Returns a system message, of which None is the empty one; refuses what is no text."""
     if not isinstance(system, str | None):
-        raise RestoreKVError(f"A system message is text, not {type(system).__name__}; leave it out for none.")
+        raise RestoreKVError(
+            f"A system message is text, not {type(system).__name__}; leave it out for none."
+        )
     return system or ""
 
 
-def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0) -> tuple[Context, int]:
-    """Returns the context and how many tokens of its end were cut, so that ROOM of the model's positions is left.
+def fit(
+    model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0
+) -> tuple[Context, int]:
+    """Returns the context and how many tokens of its end were cut, so that ROOM of the model's
+    positions is left.
 
-    "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many positions.
+    "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many
+    positions.
     """
     one_of("max_context", too_long, TOO_LONG)
     limit = usable_positions(model)
@@ -109,7 +123,9 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     if over <= 0:
         return context, 0
     if most < 1:
-        raise RestoreKVError(f"The model's {limit:,} positions have no room for a text; use a smaller offset.")
+        raise RestoreKVError(
+            f"The model's {limit:,} positions have no room for a text; use a smaller offset."
+        )
     if too_long == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
         fix = "stretch the model's RoPE (--yarn 2)"
@@ -131,10 +147,14 @@ def usable_positions(model: PreTrainedModel) -> int:
 
 
 def tell_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
-    """Refuses `what` where the model would see it otherwise (support.py); warns where it is beyond its positions."""
+    """Refuses `what` where the model would see it otherwise (support.py); warns where it is beyond
+    its positions.
+    """
     refuse_beyond(model, positions, what)
     if positions > (limit := longest(model.config)):
-        warn(f"{what} reaches beyond the model's {limit:,} positions; expect bad answers, or shorten it.")
+        warn(
+            f"{what} reaches beyond the model's {limit:,} positions; expect bad answers, or shorten it."
+        )
 
 
 def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
@@ -142,27 +162,40 @@ def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
     if isinstance(ids, list | tuple) and all(type(each) is int for each in ids):
         ids = torch.tensor(ids, dtype=torch.long)
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
-        raise RestoreKVError(f"The context is text or a 1-D sequence of token ids, not {type(ids).__name__}.")
+        raise RestoreKVError(
+            f"The context is text or a 1-D sequence of token ids, not {type(ids).__name__}."
+        )
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(tokenizer):
-        raise RestoreKVError(f"Token ids run from 0 to {len(tokenizer) - 1} with this tokenizer; give its own ids.")
+        raise RestoreKVError(
+            f"Token ids run from 0 to {len(tokenizer) - 1} with this tokenizer; give its own ids."
+        )
     return ids.detach().cpu().long()[None]
 
 
 def question_ids(
-    tokenizer: Tokenizer, context: Context, question: str, answer_prefix: str = "", empty: bool = False
+    tokenizer: Tokenizer,
+    context: Context,
+    question: str,
+    answer_prefix: str = "",
+    empty: bool = False,
 ) -> Tensor:
-    """Tokenizes `between`, the question, the template's suffix and the answer's first words as one text: (1, q).
+    """Tokenizes `between`, the question, the template's suffix and the answer's first words as one
+    text: (1, q).
 
     `empty` allows an empty question, for a context that ends with what is asked.
     """
     check_question(question, empty)
-    return encode(tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix)
+    return encode(
+        tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix
+    )
 
 
 def check_question(question: object, empty: bool = False) -> None:
     """Refuses what is no text, and unless allowed, what is an empty one."""
     if not isinstance(question, str):
-        raise RestoreKVError(f"A question is text, not {type(question).__name__}; give several to ask, as a list.")
+        raise RestoreKVError(
+            f"A question is text, not {type(question).__name__}; give several to ask, as a list."
+        )
     if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
 
@@ -173,7 +206,9 @@ def template_hash(tokenizer: Tokenizer) -> str:
 
 
 def around(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
-    """Returns the template's text before and after the user's words; without a template, BOS and a newline."""
+    """Returns the template's text before and after the user's words; without a template, BOS and a
+    newline.
+    """
     if not tokenizer.chat_template:
         return (tokenizer.bos_token or "") + (f"{system}\n" if system else ""), "\n"
     before, after = rendered(tokenizer, ["user"], system)
@@ -181,12 +216,18 @@ def around(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
 
 
 def between_turns(tokenizer: Tokenizer) -> str:
-    """Returns the template's text between an answer and the user's next words; without a template, a newline."""
-    return rendered(tokenizer, ["user", "assistant", "user"])[2] if tokenizer.chat_template else "\n"
+    """Returns the template's text between an answer and the user's next words; without a template,
+    a newline.
+    """
+    return (
+        rendered(tokenizer, ["user", "assistant", "user"])[2] if tokenizer.chat_template else "\n"
+    )
 
 
 def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
-    """Returns the template's text around and between messages of these roles, after a system message if given."""
+    """Returns the template's text around and between messages of these roles, after a system
+    message if given.
+    """
     messages = [{"role": role, "content": SEPARATOR} for role in roles]
     template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.get_chat_template())
     try:
@@ -198,10 +239,14 @@ def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> li
             enable_thinking=False,  # a template without thinking ignores it
         )
     except TemplateError as error:
-        raise RestoreKVError(f"The tokenizer's chat template refuses these messages: {error}") from None
+        raise RestoreKVError(
+            f"The tokenizer's chat template refuses these messages: {error}"
+        ) from None
     parts = text.split(SEPARATOR)
     if len(parts) <= len(roles):
-        raise RestoreKVError("The tokenizer's chat template drops the user's words; use another tokenizer.")
+        raise RestoreKVError(
+            "The tokenizer's chat template drops the user's words; use another tokenizer."
+        )
     if len(parts) > len(roles) + 1 or (system and system.strip() not in parts[0]):
         raise RestoreKVError(
             "The tokenizer's chat template has no place for these messages; leave the system text out."
@@ -209,6 +254,8 @@ def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> li
     return parts
 
 
-def encode(tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = "") -> Tensor:
+def encode(
+    tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = ""
+) -> Tensor:
     """Returns the ids (1, length) int64 of `text_ids`."""
     return torch.tensor([text_ids(tokenizer, text, before, after, more)], dtype=torch.long)

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import ModelError, first_sentence
 
-# Kinds of layers that see a whole text, the latter two up to the length of a window; support.py finds out which.
+# Kinds of layers that see a whole text, the latter two up to the length of a window; support.py
+# finds out which.
 SEEING_WHOLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -35,8 +36,12 @@ class CacheShape:
             queries = int(config.num_attention_heads)
             heads = int(getattr(config, "num_key_value_heads", None) or queries)
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-            return cls(config.num_hidden_layers, heads, queries // heads, head_dim, config.hidden_size)
-        except Exception as error:  # no heads, or layers of different shapes; configs raise errors of their own
+            return cls(
+                config.num_hidden_layers, heads, queries // heads, head_dim, config.hidden_size
+            )
+        except (
+            Exception
+        ) as error:  # no heads, or layers of different shapes; configs raise errors of their own
             raise ModelError(
                 f"{config.model_type} does not say the size of every layer's heads "
                 f"({first_sentence(error)}); use a decoder with one kind of attention in all layers."
@@ -46,13 +51,20 @@ class CacheShape:
 def decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the backbone, which outputs hidden states and skips the LM head."""
     found = model.get_decoder()
-    return found if hasattr(found, "layers") else getattr(found, "model", found)  # Llama 4 returns itself
+    # Llama 4 returns itself.
+    return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and Gemma do."""
+    """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and
+    Gemma do.
+    """
     config = model.config.get_text_config()
     scores = model.get_output_embeddings()(hidden)
-    scores = scores * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    scores = (
+        scores
+        * (getattr(config, "logit_scale", None) or 1)
+        / (getattr(config, "logits_scaling", None) or 1)
+    )
     cap = getattr(config, "final_logit_softcapping", None)
     return torch.tanh(scores / cap) * cap if cap else scores

@@ -1,8 +1,10 @@
-"""Whether RestoreKV computes what a model computes, and up to which position: the model itself is asked.
+"""Whether RestoreKV computes what a model computes, and up to which position: the model itself is
+asked.
 
-A config does not tell: Mistral has a window without saying so for any layer, other models add sinks, caps or biases to
-their attention, compress their keys, keep states that are no pairs, or rotate old keys anew when a text gets long. So
-seven tokens are read once per class and config, three times, by the real model:
+A config does not tell: Mistral has a window without saying so for any layer, other models add
+sinks, caps or biases to their attention, compress their keys, keep states that are no pairs, or
+rotate old keys anew when a text gets long. So seven tokens are read once per class and config,
+three times, by the real model:
 
 1. by transformers alone, where every layer has to call the registered attention function once, with plain keys and
    values and without anything that the ragged attention lacks; the class's own eager attention, given random queries
@@ -10,9 +12,10 @@ seven tokens are read once per class and config, three times, by the real model:
 2. the last three of them over a ragged cache of the first four, which has to give the same hidden states;
 3. four of them, the last one far away, which must not change the keys of the others.
 
-Which pairs a layer sees at any distance is asked of the function that transformers makes its masks from: it takes
-indices, so no long text has to be read. The first position that does not see the whole text is the end of what is
-exact. Up to there a window hides nothing, and the model is used; a longer text is refused.
+Which pairs a layer sees at any distance is asked of the function that transformers makes its masks
+from: it takes indices, so no long text has to be read. The first position that does not see the
+whole text is the end of what is exact. Up to there a window hides nothing, and the model is used; a
+longer text is refused.
 """
 
 from __future__ import annotations
@@ -36,19 +39,39 @@ from restorekv.model import attention
 from restorekv.model.shape import CacheShape, decoder, logits
 
 UNLIMITED = sys.maxsize
-IDS = (5, 6, 5, 6, 7, 8, 5)  # tokens that are read; the first and the third are one token at two positions
+# Tokens that are read; the first and the third are one token at two positions.
+IDS = (5, 6, 5, 6, 7, 8, 5)
 START = 5  # position of the first one
 CACHED = 4  # tokens of the ragged cache
 FAR = 1 << 20  # a position beyond every length that configs mention
 DISTANCES = 1 << 17  # positions whose view of the first column is computed one by one
 PAIRS = 4096  # random pairs of positions whose visibility is computed
 LOUD = 4.0  # size of random queries: large logits show caps, sinks and biases
-HARMLESS = {  # what modules hand to the attention function that does not change its result without dropout
-    "position_ids", "cache_position", "position_embeddings", "past_key_values", "past_key_value", "use_cache",
-    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "is_causal", "sliding_window",
-    "logits_to_keep", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "target_dtype", "deterministic", "labels", "input_ids",
-}  # fmt: skip
+# What modules hand to the attention function that does not change its result without dropout.
+HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "past_key_values",
+    "past_key_value",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "is_causal",
+    "sliding_window",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "target_dtype",
+    "deterministic",
+    "labels",
+    "input_ids",
+}
 WHICH = "use a decoder with RoPE whose layers all attend to the whole text"
 
 _known: dict[tuple[type, str], Support | RestoreKVError] = {}
@@ -58,9 +81,11 @@ _probing = threading.Lock()
 
 @dataclass(frozen=True)
 class Support:
-    """What a model computes: `positions` that are exact, and what happens after them as part of a sentence.
+    """What a model computes: `positions` that are exact, and what happens after them as part of a
+    sentence.
 
-    `changes_keys` says that a pass beyond them changes how the model rotates, until a shorter pass changes it back.
+    `changes_keys` says that a pass beyond them changes how the model rotates, until a shorter pass
+    changes it back.
     """
 
     positions: int = UNLIMITED
@@ -83,20 +108,26 @@ class Call:
 
 @dataclass
 class Record:
-    """The calls of a pass, and the functions of the masks that were made for it, by the masks' identity."""
+    """The calls of a pass, and the functions of the masks that were made for it, by the masks'
+    identity.
+    """
 
     calls: list[Call] = field(default_factory=list)
     masks: list[tuple[Tensor, Callable]] = field(default_factory=list)
 
 
 def install(model: PreTrainedModel) -> None:
-    """Routes attention through `restorekv.model.attention`; raises ModelError for a model that is not supported."""
+    """Routes attention through `restorekv.model.attention`; raises ModelError for a model that is
+    not supported.
+    """
     support_of(model)
     attention.install(model)
 
 
 def support_of(model: PreTrainedModel) -> Support:
-    """Returns what is known of the model's class and config, which is found out once; raises ModelError."""
+    """Returns what is known of the model's class and config, which is found out once; raises
+    ModelError.
+    """
     key = type(model), description(model.config)
     with _probing:
         if key not in _known:
@@ -112,7 +143,11 @@ def support_of(model: PreTrainedModel) -> Support:
 
 def description(config: PretrainedConfig) -> str:
     """Returns what decides a config's computation, as text."""
-    entries = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    entries = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "dtype")
+    }
     return json.dumps(entries, sort_keys=True, default=str)
 
 
@@ -126,7 +161,8 @@ def refuse_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
 
 
 def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
-    """Refuses a pass that reads the text again to score it, where its positions change how the model rotates.
+    """Refuses a pass that reads the text again to score it, where its positions change how the
+    model rotates.
 
     A window does not matter here: the scorer computes attention over the whole text itself.
     """
@@ -165,10 +201,14 @@ def check_layers(model: PreTrainedModel) -> None:
         return
     embeds = [path for path, module in model.named_modules() if is_table(path, module)]
     if embeds:
-        raise ModelError(f"{name_of(model)} has no RoPE: it adds positions to embeddings ({embeds[0]}); {WHICH}.")
+        raise ModelError(
+            f"{name_of(model)} has no RoPE: it adds positions to embeddings ({embeds[0]}); {WHICH}."
+        )
     if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
         raise ModelError(f"{name_of(model)} is a class for ALiBi, not for RoPE alone; {WHICH}.")
-    raise ModelError(f"{name_of(model)} has no decoder layers with a module 'self_attn' each; {WHICH}.")
+    raise ModelError(
+        f"{name_of(model)} has no decoder layers with a module 'self_attn' each; {WHICH}."
+    )
 
 
 def is_table(path: str, module: nn.Module) -> bool:
@@ -184,17 +224,25 @@ def probe_passes(model: PreTrainedModel, shape: CacheShape) -> Support:
     positions = torch.arange(START, START + len(IDS), device=model.device)[None]
     cache = DynamicCache()
     with recorded(name_of(model)) as record:
-        output = decoder(model)(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        output = decoder(model)(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+        )
     check_calls(model, shape, record, cache)
     check_positions(model, cache)
     check_ragged(model, ids, positions, cache, output.last_hidden_state)
-    limits = [window_limit(model, record), cache_limit(model), rotation_limit(model, ids, positions, cache)]
+    limits = [
+        window_limit(model, record),
+        cache_limit(model),
+        rotation_limit(model, ids, positions, cache),
+    ]
     return min(limits, key=lambda limit: limit.positions)
 
 
 @contextmanager
 def recorded(name: str) -> Iterator[Record]:
-    """Records the calls of the attention function and of the masks' maker in the block; masks are never left out."""
+    """Records the calls of the attention function and of the masks' maker in the block; masks are
+    never left out.
+    """
     record = Record()
 
     def on_call(*arguments: object) -> None:
@@ -206,7 +254,9 @@ def recorded(name: str) -> Iterator[Record]:
         yield record
 
 
-def check_calls(model: PreTrainedModel, shape: CacheShape, record: Record, cache: DynamicCache) -> None:
+def check_calls(
+    model: PreTrainedModel, shape: CacheShape, record: Record, cache: DynamicCache
+) -> None:
     """Refuses attention that is not each layer's softmax over plain keys and values."""
     name = name_of(model)
     called = [getattr(call.module, "layer_idx", None) for call in record.calls]
@@ -225,51 +275,72 @@ def check_calls(model: PreTrainedModel, shape: CacheShape, record: Record, cache
                 f"{shape.heads} of {shape.head_dim} are expected, as latent attention or unequal layers do; {WHICH}."
             )
         if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
-            raise ModelError(f"{name} attends to other keys or values than its cache holds; {WHICH}.")
+            raise ModelError(
+                f"{name} attends to other keys or values than its cache holds; {WHICH}."
+            )
         check_eager(name, call)
 
 
 def check_options(name: str, call: Call) -> None:
     """Refuses settings of a layer's attention that the ragged attention lacks."""
-    others = [key for key, value in call.options.items() if key not in HARMLESS and value is not None]
+    others = [
+        key for key, value in call.options.items() if key not in HARMLESS and value is not None
+    ]
     if others:
-        raise ModelError(f"{name} computes its attention with {', '.join(sorted(others))}; {WHICH}.")
+        raise ModelError(
+            f"{name} computes its attention with {', '.join(sorted(others))}; {WHICH}."
+        )
     if call.options.get("is_causal") is False:
         raise ModelError(f"{name} has layers that see later tokens; {WHICH}.")
     if call.mask is not None and call.mask.dtype != torch.bool:
-        raise ModelError(f"{name} adds a bias to the logits of its attention, as ALiBi does; {WHICH}.")
+        raise ModelError(
+            f"{name} adds a bias to the logits of its attention, as ALiBi does; {WHICH}."
+        )
 
 
 def check_eager(name: str, call: Call) -> None:
-    """Refuses a layer whose class's eager attention is not the causal softmax of random queries and keys."""
+    """Refuses a layer whose class's eager attention is not the causal softmax of random queries and
+    keys.
+    """
     own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
     if own is None:
         raise ModelError(f"{name} has no eager attention to compare with; {WHICH}.")
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(like.shape, generator=generator).to(like.device) for like in (call.query, call.key, call.value)
+        torch.randn(like.shape, generator=generator).to(like.device)
+        for like in (call.query, call.key, call.value)
     )
     query *= LOUD / (call.scale * query.shape[-1] ** 0.5)
     rows = query.shape[-2]
     later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-    bias = torch.zeros(1, 1, rows, rows, device=query.device).masked_fill(later, torch.finfo(query.dtype).min)
+    bias = torch.zeros(1, 1, rows, rows, device=query.device).masked_fill(
+        later, torch.finfo(query.dtype).min
+    )
     given = {name: value for name, value in call.options.items() if name != "is_causal"}
     result = own(call.module, query, key, value, bias, scaling=call.scale, dropout=0.0, **given)[0]
     groups = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (key, value))
     weights = (query @ keys.mT * call.scale + bias).softmax(-1)
     if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
-        raise ModelError(f"{name} computes its attention in a way of its own, such as with sinks or a cap; {WHICH}.")
+        raise ModelError(
+            f"{name} computes its attention in a way of its own, such as with sinks or a cap; {WHICH}."
+        )
 
 
 def check_positions(model: PreTrainedModel, cache: DynamicCache) -> None:
-    """Refuses positions in the embeddings: one token has one value in the first layer, wherever it is."""
+    """Refuses positions in the embeddings: one token has one value in the first layer, wherever it
+    is.
+    """
     first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
     if not close(first, third, model.dtype, strict=True):
-        raise ModelError(f"{name_of(model)} has no RoPE: it adds positions to embeddings or values; {WHICH}.")
+        raise ModelError(
+            f"{name_of(model)} has no RoPE: it adds positions to embeddings or values; {WHICH}."
+        )
 
 
-def check_ragged(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache, hidden: Tensor) -> None:
+def check_ragged(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache, hidden: Tensor
+) -> None:
     """Refuses a model that computes other hidden states or logits over a ragged cache than at once."""
     shape = CacheShape.of(model)
     keep = torch.ones(shape.layers, shape.heads, CACHED, dtype=torch.bool)
@@ -282,18 +353,24 @@ def check_ragged(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: 
         answered = model(**last, past_key_values=ragged).logits
     expected = logits(model, hidden[:, CACHED:])
     if not close(answered, expected, model.dtype):
-        raise ModelError(f"{name_of(model)} computes other logits over a compressed cache than without; {WHICH}.")
+        raise ModelError(
+            f"{name_of(model)} computes other logits over a compressed cache than without; {WHICH}."
+        )
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = False) -> bool:
     """Returns whether two results of the model are equal up to the rounding of its dtype."""
     exact = torch.finfo(dtype).eps
     tolerance = max(exact * (8 if strict else 32), 1e-4)
-    return bool((one.float() - other.float()).abs().max() <= tolerance * other.float().abs().max() + 1e-9)
+    return bool(
+        (one.float() - other.float()).abs().max() <= tolerance * other.float().abs().max() + 1e-9
+    )
 
 
 def window_limit(model: PreTrainedModel, record: Record) -> Support:
-    """Returns up to where every layer sees the whole text, from the masks and from windows that layers name."""
+    """Returns up to where every layer sees the whole text, from the masks and from windows that
+    layers name.
+    """
     limits = [UNLIMITED]
     used = []
     for call in record.calls:
@@ -313,9 +390,15 @@ def window_of(limit: int) -> Support:
 
 
 def seen_whole(model: PreTrainedModel, function: Callable) -> int:
-    """Returns how many positions a mask function lets see all before them, UNLIMITED if nothing ever hides them."""
+    """Returns how many positions a mask function lets see all before them, UNLIMITED if nothing
+    ever hides them.
+    """
     named = [each + step for each in numbers(model.config.to_dict()) for step in (-1, 0, 1)]
-    later = sorted(each for each in {*named, *(1 << power for power in range(18, 31))} if DISTANCES <= each < 1 << 31)
+    later = sorted(
+        each
+        for each in {*named, *(1 << power for power in range(18, 31))}
+        if DISTANCES <= each < 1 << 31
+    )
     far = torch.cat([torch.arange(DISTANCES), torch.tensor(later)])
     sees_first = visible(model, function, far, torch.zeros_like(far))
     limit = UNLIMITED if bool(sees_first.all()) else int(far[sees_first.long().argmin()])
@@ -344,18 +427,26 @@ def visible(model: PreTrainedModel, function: Callable, queries: Tensor, keys: T
 
 
 def cache_limit(model: PreTrainedModel) -> Support:
-    """Returns the window of the cache that transformers makes for the model; refuses states that are not pairs."""
+    """Returns the window of the cache that transformers makes for the model; refuses states that
+    are not pairs.
+    """
     limits = [UNLIMITED]
     for layer in DynamicCache(config=model.config).layers:
         if getattr(layer, "is_sliding", False):
             limits.append(int(layer.sliding_window))
         elif type(layer) is not DynamicLayer:
-            raise ModelError(f"{name_of(model)} keeps {type(layer).__name__} besides keys and values; {WHICH}.")
+            raise ModelError(
+                f"{name_of(model)} keeps {type(layer).__name__} besides keys and values; {WHICH}."
+            )
     return window_of(min(limits))
 
 
-def rotation_limit(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache) -> Support:
-    """Returns up to which position RoPE rotates keys as it did before: dynamic and longrope change them later."""
+def rotation_limit(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache
+) -> Support:
+    """Returns up to which position RoPE rotates keys as it did before: dynamic and longrope change
+    them later.
+    """
     first = ids[:, :CACHED]
     try:
         keys = keys_with(model, first, positions[:, :CACHED], FAR)
@@ -363,29 +454,44 @@ def rotation_limit(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache
         keys = None
     own = [layer.keys[0, :, :CACHED].float() for layer in cache.layers]
     if keys is not None:
-        moved = any(not close(a[:, -1], b[:, -1], model.dtype) for a, b in zip(own, keys, strict=True))
+        moved = any(
+            not close(a[:, -1], b[:, -1], model.dtype) for a, b in zip(own, keys, strict=True)
+        )
         if not moved:
-            raise ModelError(f"{name_of(model)} has no RoPE that follows the positions it is given; {WHICH}.")
+            raise ModelError(
+                f"{name_of(model)} has no RoPE that follows the positions it is given; {WHICH}."
+            )
         if unchanged(own, keys, model.dtype):
             return Support()
-    lengths = sorted(each for each in numbers(model.config.to_dict()) if START + CACHED < each < FAR)
+    lengths = sorted(
+        each for each in numbers(model.config.to_dict()) if START + CACHED < each < FAR
+    )
     exact = [each for each in lengths if holds(model, first, positions[:, :CACHED], own, each)]
     if not exact or exact != lengths[: len(exact)]:
-        raise ModelError(f"{name_of(model)} rotates keys in a way that depends on what follows them; {WHICH}.")
+        raise ModelError(
+            f"{name_of(model)} rotates keys in a way that depends on what follows them; {WHICH}."
+        )
     limit = exact[-1]
-    # After a longer text dynamic RoPE keeps its frequencies at exactly the limit, and changes them back below it.
+    # After a longer text dynamic RoPE keeps its frequencies at exactly the limit, and changes them
+    # back below it.
     if keys is not None:
         keys_with(model, first, positions[:, :CACHED], FAR)
     if not holds(model, first, positions[:, :CACHED], own, limit):
         limit -= 1
     keys_with(model, first, positions[:, :CACHED], START + CACHED)  # the first frequencies again
-    return Support(limit, f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens", changes_keys=True)
+    return Support(
+        limit,
+        f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens",
+        changes_keys=True,
+    )
 
 
 def check_moves(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> None:
-    """Refuses a model whose cached keys cannot be moved: turn(keys, p) has to give those of p positions later.
+    """Refuses a model whose cached keys cannot be moved: turn(keys, p) has to give those of p
+    positions later.
 
-    Layers without RoPE beside others with it do not rotate theirs, and some models scale queries by their position.
+    Layers without RoPE beside others with it do not rotate theirs, and some models scale queries by
+    their position.
     """
     install(model)
     key = type(model), description(model.config)
@@ -400,7 +506,9 @@ def check_moves(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -
 
 @torch.no_grad()
 def all_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> bool:
-    """Returns whether one token's keys turn with its position in every layer, and its queries keep their lengths."""
+    """Returns whether one token's keys turn with its position in every layer, and its queries keep
+    their lengths.
+    """
     ids = torch.tensor([IDS[:1]], device=model.device)
     first, near, far = (one_token(model, ids, position) for position in (0, START, FAR))
     for (keys, query), (turned, _), (_, later) in zip(first, near, far, strict=True):
@@ -412,21 +520,33 @@ def all_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> b
 
 
 def one_token(model: PreTrainedModel, ids: Tensor, position: int) -> list[tuple[Tensor, Tensor]]:
-    """Returns every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a token that stands alone."""
+    """Returns every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a token that stands
+    alone.
+    """
     backbone = decoder(model)
     positions = torch.tensor([[position]], device=model.device)
-    given = {"input_ids": ids, "position_ids": positions, "past_key_values": DynamicCache(), "use_cache": True}
-    if "cache_position" in inspect.signature(backbone.forward).parameters:  # by which transformers 5.2 scales queries
+    given = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "past_key_values": DynamicCache(),
+        "use_cache": True,
+    }
+    # By which transformers 5.2 scales queries.
+    if "cache_position" in inspect.signature(backbone.forward).parameters:
         given["cache_position"] = positions[0]
     with recorded(name_of(model)) as record:
         backbone(**given)
     layers = CacheShape.of(model).layers
     if len(record.calls) != layers:  # else nothing would be compared
-        raise ModelError(f"{name_of(model)} called its attention {len(record.calls)} times for {layers} layers.")
+        raise ModelError(
+            f"{name_of(model)} called its attention {len(record.calls)} times for {layers} layers."
+        )
     return [(call.key, call.query) for call in record.calls]
 
 
-def holds(model: PreTrainedModel, ids: Tensor, positions: Tensor, own: list[Tensor], length: int) -> bool:
+def holds(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, own: list[Tensor], length: int
+) -> bool:
     """Returns whether a text of that length leaves the keys of its first tokens as they are."""
     try:
         return unchanged(own, keys_with(model, ids, positions, length - 1), model.dtype)
@@ -436,7 +556,9 @@ def holds(model: PreTrainedModel, ids: Tensor, positions: Tensor, own: list[Tens
 
 def unchanged(own: list[Tensor], other: list[Tensor], dtype: torch.dtype) -> bool:
     """Returns whether all keys but the last token's are equal."""
-    return all(close(b[:, :-1], a[:, :-1], dtype, strict=True) for a, b in zip(own, other, strict=True))
+    return all(
+        close(b[:, :-1], a[:, :-1], dtype, strict=True) for a, b in zip(own, other, strict=True)
+    )
 
 
 def keys_with(model: PreTrainedModel, ids: Tensor, positions: Tensor, last: int) -> list[Tensor]:

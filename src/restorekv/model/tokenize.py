@@ -1,10 +1,12 @@
-"""Text is text: control tokens that a user's text spells are encoded as characters; only the chat template writes them.
+"""Text is text: control tokens that a user's text spells are encoded as characters; only the chat
+template writes them.
 
-Control tokens are the special ones and those added tokens with punctuation that the chat template names, such as
-`<think>`. Other added tokens, such as runs of spaces, are vocabulary. Text without control tokens goes to the tokenizer
-as it is. Other text goes to a copy of the tokenizer whose control tokens have names that no text can spell; of two
-simpler ways, `split_special_tokens` also splits the template's, keeps `<think>`, and finds `</s>` among the words of a
-Unigram model; encoding the pieces between control tokens adds a space to each piece with Llama's first tokenizer.
+Control tokens are the special ones and those added tokens with punctuation that the chat template
+names, such as `<think>`. Other added tokens, such as runs of spaces, are vocabulary. Text without
+control tokens goes to the tokenizer as it is. Other text goes to a copy of the tokenizer whose
+control tokens have names that no text can spell; of two simpler ways, `split_special_tokens` also
+splits the template's, keeps `<think>`, and finds `</s>` among the words of a Unigram model;
+encoding the pieces between control tokens adds a space to each piece with Llama's first tokenizer.
 """
 
 import json
@@ -26,7 +28,9 @@ REPLACEMENT = "\ufffd"  # of bytes that make no character
 CONTROL: WeakKeyDictionary[Tokenizer, tuple[tuple, dict[int, str]]] = WeakKeyDictionary()
 
 
-def text_ids(tokenizer: Tokenizer, text: str, before: str = "", after: str = "", more: str = "") -> list[int]:
+def text_ids(
+    tokenizer: Tokenizer, text: str, before: str = "", after: str = "", more: str = ""
+) -> list[int]:
     """Returns the ids of before + text + after + more, tokenized as one, without BOS and EOS.
 
     `before` and `after` are the template's; `text` and `more` are the user's.
@@ -34,12 +38,17 @@ def text_ids(tokenizer: Tokenizer, text: str, before: str = "", after: str = "",
     check_unicode(text + more)
     ids = tokenizer.encode(before + text + after + more, add_special_tokens=False, verbose=False)
     control = control_tokens(tokenizer)
-    written = [control_of(tokenizer.encode(part, add_special_tokens=False), control) for part in (before, after)]
+    written = [
+        control_of(tokenizer.encode(part, add_special_tokens=False), control)
+        for part in (before, after)
+    ]
     if control_of(ids, control) == [*written[0], *written[1]]:
         return ids
     copy = renamed(tokenizer)
     if copy is not None:
-        before, after = (copy.named(part, own) for part, own in zip((before, after), written, strict=True))
+        before, after = (
+            copy.named(part, own) for part, own in zip((before, after), written, strict=True)
+        )
         return copy.backend.encode(before + text + after + more, add_special_tokens=False).ids
     refuse(control.values(), text + more)
     return ids  # an unknown character, whose id is a control token's
@@ -48,18 +57,25 @@ def text_ids(tokenizer: Tokenizer, text: str, before: str = "", after: str = "",
 def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     """Returns where each token of a user's text starts and ends in it, in characters."""
     if not tokenizer.is_fast:
-        raise RestoreKVError("Cutting texts needs a tokenizer that maps tokens to characters; use a fast tokenizer.")
+        raise RestoreKVError(
+            "Cutting texts needs a tokenizer that maps tokens to characters; use a fast tokenizer."
+        )
     check_unicode(text)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     copy = renamed(tokenizer) if control_of(found["input_ids"], control_tokens(tokenizer)) else None
-    return copy.backend.encode(text, add_special_tokens=False).offsets if copy else found["offset_mapping"]
+    return (
+        copy.backend.encode(text, add_special_tokens=False).offsets
+        if copy
+        else found["offset_mapping"]
+    )
 
 
 class TextStream:
     """The text of ids that come one by one, which is not decoded from its start for every id.
 
-    `ids` are all of them. The slow way remains for tokenizers that are not fast or change the text after decoding, and
-    for answers whose text changes as it grows, as it may where tokens are bytes and do not make characters.
+    `ids` are all of them. The slow way remains for tokenizers that are not fast or change the text
+    after decoding, and for answers whose text changes as it grows, as it may where tokens are bytes
+    and do not make characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -68,10 +84,14 @@ class TextStream:
         self.ids: list[int] = []
         self.certain = ""  # the text up to the last id with which all its characters were whole
         self.pending = False  # whether ids after that have added nothing to it yet
-        self.stream = DecodeStream(skip_special_tokens=skip_special_tokens) if can_stream(tokenizer) else None
+        self.stream = (
+            DecodeStream(skip_special_tokens=skip_special_tokens) if can_stream(tokenizer) else None
+        )
 
     def push(self, token: int) -> str:
-        """Add an id and return the text so far, without a character at its end of which bytes are missing."""
+        """Add an id and return the text so far, without a character at its end of which bytes are
+        missing.
+        """
         self.ids.append(token)
         if self.stream is not None:
             self.step(token)
@@ -83,7 +103,9 @@ class TextStream:
         return self.certain
 
     def step(self, token: int) -> None:
-        """Add what the library says this id adds to the text; leave its stream where that is not the whole text."""
+        """Add what the library says this id adds to the text; leave its stream where that is not
+        the whole text.
+        """
         try:
             piece = self.stream.step(self.tokenizer.backend_tokenizer, token)
         except Exception:  # it has no type for a text that does not begin as it did before
@@ -91,7 +113,8 @@ class TextStream:
             return
         self.certain += piece or ""
         self.pending = piece is None
-        # A wrong byte can turn the characters before it, which the stream has left behind, into replacements.
+        # A wrong byte can turn the characters before it, which the stream has left behind, into
+        # replacements.
         if piece and REPLACEMENT in piece and self.certain != self.decode_all():
             self.stream = None
 
@@ -104,7 +127,9 @@ class TextStream:
 
 
 def can_stream(tokenizer: Tokenizer) -> bool:
-    """Return whether `decode` is the tokenizers library's own, with nothing done to the text afterwards."""
+    """Return whether `decode` is the tokenizers library's own, with nothing done to the text
+    afterwards.
+    """
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -115,11 +140,15 @@ def can_stream(tokenizer: Tokenizer) -> bool:
 
 
 def decoded(payload: bytes, what: str) -> str:
-    """Returns UTF-8 bytes as a text, without a byte order mark; `what` begins the sentence of an error."""
+    """Returns UTF-8 bytes as a text, without a byte order mark; `what` begins the sentence of an
+    error.
+    """
     try:
         text = payload.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RestoreKVError(f"{what} is not UTF-8 text (byte {error.start}); convert it first.") from None
+        raise RestoreKVError(
+            f"{what} is not UTF-8 text (byte {error.start}); convert it first."
+        ) from None
     if "\0" in text:
         raise RestoreKVError(f"{what} is binary; give a text.")
     return text
@@ -130,7 +159,9 @@ def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RestoreKVError(f"The text is not Unicode at character {error.start + 1}; convert it to UTF-8.") from None
+        raise RestoreKVError(
+            f"The text is not Unicode at character {error.start + 1}; convert it to UTF-8."
+        ) from None
 
 
 def control_of(ids: Iterable[int], control: dict[int, str]) -> list[int]:
@@ -159,25 +190,38 @@ class Renamed:
     names: dict[int, tuple[str, str]]  # the usual name and the secret one
 
     def named(self, text: str, ids: Iterable[int]) -> str:
-        """Returns a text of the template with the secret names of those control tokens that the tokenizer sees in it.
+        """Returns a text of the template with the secret names of those control tokens that the
+        tokenizer sees in it.
 
-        It misses some: a normalizer that prepends a space to every text does so to a token's name, too.
+        It misses some: a normalizer that prepends a space to every text does so to a token's name,
+        too.
         """
         names = dict(sorted((self.names[each] for each in ids), key=lambda pair: -len(pair[0])))
-        return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text) if names else text
+        return (
+            re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text)
+            if names
+            else text
+        )
 
 
 def renamed(tokenizer: Tokenizer) -> Renamed | None:
     """Returns such a copy, which is made once, or None where the tokenizer is not a fast one."""
-    return remembered(COPIES, tokenizer, lambda: rename(tokenizer)) if getattr(tokenizer, "is_fast", False) else None
+    return (
+        remembered(COPIES, tokenizer, lambda: rename(tokenizer))
+        if getattr(tokenizer, "is_fast", False)
+        else None
+    )
 
 
 def rename(tokenizer: Tokenizer) -> Renamed:
-    """Renames added tokens, words and merges alike, so that neither the splitter nor the model finds an old name."""
+    """Renames added tokens, words and merges alike, so that neither the splitter nor the model
+    finds an old name.
+    """
     control = control_tokens(tokenizer)
     names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    parts.update(truncation=None, padding=None, post_processor=None)  # they add tokens and remove some
+    # They add tokens and remove some.
+    parts.update(truncation=None, padding=None, post_processor=None)
     for token in parts["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = parts["model"]
@@ -187,24 +231,36 @@ def rename(tokenizer: Tokenizer) -> Renamed:
     else:
         model["vocab"] = [[names.get(word, word), *score] for word, *score in words]
     if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & names.keys()]
+        model["merges"] = [
+            pair for pair in model["merges"] if not {*pair, "".join(pair)} & names.keys()
+        ]
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
     if any(backend.token_to_id(names[old]) != number for number, old in control.items()):
-        raise RestoreKVError("The text has control tokens, which this tokenizer cannot spell; take them out.")
+        raise RestoreKVError(
+            "The text has control tokens, which this tokenizer cannot spell; take them out."
+        )
     return Renamed(backend, {number: (old, names[old]) for number, old in control.items()})
 
 
-def remembered(memory: WeakKeyDictionary, tokenizer: Tokenizer, make: Callable[[], object]) -> object:
-    """Returns what `make` returned for this tokenizer, unless tokens were added or the template changed since."""
+def remembered(
+    memory: WeakKeyDictionary, tokenizer: Tokenizer, make: Callable[[], object]
+) -> object:
+    """Returns what `make` returned for this tokenizer, unless tokens were added or the template
+    changed since.
+    """
     state = (len(tokenizer), str(tokenizer.chat_template))
     if memory.get(tokenizer, (None,))[0] != state:
         memory[tokenizer] = state, make()
     return memory[tokenizer][1]
 
 
-def refuse(control: Iterable[str], text: str, what: str = "text", whose: str = "a slow tokenizer") -> None:
+def refuse(
+    control: Iterable[str], text: str, what: str = "text", whose: str = "a slow tokenizer"
+) -> None:
     """Refuses a text that spells a control token, where it cannot be encoded as characters."""
     if spelled := [each for each in control if each in text]:
-        raise RestoreKVError(f"The {what} has {spelled[0]}, a control token of {whose}; take it out.")
+        raise RestoreKVError(
+            f"The {what} has {spelled[0]}, a control token of {whose}; take it out."
+        )

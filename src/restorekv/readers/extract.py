@@ -1,4 +1,6 @@
-"""The text of a file by the ending of its name: UTF-8 and Markdown as they are, HTML, PDF and DOCX by program.py."""
+"""The text of a file by the ending of its name: UTF-8 and Markdown as they are, HTML, PDF and DOCX
+by program.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TEXT, CACHE = "text", "rkv"  # kinds that no process of its own reads
 
 
 def kind_of(name: str) -> str:
-    """Returns how a file is read, by the ending of its name: as a cache file, in one of KINDS, or as plain text."""
+    """Returns how a file is read, by the ending of its name: as a cache file, in one of KINDS, or
+    as plain text.
+    """
     ending = PurePath(name).suffix.lower()
     return CACHE if ending == ".rkv" else KINDS.get(ending, TEXT)
 
@@ -39,11 +43,15 @@ def text_of(name: str, content: bytes) -> str:
 
 
 def run_program(kind: str, name: str, content: bytes) -> str:
-    """Returns the text of a file that a process of its own reads, so that a hostile one harms nobody else."""
+    """Returns the text of a file that a process of its own reads, so that a hostile one harms
+    nobody else.
+    """
     command = [sys.executable, "-P", str(PROGRAM), kind, str(MEMORY), str(SECONDS[kind])]
     try:
         with READING:
-            done = subprocess.run(command, input=content, capture_output=True, timeout=6 * SECONDS[kind])
+            done = subprocess.run(
+                command, input=content, capture_output=True, timeout=6 * SECONDS[kind]
+            )
     except subprocess.TimeoutExpired:
         done = None
     why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] if done else ""
@@ -51,10 +59,14 @@ def run_program(kind: str, name: str, content: bytes) -> str:
         return done.stdout.decode()
     if done and done.returncode == MISSING:
         wanted = PACKAGES.get(why, why)
-        raise RestoreKVError(f"Reading {name} needs the package {wanted}; pip install 'restorekv[serve]'.")
+        raise RestoreKVError(
+            f"Reading {name} needs the package {wanted}; pip install 'restorekv[serve]'."
+        )
     if done is None or done.returncode < 0 or why == "MemoryError":
         raise RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
-    raise RestoreKVError(f"{name} is not a file of its kind that can be read ({why[:60]}); save it again.")
+    raise RestoreKVError(
+        f"{name} is not a file of its kind that can be read ({why[:60]}); save it again."
+    )
 
 
 def printable_name(name: str) -> str:

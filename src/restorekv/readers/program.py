@@ -1,7 +1,7 @@
 """A program that reads a PDF, DOCX or HTML file from its standard input and writes the text.
 
-extract.py runs it with bounds on memory and time, since a small file may unfold without end. It imports nothing of
-the package, so that it starts fast.
+extract.py runs it with bounds on memory and time, since a small file may unfold without end. It
+imports nothing of the package, so that it starts fast.
 """
 
 import contextlib
@@ -34,15 +34,20 @@ def of_docx(content: bytes) -> str:
 
 
 def blocks(place: Any) -> Iterator[str]:
-    """Yields the paragraphs and tables of a document or a cell, of a table a line a row with tabs between its cells."""
+    """Yields the paragraphs and tables of a document or a cell, of a table a line a row with tabs
+    between its cells.
+    """
     from docx.table import _Cell
 
     for block in place.iter_inner_content():
         if not hasattr(block, "rows"):
             yield block.text
             continue
-        rows = ([_Cell(cell, block) for cell in row._tr.tc_lst] for row in block.rows)  # row.cells repeats merged ones
-        yield "\n".join("\t".join(" ".join(" ".join(blocks(cell)).split()) for cell in row) for row in rows)
+        # row.cells repeats merged ones.
+        rows = ([_Cell(cell, block) for cell in row._tr.tc_lst] for row in block.rows)
+        yield "\n".join(
+            "\t".join(" ".join(" ".join(blocks(cell)).split()) for cell in row) for row in rows
+        )
 
 
 def of_html(content: bytes) -> str:

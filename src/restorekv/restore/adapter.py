@@ -1,10 +1,12 @@
-"""The restore pass (Eqs. 4-6): n learned tokens read the full cache once, and their pairs join what eviction keeps.
+"""The restore pass (Eqs. 4-6): n learned tokens read the full cache once, and their pairs join what
+eviction keeps.
 
     C_restore = KV(E; theta + LoRA, C_full)     at positions T+1 .. T+n, causally, before anything is dropped
 
-LoRA belongs to this pass alone, which runs through a twin of the model: PEFT's layers are in the twin's modules, the
-weights are the model's own, and the model *is* the frozen model. (PEFT's own switch would also set requires_grad, and a
-backward pass after switching off would find no LoRA gradient.)
+LoRA belongs to this pass alone, which runs through a twin of the model: PEFT's layers are in the
+twin's modules, the weights are the model's own, and the model *is* the frozen model. (PEFT's own
+switch would also set requires_grad, and a backward pass after switching off would find no LoRA
+gradient.)
 """
 
 from __future__ import annotations
@@ -34,16 +36,22 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class RestoreAdapter(nn.Module):
-    """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable unless fixed; nothing else.
+    """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable unless fixed;
+    nothing else.
 
-    It works on the one `model` that it was made for. Several adapters of one model do not disturb each other.
+    It works on the one `model` that it was made for. Several adapters of one model do not disturb
+    each other.
     """
 
     embeddings: nn.Parameter
 
-    def __init__(self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: Card) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: Card
+    ) -> None:
         super().__init__()
-        self.embeddings = nn.Parameter(embeddings.to(model.device, torch.float32), card.embeddings == "learned")
+        self.embeddings = nn.Parameter(
+            embeddings.to(model.device, torch.float32), card.embeddings == "learned"
+        )
         self.config, self.card = config, card
         adapted, layers = build(model, config)
         self.tensors = {
@@ -67,24 +75,38 @@ class RestoreAdapter(nn.Module):
         seed: int = 0,
         fixed: int | None = None,
     ) -> RestoreAdapter:
-        """Returns an untrained adapter: embeddings of n random tokens of the vocabulary, and LoRA that adds zero.
+        """Returns an untrained adapter: embeddings of n random tokens of the vocabulary, and LoRA
+        that adds zero.
 
-        Controls of the paper: with `fixed`, all n embeddings are that token's and are never trained; with no `targets`
-        there is no LoRA.
+        Controls of the paper: with `fixed`, all n embeddings are that token's and are never
+        trained; with no `targets` there is no LoRA.
         """
         if n < 1 or rank < 1:
-            raise AdapterError(f"A restore adapter needs at least one token and rank 1, not {n} and {rank}.")
+            raise AdapterError(
+                f"A restore adapter needs at least one token and rank 1, not {n} and {rank}."
+            )
         if fixed is not None and not targets:
-            raise AdapterError("Fixed embeddings without LoRA leave nothing to train; give LoRA targets or learn them.")
+            raise AdapterError(
+                "Fixed embeddings without LoRA leave nothing to train; give LoRA targets or learn them."
+            )
         config = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none",
-            task_type="CAUSAL_LM", base_model_name_or_path=hub_name(model_name(model)), inference_mode=True,
-        )  # fmt: skip
-        layer = model.get_input_embeddings()  # itself and not its matrix: Gemma's scales what it looks up
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=sorted(targets),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=hub_name(model_name(model)),
+            inference_mode=True,
+        )
+        # Itself and not its matrix: Gemma's scales what it looks up.
+        layer = model.get_input_embeddings()
         card = replace(card_for(model, n), embeddings="learned" if fixed is None else "fixed")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            rows = torch.randint(len(layer.weight), (n,)) if fixed is None else torch.full((n,), fixed)
+            rows = (
+                torch.randint(len(layer.weight), (n,)) if fixed is None else torch.full((n,), fixed)
+            )
             return cls(model, config, layer(rows.to(layer.weight.device)), card)
 
     @classmethod
@@ -98,10 +120,11 @@ class RestoreAdapter(nn.Module):
         token: str | None = None,
         cache_dir: str | Path | None = None,
     ) -> RestoreAdapter:
-        """Loads an adapter from a folder or, at a `revision`, a hub id; refuses an adapter of another model.
+        """Loads an adapter from a folder or, at a `revision`, a hub id; refuses an adapter of
+        another model.
 
-        Warns if it was trained on other weights of this model or with another evictor than `evictor`, and of a license
-        that forbids commercial use.
+        Warns if it was trained on other weights of this model or with another evictor than
+        `evictor`, and of a license that forbids commercial use.
         """
         folder = publish.fetch(name, revision, token, cache_dir)
         stored = adapter_file.read(folder)
@@ -113,7 +136,9 @@ class RestoreAdapter(nn.Module):
             )
         if stored.card is not None:
             base_weights.check(f"adapter {name}", stored.card, model, AdapterError)
-        card = publish.with_origin(stored.card or card_for(model, n), name, folder, bare=stored.card is None)
+        card = publish.with_origin(
+            stored.card or card_for(model, n), name, folder, bare=stored.card is None
+        )
         check_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
@@ -137,7 +162,9 @@ class RestoreAdapter(nn.Module):
         return self._models[1]
 
     def first(self, count: int) -> RestoreAdapter:
-        """Returns an adapter of the first `count` tokens; warns unless they were trained to work alone."""
+        """Returns an adapter of the first `count` tokens; warns unless they were trained to work
+        alone.
+        """
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
                 f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not {count}."
@@ -147,7 +174,10 @@ class RestoreAdapter(nn.Module):
         if not (self.card.settings or {}).get("nested"):
             message = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
             warn(f"{message} (train it with --nested); expect worse answers.")
-        card, embeddings = replace(self.card, restore_tokens=count), self.embeddings.detach()[:count].clone()
+        card, embeddings = (
+            replace(self.card, restore_tokens=count),
+            self.embeddings.detach()[:count].clone(),
+        )
         short = type(self)(self.model, self.config, embeddings, card)
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
         return short
@@ -161,7 +191,10 @@ class RestoreAdapter(nn.Module):
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         decoder(self.adapted)(
-            inputs_embeds=embeddings[None], position_ids=positions[None], past_key_values=full, use_cache=True
+            inputs_embeds=embeddings[None],
+            position_ids=positions[None],
+            past_key_values=full,
+            use_cache=True,
         )
 
     def describe(
@@ -179,20 +212,32 @@ class RestoreAdapter(nn.Module):
     ) -> None:
         """Records what the adapter is being trained with, the model's weights included.
 
-        The license, unless given, is passed on from the data and from an adapter that was non-commercial before.
-        `between` is the text between document and question.
+        The license, unless given, is passed on from the data and from an adapter that was
+        non-commercial before. `between` is the text between document and question.
         """
         own = card_for(self.model, self.restore_tokens)
         data = plain(data)
         self.card = replace(
-            self.card, model=own.model, fingerprint=own.fingerprint, local=own.local, weights=own.weights,
-            evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range, allocation=allocation,
-            restore_from=restore_from, settings=plain(settings), data=data, between=between,
+            self.card,
+            model=own.model,
+            fingerprint=own.fingerprint,
+            local=own.local,
+            weights=own.weights,
+            evictor=evictor,
+            prefix_policy=prefix_policy,
+            ratio_range=ratio_range,
+            allocation=allocation,
+            restore_from=restore_from,
+            settings=plain(settings),
+            data=data,
+            between=between,
             license=inherited(self.card, data) if license is None else identifier(license),
-        )  # fmt: skip
+        )
 
     def report(self, results: list[dict]) -> None:
-        """Records measurements for the model card: rows with benchmark, ratio, base, restored, full and more."""
+        """Records measurements for the model card: rows with benchmark, ratio, base, restored, full
+        and more.
+        """
         self.card = replace(self.card, results=plain(results))
 
     def check_use(
@@ -203,15 +248,22 @@ class RestoreAdapter(nn.Module):
         prefix_policy: str | None = None,
         between: str | None = None,
     ) -> None:
-        """Warns of a use other than the training's: an adapter restores what its own eviction loses."""
+        """Warns of a use other than the training's: an adapter restores what its own eviction
+        loses.
+        """
         card, messages = self.card, []
-        if card.source is not None and prefix_policy == "free":  # kvpress counts the prefix, the authors' code does not
+        # Kvpress counts the prefix, the authors' code does not.
+        if card.source is not None and prefix_policy == "free":
             messages.append(
                 f"{card.source} is used in kvpress with the chat prefix in the budget (prefix_policy='counted'); "
                 "its authors do not state how it was trained."
             )
         for what, trained, used in (
-            ("evictor", evictor if evictor in split_specs(card.evictor or "") else card.evictor, evictor),
+            (
+                "evictor",
+                evictor if evictor in split_specs(card.evictor or "") else card.evictor,
+                evictor,
+            ),
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
             ("prefix policy", card.prefix_policy, prefix_policy),
@@ -219,7 +271,9 @@ class RestoreAdapter(nn.Module):
         ):
             if card.evictor and None not in (trained, used) and trained != used:
                 before, now = (shown(text) if text else repr(text) for text in (trained, used))
-                messages.append(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")
+                messages.append(
+                    f"The adapter was trained with the {what} {before}, not {now}; expect worse answers."
+                )
         for message in messages:
             warn(message)
 
@@ -234,7 +288,9 @@ class RestoreAdapter(nn.Module):
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
-        """Returns plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of the training."""
+        """Returns plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of
+        the training.
+        """
         conventions = ("evictor", "prefix_policy", "ratio_range", "allocation", "restore_from")
         identity = {"hash": self.stored().weights_hash(), "restore_tokens": self.restore_tokens}
         return identity | plain({key: getattr(self.card, key) for key in conventions})
@@ -246,22 +302,43 @@ class RestoreAdapter(nn.Module):
         return Stored(self.config, lora, self.embeddings.detach().cpu(), card)
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Writes the published format, `restorekv.json` and a model card, with LoRA weights of `dtype`."""
+        """Writes the published format, `restorekv.json` and a model card, with LoRA weights of
+        `dtype`.
+        """
         publish.save(Path(folder), self.stored(dtype))
 
     def push_to_hub(
-        self, repo: str, *, private: bool = False, token: str | None = None, dtype: torch.dtype = torch.float32,
-        license: str | None = None, commit_message: str | None = None,
-    ) -> str:  # fmt: skip
-        """Publishes what `save_pretrained` writes as the hub's repository `repo`; returns its address."""
-        options = {"private": private, "token": token, "license": license, "commit_message": commit_message}
+        self,
+        repo: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        license: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Publishes what `save_pretrained` writes as the hub's repository `repo`; returns its
+        address.
+        """
+        options = {
+            "private": private,
+            "token": token,
+            "license": license,
+            "commit_message": commit_message,
+        }
         return publish.push(repo, self.stored(dtype), **options)
 
     def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
         """Copies the LoRA tensors of a file; each one must be there and fit."""
         for key in sorted(lora.keys() | self.tensors.keys()):
-            if key not in lora or key not in self.tensors or lora[key].shape != self.tensors[key].shape:
-                raise AdapterError(f"The adapter {name} does not fit this model or its own config (see {key}).")
+            if (
+                key not in lora
+                or key not in self.tensors
+                or lora[key].shape != self.tensors[key].shape
+            ):
+                raise AdapterError(
+                    f"The adapter {name} does not fit this model or its own config (see {key})."
+                )
         with torch.no_grad():
             for key, parameter in self.tensors.items():
                 parameter.copy_(lora[key])

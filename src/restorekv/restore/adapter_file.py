@@ -41,10 +41,11 @@ VERSION = 2
 class Card:
     """The record of what an adapter was made for; a field is None where nobody recorded it.
 
-    `settings`: of the training. `data`: one row per source with source, examples, contexts, license and more.
-    `results`: one row per measurement with benchmark, ratio, base, restored, full and more. `source`: the published
-    adapter that this one is a copy of. `local`: whether `model` was a folder or file where the adapter was created.
-    `weights`: see base_weights.py. `between`: the text between document and question in training.
+    `settings`: of the training. `data`: one row per source with source, examples, contexts, license
+    and more. `results`: one row per measurement with benchmark, ratio, base, restored, full and
+    more. `source`: the published adapter that this one is a copy of. `local`: whether `model` was a
+    folder or file where the adapter was created. `weights`: see base_weights.py. `between`: the
+    text between document and question in training.
     """
 
     model: str
@@ -68,10 +69,16 @@ class Card:
     between: str | None = None
 
     def __post_init__(self) -> None:
-        wrong = [field.name for field in fields(self) if not has_type(getattr(self, field.name), field.type)]
+        wrong = [
+            field.name
+            for field in fields(self)
+            if not has_type(getattr(self, field.name), field.type)
+        ]
         low, high = self.ratio_range or (1, 1)
         if wrong or not 0 < low <= high <= 1:
-            raise TypeError(f"the field {(wrong or ['ratio_range'])[0]} of the record has another type or value")
+            raise TypeError(
+                f"the field {(wrong or ['ratio_range'])[0]} of the record has another type or value"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,9 @@ class Stored:
     card: Card | None
 
     def weights_hash(self) -> str:
-        """Returns 16 hex digits of names and values; values count as float32, which they are in use."""
+        """Returns 16 hex digits of names and values; values count as float32, which they are in
+        use.
+        """
         sha = hashlib.sha256()
         for name, value in sorted({"embeddings": self.embeddings, **self.lora}.items()):
             sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
@@ -104,8 +113,8 @@ def plain(value: Any) -> Any:
 def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
     """Replaces an older adapter as a whole; keeps its README.md without a `readme`.
 
-    All files are completed in a folder of this process. The moment that folder is called PENDING, they are the
-    adapter, wherever a process dies; `settle` then moves them to their places.
+    All files are completed in a folder of this process. The moment that folder is called PENDING,
+    they are the adapter, wherever a process dies; `settle` then moves them to their places.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +128,9 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
             shutil.rmtree(fresh, ignore_errors=True)
         settle(folder)
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
+        raise AdapterError(
+            f"Cannot write the adapter to {folder}; choose a writable folder ({error})."
+        ) from error
 
 
 def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
@@ -128,7 +139,9 @@ def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
     if isinstance(config.get("target_modules"), list):  # a set, in another order in every process
         config["target_modules"].sort()
-    (fresh / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (fresh / CONFIG).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
     save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
@@ -151,7 +164,9 @@ def committed(fresh: Path, pending: Path) -> bool:
 
 
 def settle(folder: Path) -> None:
-    """Moves the files of PENDING to their places; several processes may do so at a time, or continue a dead one's."""
+    """Moves the files of PENDING to their places; several processes may do so at a time, or
+    continue a dead one's.
+    """
     files.check_not_link(folder / PENDING)  # which would take the files of another folder away
     for file in FILES:
         with suppress(FileNotFoundError):
@@ -161,7 +176,9 @@ def settle(folder: Path) -> None:
 
 
 def place(folder: Path, file: str) -> Path:
-    """Returns where a file of the adapter is: in its place, or where a process that was killed left it."""
+    """Returns where a file of the adapter is: in its place, or where a process that was killed left
+    it.
+    """
     pending = folder / PENDING / file
     return pending if pending.exists() else folder / file
 
@@ -170,21 +187,35 @@ def read(folder: Path) -> Stored:
     """Raises AdapterError for anything but a complete and undamaged adapter; reads every file once."""
     missing = [file for file in SUMMED if not place(folder, file).exists()]
     if missing:
-        raise AdapterError(f"{folder} has no {missing[0]}; give the folder of a complete restore adapter.")
+        raise AdapterError(
+            f"{folder} has no {missing[0]}; give the folder of a complete restore adapter."
+        )
     with raised_as(AdapterError):
         paths = {file: place(folder, file) for file in SUMMED}
         raw = {CONFIG: files.read_bytes(paths[CONFIG], str(paths[CONFIG]))}
-        raw |= {file: seal.read_tensor_bytes(paths[file], str(paths[file])) for file in (WEIGHTS, EMBEDDINGS)}
+        raw |= {
+            file: seal.read_tensor_bytes(paths[file], str(paths[file]))
+            for file in (WEIGHTS, EMBEDDINGS)
+        }
         card = read_card(folder, raw)
-        lora = {key.removeprefix(PREFIX): value for key, value in tensors(raw[WEIGHTS], folder / WEIGHTS).items()}
+        lora = {
+            key.removeprefix(PREFIX): value
+            for key, value in tensors(raw[WEIGHTS], folder / WEIGHTS).items()
+        }
         config = read_config(folder, raw[CONFIG], lora)
         embeddings = tensors(raw[EMBEDDINGS], folder / EMBEDDINGS).get("restore_embeddings")
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
-        raise AdapterError(f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter.")
+        raise AdapterError(
+            f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter."
+        )
     kinds = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
-    known = card is None or (card.restore_tokens == len(embeddings) and embeddings.dtype == torch.float32)
+    known = card is None or (
+        card.restore_tokens == len(embeddings) and embeddings.dtype == torch.float32
+    )
     if not known or (card and kinds - {card.dtype}):
-        raise AdapterError(f"{folder / CARD} contradicts the tensors; fetch or train the adapter again.")
+        raise AdapterError(
+            f"{folder / CARD} contradicts the tensors; fetch or train the adapter again."
+        )
     return Stored(config, lora, embeddings, card)
 
 
@@ -193,7 +224,9 @@ def read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig
     entries = files.parse_record(raw, str(folder / CONFIG))
     kind = entries.get("peft_type") if isinstance(entries, dict) else None
     if kind != "LORA":
-        raise AdapterError(f"{folder} holds a {str(kind)[:40]!r} adapter; a restore adapter is a LORA one.")
+        raise AdapterError(
+            f"{folder} holds a {str(kind)[:40]!r} adapter; a restore adapter is a LORA one."
+        )
     try:
         return config_of(entries, lora)
     except (ValueError, TypeError) as error:
@@ -210,11 +243,15 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
     try:
         version, sums = entries["version"], entries["sha256"]
         if version != VERSION:
-            raise AdapterError(f"{path} has format version {version!r}; this restorekv reads version {VERSION}.")
+            raise AdapterError(
+                f"{path} has format version {version!r}; this restorekv reads version {VERSION}."
+            )
         if not seal.is_sealed_record(entries):
             raise ValueError("the checksum does not match")
         span = entries["ratio_range"]
-        card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
+        card = Card(
+            **{field.name: entries[field.name] for field in fields(Card) if field.name in entries}
+        )
         card = replace(card, ratio_range=span and tuple(span))
         changed = [file for file, content in raw.items() if digest(content) != sums[file]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -222,7 +259,9 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
             raise
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
     if changed:
-        raise AdapterError(f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again.")
+        raise AdapterError(
+            f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again."
+        )
     return card
 
 

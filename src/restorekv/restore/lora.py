@@ -1,6 +1,7 @@
 """Builds a model's twin with PEFT's LoRA layers: a second tree of modules over the same weights.
 
-The restore pass runs through the twin. The model itself never changes, so other threads may use it meanwhile.
+The restore pass runs through the twin. The model itself never changes, so other threads may use it
+meanwhile.
 """
 
 from __future__ import annotations
@@ -18,25 +19,38 @@ from restorekv.files import has_type
 
 NAME = "restorekv"
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-# The settings of PEFT that a restore adapter may have; of the others, some import modules or open other files.
+# The settings of PEFT that a restore adapter may have; of the others, some import modules or open
+# other files.
 TYPES = {
-    "r": int, "lora_alpha": float, "lora_dropout": float, "target_modules": list[str] | str | None,
-    "rank_pattern": dict[str, int], "alpha_pattern": dict[str, float], "use_rslora": bool, "fan_in_fan_out": bool,
-    "init_lora_weights": bool | Literal["gaussian"], "inference_mode": bool, "task_type": str | None,
-    "base_model_name_or_path": str | None, "revision": str | None,
-}  # fmt: skip
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout": float,
+    "target_modules": list[str] | str | None,
+    "rank_pattern": dict[str, int],
+    "alpha_pattern": dict[str, float],
+    "use_rslora": bool,
+    "fan_in_fan_out": bool,
+    "init_lora_weights": bool | Literal["gaussian"],
+    "inference_mode": bool,
+    "task_type": str | None,
+    "base_model_name_or_path": str | None,
+    "revision": str | None,
+}
 SELECTING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 DESCRIBING = ("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size")
 ALPHA = 1e6  # the largest lora_alpha, far above any that trains
 
 
 def config_of(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
-    """Returns the config that adapter_config.json describes; raises ValueError where it and the tensors differ.
+    """Returns the config that adapter_config.json describes; raises ValueError where it and the
+    tensors differ.
 
-    PEFT takes some of the names for regular expressions, and a stranger's could run for years: layers that are chosen
-    by more than a list of names become the list of those that have tensors.
+    PEFT takes some of the names for regular expressions, and a stranger's could run for years:
+    layers that are chosen by more than a list of names become the list of those that have tensors.
     """
-    unknown = {name: entries[name] for name in entries if name not in (*TYPES, *SELECTING, *DESCRIBING)}
+    unknown = {
+        name: entries[name] for name in entries if name not in (*TYPES, *SELECTING, *DESCRIBING)
+    }
     plain = LoraConfig()
     for name, value in unknown.items():
         if value and value != getattr(plain, name, None):
@@ -61,15 +75,25 @@ def config_of(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
 
 
 def check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
-    """Checks that A (r, in) and B (out, r) of every layer have a rank of the config, which is no larger than theirs."""
+    """Checks that A (r, in) and B (out, r) of every layer have a rank of the config, which is no
+    larger than theirs.
+    """
     ranks = {config.r, *config.rank_pattern.values()}
     if not all(name.endswith(SUFFIXES) for name in lora):
         raise ValueError("a tensor is not LoRA's")
-    layers = {name.removesuffix(suffix) for name in lora for suffix in SUFFIXES if name.endswith(suffix)}
+    layers = {
+        name.removesuffix(suffix) for name in lora for suffix in SUFFIXES if name.endswith(suffix)
+    }
     found = set()
     for layer in layers:
         first, second = (lora.get(layer + suffix) for suffix in SUFFIXES)
-        if first is None or second is None or first.ndim != 2 or second.ndim != 2 or first.shape[0] != second.shape[1]:
+        if (
+            first is None
+            or second is None
+            or first.ndim != 2
+            or second.ndim != 2
+            or first.shape[0] != second.shape[1]
+        ):
             raise ValueError(f"the tensors of {layer[:80]} do not fit each other")
         if not (first.numel() and second.numel() and first.shape[0] in ranks):
             raise ValueError(f"the tensors of {layer[:80]} do not have its rank")
@@ -88,19 +112,32 @@ def check_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> 
         except AttributeError:
             fits = False
         if not fits:
-            raise AdapterError(f"The adapter {name} does not fit this model or its own config (see {key[:120]!r}).")
+            raise AdapterError(
+                f"The adapter {name} does not fit this model or its own config (see {key[:120]!r})."
+            )
 
 
-def build(model: PreTrainedModel, config: LoraConfig) -> tuple[PreTrainedModel, dict[str, LoraLayer]]:
-    """Returns the twin and its LoRA layers by module name, in float32; without targets, the model itself."""
+def build(
+    model: PreTrainedModel, config: LoraConfig
+) -> tuple[PreTrainedModel, dict[str, LoraLayer]]:
+    """Returns the twin and its LoRA layers by module name, in float32; without targets, the model
+    itself.
+    """
     if config.target_modules is not None and not config.target_modules:
         return model, {}
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
-    adapted, flags = twin(model), [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    adapted, flags = (
+        twin(model),
+        [(parameter, parameter.requires_grad) for parameter in model.parameters()],
+    )
     try:
         inject_adapter_in_model(config, adapted, NAME)
-        layers = {path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+        layers = {
+            path: module
+            for path, module in adapted.named_modules()
+            if isinstance(module, LoraLayer)
+        }
     except (ValueError, TypeError) as error:
         raise AdapterError(
             f"The adapter's LoRA does not fit {type(model).__name__} ({first_sentence(error)}); "
@@ -110,7 +147,9 @@ def build(model: PreTrainedModel, config: LoraConfig) -> tuple[PreTrainedModel, 
         for parameter, flag in flags:  # PEFT freezes what it finds
             parameter.requires_grad_(flag)
     targets = config.target_modules if isinstance(config.target_modules, set | list) else ()
-    missing = sorted(name for name in targets if not any(f".{path}".endswith(f".{name}") for path in layers))
+    missing = sorted(
+        name for name in targets if not any(f".{path}".endswith(f".{name}") for path in layers)
+    )
     if missing:
         raise AdapterError(
             f"{type(model).__name__} has no linear layer {missing[0]!r} for LoRA; name layers that it has."
@@ -123,9 +162,13 @@ def build(model: PreTrainedModel, config: LoraConfig) -> tuple[PreTrainedModel, 
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """Returns a copy of the tree of modules that shares every parameter, buffer and hook, in half a millisecond."""
+    """Returns a copy of the tree of modules that shares every parameter, buffer and hook, in half a
+    millisecond.
+    """
     double = object.__new__(type(module))  # FSDP's classes refuse copy.copy
     vars(double).update(vars(module))
     children = module._modules.items()
-    vars(double)["_modules"] = {name: child if child is None else twin(child) for name, child in children}
+    vars(double)["_modules"] = {
+        name: child if child is None else twin(child) for name, child in children
+    }
     return double

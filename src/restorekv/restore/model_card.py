@@ -1,7 +1,8 @@
-"""The model card of an adapter (README.md) and the license in it, from what restorekv.json and the LoRA config record.
+"""The model card of an adapter (README.md) and the license in it, from what restorekv.json and the
+LoRA config record.
 
-A license is recorded and passed on. The last line of a card is a checksum of the rest, so that a card which a person
-wrote or changed is recognized and kept.
+A license is recorded and passed on. The last line of a card is a checksum of the rest, so that a
+card which a person wrote or changed is recognized and kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ PERMISSIVE = frozenset(
     "cc0-1.0 pddl public-domain odc-by cdla-permissive-1.0 cdla-permissive-2.0 etalab-2.0 cc-by-2.0 cc-by-2.5 "
     "cc-by-3.0 cc-by-4.0".split()
 )
-HUB = PERMISSIVE - {"public-domain", "curl"} | frozenset(  # huggingface.co/docs/hub/repositories-licenses
+# huggingface.co/docs/hub/repositories-licenses.
+HUB = PERMISSIVE - {"public-domain", "curl"} | frozenset(
     "odbl gfdl afl-3.0 agpl-3.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
     "bigscience-openrail-m c-uda cc cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 "
     "cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cdla-sharing-1.0 "
@@ -43,11 +45,18 @@ HUB = PERMISSIVE - {"public-domain", "curl"} | frozenset(  # huggingface.co/docs
     "openmdw-1.0 openrail openrail++ osl-3.0 other unknown".split()
 )
 KNOWN = HUB | PERMISSIVE
-ALIASES = {"cc0": "cc0-1.0", "odc-by-1.0": "odc-by", "mit-license": "mit", "apache-license-2.0": "apache-2.0"}
+ALIASES = {
+    "cc0": "cc0-1.0",
+    "odc-by-1.0": "odc-by",
+    "mit-license": "mit",
+    "apache-license-2.0": "apache-2.0",
+}
 
 
 def identifier(license: str) -> str:
-    """Returns the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know keeps its name."""
+    """Returns the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know
+    keeps its name.
+    """
     name = "-".join(license.lower().replace("_", " ").split())
     name = ALIASES.get(name, UNKNOWN if name.startswith(UNKNOWN) else name)
     return name if name in KNOWN else license.strip()
@@ -55,21 +64,31 @@ def identifier(license: str) -> str:
 
 def non_commercial(license: str | None) -> bool:
     """Whether the name of a license, known or not, forbids commercial use."""
-    words = "".join(letter if letter.isalnum() else " " for letter in (license or "").lower()).split()
-    return "nc" in words or any(mark in "".join(words) for mark in ("noncommercial", "notforcommercial"))
+    words = "".join(
+        letter if letter.isalnum() else " " for letter in (license or "").lower()
+    ).split()
+    return "nc" in words or any(
+        mark in "".join(words) for mark in ("noncommercial", "notforcommercial")
+    )
 
 
 def licenses_of(data: list[dict] | None) -> list[str]:
     """Returns what the rows of a record of data name, "unknown" for a row without a license."""
     names = [row.get("license") for row in data or ()]
-    names = [name for each in names for name in (each if isinstance(each, list) and each else [each])]
-    return [identifier(name) if isinstance(name, str) and name.strip() else UNKNOWN for name in names]
+    names = [
+        name for each in names for name in (each if isinstance(each, list) and each else [each])
+    ]
+    return [
+        identifier(name) if isinstance(name, str) and name.strip() else UNKNOWN for name in names
+    ]
 
 
 def passed_on(licenses: Iterable[str]) -> str:
-    """Returns the license of an adapter trained on data under these: one that is non-commercial, if there is one.
+    """Returns the license of an adapter trained on data under these: one that is non-commercial, if
+    there is one.
 
-    Else apache-2.0 where all are permissive, the only one that is not, or "unknown". This is no legal advice.
+    Else apache-2.0 where all are permissive, the only one that is not, or "unknown". This is no
+    legal advice.
     """
     names = set(licenses)
     restrictive = names - PERMISSIVE
@@ -77,12 +96,18 @@ def passed_on(licenses: Iterable[str]) -> str:
         return strict[-1]
     if names and not restrictive:
         return "apache-2.0"
-    return restrictive.pop() if len(restrictive) == 1 and restrictive < KNOWN - {"other"} else UNKNOWN
+    return (
+        restrictive.pop() if len(restrictive) == 1 and restrictive < KNOWN - {"other"} else UNKNOWN
+    )
 
 
 def inherited(card: Card, data: list[dict] | None) -> str | None:
-    """Returns the license after training on `data`: an adapter that was non-commercial before stays so."""
-    before = [card.license] if card.license and (card.source or non_commercial(card.license)) else []
+    """Returns the license after training on `data`: an adapter that was non-commercial before stays
+    so.
+    """
+    before = (
+        [card.license] if card.license and (card.source or non_commercial(card.license)) else []
+    )
     licenses = licenses_of(data) + before
     return passed_on(licenses) if licenses else None
 
@@ -98,8 +123,15 @@ def license_in(readme: str) -> str | None:
         data = ModelCard(readme, ignore_metadata_errors=True).data
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return None
-    names = [*(data.license if isinstance(data.license, list) else [data.license]), data.license_name]
-    known = [identifier(name) for name in names if isinstance(name, str) and name not in (UNKNOWN, "other")]
+    names = [
+        *(data.license if isinstance(data.license, list) else [data.license]),
+        data.license_name,
+    ]
+    known = [
+        identifier(name)
+        for name in names
+        if isinstance(name, str) and name not in (UNKNOWN, "other")
+    ]
     return max(known, key=non_commercial, default=None)
 
 
@@ -122,22 +154,41 @@ def sealed(body: str) -> str:
 
 def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
     """Returns the whole README.md; `name` is what users are shown how to load."""
-    settings = {key: "none" if value is None else value for key, value in (card.settings or {}).items()}
-    answered = card.data and all(row.get("answers") for row in card.data)  # then training generated no answers
+    settings = {
+        key: "none" if value is None else value for key, value in (card.settings or {}).items()
+    }
+    # Then training generated no answers.
+    answered = card.data and all(row.get("answers") for row in card.data)
     for key in ("keep", "checkpoint_every", *["max_new_tokens"] * bool(answered)):
         settings.pop(key, None)
     targets, license = config.target_modules, identifier(card.license or UNKNOWN)
     evictor, _, evictor_settings = (card.evictor or "").partition(":")
     body = ModelCard.from_template(
-        front_matter(card, config), TEMPLATE, card=card, config=config, name=name, lora=bool(targets),
+        front_matter(card, config),
+        TEMPLATE,
+        card=card,
+        config=config,
+        name=name,
+        lora=bool(targets),
         title=Path(card.model).name or "a model without a name",
-        targets=targets if isinstance(targets, str) else sorted(targets or ()), settings=settings,
+        targets=targets if isinstance(targets, str) else sorted(targets or ()),
+        settings=settings,
         settings_rows=[{"setting": key, "value": value} for key, value in settings.items()],
-        data_rows=[dict.fromkeys(("source", "examples", "contexts", "license")) | row for row in card.data or ()],
-        with_intervals=any("low" in row for row in card.results or ()), license=license,
-        non_commercial=strictest(card), arguments=usage(card, name), evictor=evictor,
-        evictor_settings=evictor_settings, table=table, cell=cell, json=json.dumps, quote=shlex.quote,
-    )  # fmt: skip
+        data_rows=[
+            dict.fromkeys(("source", "examples", "contexts", "license")) | row
+            for row in card.data or ()
+        ],
+        with_intervals=any("low" in row for row in card.results or ()),
+        license=license,
+        non_commercial=strictest(card),
+        arguments=usage(card, name),
+        evictor=evictor,
+        evictor_settings=evictor_settings,
+        table=table,
+        cell=cell,
+        json=json.dumps,
+        quote=shlex.quote,
+    )
     body = f"{body}\n\n"
     return body + sealed(body)
 
@@ -146,15 +197,22 @@ def front_matter(card: Card, config: LoraConfig) -> ModelCardData:
     """Names a base model only if the hub has it, and a license that the hub knows or "other"."""
     license, license_name = identifier(card.license or UNKNOWN), None
     if license not in HUB:
-        letters = (letter if letter.isascii() and (letter.isalnum() or letter == ".") else " " for letter in license)
+        letters = (
+            letter if letter.isascii() and (letter.isalnum() or letter == ".") else " "
+            for letter in license
+        )
         license, license_name = "other", "-".join("".join(letters).lower().split())
     tags = ["restorekv", "kv-cache", "long-context", *["lora"] * bool(config.target_modules)]
     base = hub_name(card.model) if is_on_hub(card) else None
-    return ModelCardData(library_name="peft", base_model=base, tags=tags, license=license, license_name=license_name)
+    return ModelCardData(
+        library_name="peft", base_model=base, tags=tags, license=license, license_name=license_name
+    )
 
 
 def is_on_hub(card: Card) -> bool:
-    """Whether others find the base model on the hub; for records without `local`, this machine's disk decides."""
+    """Whether others find the base model on the hub; for records without `local`, this machine's
+    disk decides.
+    """
     local = Path(card.model).exists() if card.local is None else card.local
     return not local and is_hub_name(hub_name(card.model))
 
@@ -169,11 +227,21 @@ def is_hub_name(name: str) -> bool:
 
 
 def usage(card: Card, name: str) -> dict[str, object]:
-    """Returns the arguments of `compress`: a ratio near 0.1, and the conventions that are not its defaults."""
+    """Returns the arguments of `compress`: a ratio near 0.1, and the conventions that are not its
+    defaults.
+    """
     low, high = card.ratio_range or (0.1, 0.1)
-    arguments = {"evictor": card.evictor or "kvzip", "ratio": min(max(0.1, low), high), "adapter": name}
+    arguments = {
+        "evictor": card.evictor or "kvzip",
+        "ratio": min(max(0.1, low), high),
+        "adapter": name,
+    }
     defaults = {"prefix_policy": "free", "allocation": "global", "restore_from": "full"}
-    return arguments | {key: getattr(card, key) for key in defaults if getattr(card, key) not in (None, defaults[key])}
+    return arguments | {
+        key: getattr(card, key)
+        for key in defaults
+        if getattr(card, key) not in (None, defaults[key])
+    }
 
 
 def table(rows: list[dict]) -> str:
@@ -181,7 +249,9 @@ def table(rows: list[dict]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [[cell(row[key]) if key in row else "" for key in columns] for row in rows]
     heads = [key.replace("_", " ") for key in columns]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(columns), *lines))
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(columns), *lines)
+    )
 
 
 def cell(value: object) -> str:

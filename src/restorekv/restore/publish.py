@@ -1,4 +1,6 @@
-"""Adapters on the Hugging Face hub: fetches them, finds the authors' own, publishes ours under a license and a card."""
+"""Adapters on the Hugging Face hub: fetches them, finds the authors' own, publishes ours under a
+license and a card.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from restorekv.restore.model_card import UNKNOWN, identifier, inherited, non_com
 AUTHORS = "higokri/"
 MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
 SUFFIXES = {"kvzip": "", "kvzip+": "_plus"}
-PUBLISHED = {f"RestoreKV-{model}{suffix}": evictor for model in MODELS for evictor, suffix in SUFFIXES.items()}
+PUBLISHED = {
+    f"RestoreKV-{model}{suffix}": evictor
+    for model in MODELS
+    for evictor, suffix in SUFFIXES.items()
+}
 AUTHORS_LICENSE = "cc-by-nc-4.0"  # of all four, by their model cards
 README_LIMIT = 1 << 20  # bytes
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
@@ -28,7 +34,9 @@ HELD = {"storage": "model", "streaming": 0}  # how a cell held its cache, and wh
 
 
 def published_name(model: str, evictor: str) -> str:
-    """Returns the authors' repository for `model` (by the last part of its name) and an evictor's spec."""
+    """Returns the authors' repository for `model` (by the last part of its name) and an evictor's
+    spec.
+    """
     name = f"RestoreKV-{Path(model).name}{SUFFIXES.get(evictor.partition(':')[0], ':none')}"
     if name not in PUBLISHED:
         raise AdapterError(
@@ -39,17 +47,26 @@ def published_name(model: str, evictor: str) -> str:
 
 
 def fetch(
-    name: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
+    name: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Path:
     """Returns the folder itself, or one with the adapter's files from the hub."""
     if Path(name).is_dir():
         if revision is not None:
-            raise AdapterError(f"{name} is a folder and has no revision {revision!r}; leave it out or give a hub id.")
+            raise AdapterError(
+                f"{name} is a folder and has no revision {revision!r}; leave it out or give a hub id."
+            )
         return Path(name)
     try:
         files = [*adapter_file.FILES]
-        folder = snapshot_download(str(name), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=files)
-    except Exception as error:  # a malformed id, no network and no such repository raise a dozen kinds
+        folder = snapshot_download(
+            str(name), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=files
+        )
+    except (
+        Exception
+    ) as error:  # a malformed id, no network and no such repository raise a dozen kinds
         at = f" at revision {revision!r}" if revision else ""
         raise AdapterError(
             f"There is no adapter folder {str(name)!r}, nor can it be fetched from the hub{at}."
@@ -58,28 +75,40 @@ def fetch(
 
 
 def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
-    """Adds what only the place tells: the license in README.md and, to a `bare` adapter's card, whose copy it is.
+    """Adds what only the place tells: the license in README.md and, to a `bare` adapter's card,
+    whose copy it is.
 
-    `bare`: the folder has no restorekv.json. A copy of an authors' adapter is recognized by a folder's name on its
-    path: their repository's, or the one that the hub's cache makes of it.
+    `bare`: the folder has no restorekv.json. A copy of an authors' adapter is recognized by a
+    folder's name on its path: their repository's, or the one that the hub's cache makes of it.
     """
     readme = folder / README
     with raised_as(AdapterError):
-        text = read_bytes(readme, str(readme), README_LIMIT).decode(errors="replace") if readme.is_file() else ""
+        text = (
+            read_bytes(readme, str(readme), README_LIMIT).decode(errors="replace")
+            if readme.is_file()
+            else ""
+        )
     license = model_card.license_in(text) if text else None
     if non_commercial(license) or card.license is None:
         card = replace(card, license=license)
     if bare:
-        parts = (Path(name).name if str(name).startswith(AUTHORS) else "", *reversed(folder.resolve().parts))
+        parts = (
+            Path(name).name if str(name).startswith(AUTHORS) else "",
+            *reversed(folder.resolve().parts),
+        )
         parts = [part.removeprefix("models--higokri--") for part in parts]
         if source := next((part for part in parts if part in PUBLISHED), None):
             license = card.license or AUTHORS_LICENSE
-            card = replace(card, source=AUTHORS + source, evictor=PUBLISHED[source], license=license)
+            card = replace(
+                card, source=AUTHORS + source, evictor=PUBLISHED[source], license=license
+            )
     return card
 
 
 def warn_of_license(name: str | Path, card: Card) -> None:
-    """Warns of a license that forbids commercial use, and of what the authors do not state about their adapters."""
+    """Warns of a license that forbids commercial use, and of what the authors do not state about
+    their adapters.
+    """
     if (strict := strictest(card)) is None:
         return
     what = "is" if strict == card.license else "was trained on data"
@@ -92,25 +121,35 @@ def warn_of_license(name: str | Path, card: Card) -> None:
 def save(folder: Path, stored: Stored) -> None:
     """Writes the adapter with its card, but keeps a README.md that is not ours, with a warning.
 
-    Results in the folder stay, unless there are new ones, if they are of the same weights and evictor.
+    Results in the folder stay, unless there are new ones, if they are of the same weights and
+    evictor.
     """
     if stored.card.results is None and (folder / adapter_file.CARD).is_file():
         try:
             before = adapter_file.read(folder)
-            if before.card.evictor == stored.card.evictor and before.weights_hash() == stored.weights_hash():
+            if (
+                before.card.evictor == stored.card.evictor
+                and before.weights_hash() == stored.weights_hash()
+            ):
                 stored = replace(stored, card=replace(stored.card, results=before.card.results))
         except AdapterError:
             pass  # what is damaged is replaced
     ours = model_card.is_ours(folder / README)
     if not ours:
-        warn(f"Someone wrote or changed {folder / README}, so it stays as it is; remove it to get a new card.")
-    adapter_file.write(folder, stored, model_card.render(stored.card, stored.config) if ours else None)
+        warn(
+            f"Someone wrote or changed {folder / README}, so it stays as it is; remove it to get a new card."
+        )
+    adapter_file.write(
+        folder, stored, model_card.render(stored.card, stored.config) if ours else None
+    )
 
 
 def licensed(card: Card, license: str | None, readme: str | None = None) -> Card:
-    """Returns the card under its publisher's license, or else its own; refuses one that allows more than the record.
+    """Returns the card under its publisher's license, or else its own; refuses one that allows more
+    than the record.
 
-    A license in `readme`, a card that a person wrote, is the publisher's and must agree with `license`.
+    A license in `readme`, a card that a person wrote, is the publisher's and must agree with
+    `license`.
     """
     strict = strictest(card)
     fix = f"publish it under {strict}"
@@ -126,18 +165,28 @@ def licensed(card: Card, license: str | None, readme: str | None = None) -> Card
     recorded = None if identifier(card.license or UNKNOWN) == UNKNOWN else card.license
     license = license or recorded or inherited(card, card.data) or UNKNOWN
     if strict and not non_commercial(license):
-        raise AdapterError(f"The adapter is recorded as, or trained on, {strict}; {license} allows more, so {fix}.")
+        raise AdapterError(
+            f"The adapter is recorded as, or trained on, {strict}; {license} allows more, so {fix}."
+        )
     return replace(card, license=identifier(license))
 
 
-def prepare(repo: str, stored: Stored, license: str | None = None, readme: str | None = None) -> tuple[Stored, str]:
-    """Returns what `push` uploads, without a network: the adapter under its license, and `readme` or a new card."""
+def prepare(
+    repo: str, stored: Stored, license: str | None = None, readme: str | None = None
+) -> tuple[Stored, str]:
+    """Returns what `push` uploads, without a network: the adapter under its license, and `readme`
+    or a new card.
+    """
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is no name for a repository on the hub; give OWNER/NAME.")
     card = licensed(stored.card, license, readme)
     if not model_card.is_on_hub(card):
-        warn(f"The base model is recorded as {card.model!r}, which others cannot load from the hub.")
-    return replace(stored, card=card), model_card.render(card, stored.config, repo) if readme is None else readme
+        warn(
+            f"The base model is recorded as {card.model!r}, which others cannot load from the hub."
+        )
+    return replace(stored, card=card), model_card.render(
+        card, stored.config, repo
+    ) if readme is None else readme
 
 
 def push(
@@ -150,10 +199,12 @@ def push(
     readme: str | None = None,
     commit_message: str | None = None,
 ) -> str:
-    """Creates the repository unless it exists, uploads the adapter with its card, and returns the commit's address.
+    """Creates the repository unless it exists, uploads the adapter with its card, and returns the
+    commit's address.
 
-    `readme` is a card of the user's own, to upload instead of a generated one. A card on the hub that a person wrote
-    or changed stays. Raises AdapterError when the hub refuses or cannot be reached.
+    `readme` is a card of the user's own, to upload instead of a generated one. A card on the hub
+    that a person wrote or changed stays. Raises AdapterError when the hub refuses or cannot be
+    reached.
     """
     stored, text = prepare(repo, stored, license, readme)
     with tempfile.TemporaryDirectory() as folder, one_sentence(repo):
@@ -161,16 +212,20 @@ def push(
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
         if private and not api.model_info(repo).private:
-            raise AdapterError(f"{repo} exists and is public; make it private on the hub or choose another name.")
+            raise AdapterError(
+                f"{repo} exists and is public; make it private on the hub or choose another name."
+            )
         there = card_on_hub(api, repo, Path(folder))
         kept = None if readme is not None or model_card.is_ours(there) else README
         if kept:
             licensed(stored.card, None, there.read_text(encoding="utf-8", errors="replace"))
             warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
         commit = api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message=commit_message or "Upload a restore adapter",
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=commit_message or "Upload a restore adapter",
             allow_patterns=[file for file in adapter_file.FILES if file != kept],
-        )  # fmt: skip
+        )
     return str(commit.commit_url)
 
 
@@ -190,12 +245,20 @@ def one_sentence(repo: str) -> Iterator[None]:
         yield
     except AdapterError:
         raise
-    except Exception as error:  # every version of the client has other kinds where there is no connection
-        reason, message = first_sentence(error), "The hub cannot be reached ({}); check the network and try again."
+    except (
+        Exception
+    ) as error:  # every version of the client has other kinds where there is no connection
+        reason, message = (
+            first_sentence(error),
+            "The hub cannot be reached ({}); check the network and try again.",
+        )
         if isinstance(error, LocalTokenNotFoundError):
             message = f"Cannot publish {repo} without a login; {login}."
         elif isinstance(error, HfHubHTTPError):
-            status, reason = error.response.status_code, first_sentence(Exception(error.server_message or "no reason"))
+            status, reason = (
+                error.response.status_code,
+                first_sentence(Exception(error.server_message or "no reason")),
+            )
             fix = login if status in (401, 403) else "check the name and try again"
             message = f"The hub refuses {repo} ({status}: {{}}); {fix}."
         elif isinstance(error, ValueError):  # front matter that the hub does not take
@@ -204,10 +267,11 @@ def one_sentence(repo: str) -> Iterator[None]:
 
 
 def results_in(path: Path, stored: Stored) -> list[dict]:
-    """Reads what `restorekv eval --json` measured with this very adapter: one row per restored cell, in points.
+    """Reads what `restorekv eval --json` measured with this very adapter: one row per restored
+    cell, in points.
 
-    Conventions other than the adapter's own are in the rows. Raises AdapterError for results of other weights, another
-    base model or another evictor.
+    Conventions other than the adapter's own are in the rows. Raises AdapterError for results of
+    other weights, another base model or another evictor.
     """
     card, weights = stored.card, stored.weights_hash()
     try:
@@ -217,24 +281,41 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
         results = [result(row, rows, card) for row in mine if card.evictor in (None, row["method"])]
         model, method = rows[0]["model"], (mine or rows)[0]["method"]
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        raise AdapterError(f"{path} is not what `restorekv eval --json` writes; give its file.") from error
+        raise AdapterError(
+            f"{path} is not what `restorekv eval --json` writes; give its file."
+        ) from error
     if not same:
-        raise AdapterError(f"{path} was measured with another base model ({model}); evaluate this one.")
+        raise AdapterError(
+            f"{path} was measured with another base model ({model}); evaluate this one."
+        )
     if not mine:
-        raise AdapterError(f"{path} has no results of this adapter ({weights}); evaluate it with SPEC@FOLDER.")
+        raise AdapterError(
+            f"{path} has no results of this adapter ({weights}); evaluate it with SPEC@FOLDER."
+        )
     if not results:
-        raise AdapterError(f"{path} was measured with the evictor {method}; evaluate the adapter with {card.evictor}.")
+        raise AdapterError(
+            f"{path} was measured with the evictor {method}; evaluate the adapter with {card.evictor}."
+        )
     return results
 
 
 def result(row: dict, rows: list[dict], card: Card) -> dict:
-    """Returns a restored cell with the scores of its base and of the full cache, which were asked the same."""
+    """Returns a restored cell with the scores of its base and of the full cache, which were asked
+    the same.
+    """
     asked = "model", "fingerprint", "benchmark", "protocol", "dtype"
     base = "evictor", "ratio", "offset", "on_small_budget", *CONVENTIONS[:2], *HELD
     same = [other for other in rows if all(other[key] == row[key] for key in asked)]
-    alone = next(each for each in same if not each["restored"] and all(each[key] == row[key] for key in base))
+    alone = next(
+        each for each in same if not each["restored"] and all(each[key] == row[key] for key in base)
+    )
     full = next(each for each in same if each["evictor"] == "full")
-    scores = {"base": alone["score"], "restored": row["score"], "low": row["low"], "high": row["high"]}
+    scores = {
+        "base": alone["score"],
+        "restored": row["score"],
+        "low": row["low"],
+        "high": row["high"],
+    }
     scores |= {"gain": row["gain"], "full": full["score"]}
     kind = {"benchmark": row["benchmark"], "ratio": row["ratio"]}
     kind |= {} if row["protocol"] == "kvpress" else {"protocol": row["protocol"]}
@@ -249,5 +330,7 @@ def with_results(card: Card, results: list[dict]) -> Card:
     kinds = ("benchmark", "protocol", "ratio", *CONVENTIONS, *HELD)
     fresh = [[row.get(key) for key in kinds] for row in results]
     return replace(
-        card, results=[row for row in card.results or () if [row.get(key) for key in kinds] not in fresh] + results
+        card,
+        results=[row for row in card.results or () if [row.get(key) for key in kinds] not in fresh]
+        + results,
     )

@@ -32,13 +32,27 @@ OPEN = ("/health", "/ready", *PATHS)  # asked without a key
 BYTES, FIGURES = "application/octet-stream", "text/plain; version=0.0.4"
 
 
-def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifespan: Callable | None = None) -> FastAPI:
-    """Returns the application; with `keys`, every path but health and the page's files needs one of them."""
-    app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan, responses=schemas.PROBLEMS)
+def make_app(
+    service: Service, keys: list[str], ready: Callable[[], bool], lifespan: Callable | None = None
+) -> FastAPI:
+    """Returns the application; with `keys`, every path but health and the page's files needs one of
+    them.
+    """
+    app = FastAPI(
+        title="restorekv",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        responses=schemas.PROBLEMS,
+    )
     app.router.route_class = CheckedRoute
     app.state.service, app.state.ending = service, Ending()
     app.add_middleware(
-        Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN, ending=app.state.ending
+        Guard,
+        keys=keys,
+        largest=service.limits.upload + AROUND,
+        open_paths=OPEN,
+        ending=app.state.ending,
     )
     add_errors(app, service)
     add_routes(app, service, ready)
@@ -84,12 +98,17 @@ def add_errors(app: FastAPI, service: Service) -> None:
     async def malformed(_: Request, error: ValidationError | RequestValidationError) -> Response:
         if (broken := error.errors()[0])["type"] == "json_invalid":
             return problem(400, f"The body is not valid JSON (at character {broken['loc'][-1]}).")
-        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a choice, what came closest
+        # Of a choice, what came closest.
+        first = max(error.errors(), key=lambda each: len(each["loc"]))
         if param := (first.get("ctx") or {}).get("param"):  # of fields.py
             return problem(400, f"{first['msg']}.", first["type"], param=param)
-        where = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
+        where = ".".join(
+            str(part) for part in first["loc"] if part != "body" and "[" not in str(part)
+        )
         message = first["msg"].removeprefix("Value error, ").removesuffix(".")
-        return problem(400, f"{where}: {message}." if where else f"{message}.", param=where[:120] or None)
+        return problem(
+            400, f"{where}: {message}." if where else f"{message}.", param=where[:120] or None
+        )
 
     @app.exception_handler(BodyError)
     async def unusable(_: Request, error: BodyError) -> Response:
@@ -97,15 +116,26 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        message, headers = f"{request.method} {request.url.path[:200]}: {error.detail}.", error.headers
-        if error.status_code == 405:  # the framework names the methods of one of the path's routes only
-            fitting = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
-            headers = {"allow": ", ".join(sorted({each for route in fitting for each in route.methods}))}
+        message, headers = (
+            f"{request.method} {request.url.path[:200]}: {error.detail}.",
+            error.headers,
+        )
+        # The framework names the methods of one of the path's routes only.
+        if error.status_code == 405:
+            fitting = [
+                route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE
+            ]
+            headers = {
+                "allow": ", ".join(sorted({each for route in fitting for each in route.methods}))
+            }
         return problem(error.status_code, message, headers=headers)
 
     @app.exception_handler(TimeoutError)
     async def slow(_: Request, error: TimeoutError) -> Response:
-        return problem(504, f"The answer took longer than {service.limits.seconds:g} seconds; ask for fewer tokens.")
+        return problem(
+            504,
+            f"The answer took longer than {service.limits.seconds:g} seconds; ask for fewer tokens.",
+        )
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
@@ -148,9 +178,10 @@ def add_files(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/files", response_model_exclude_unset=True, responses=full)
     async def create(
-        file: UploadFile, purpose: str = Form("user_data", max_length=64),
+        file: UploadFile,
+        purpose: str = Form("user_data", max_length=64),
         seconds: int | None = Form(None, alias="expires_after[seconds]", ge=3600, le=2592000),
-    ) -> schemas.File:  # fmt: skip
+    ) -> schemas.File:
         return replies.upload(await service.create(file, purpose, seconds))
 
     @app.get("/v1/files", response_model_exclude_unset=True)

@@ -1,7 +1,8 @@
-"""Bodies of requests, checked once before anything else reads them: JSON that is data, and forms that are small.
+"""Bodies of requests, checked once before anything else reads them: JSON that is data, and forms
+that are small.
 
-What passes has no half characters, no numbers beyond 64 bits or that are not finite, no key twice, and few levels, so
-that whatever copies, compares, remembers or sends it back cannot fail on it.
+What passes has no half characters, no numbers beyond 64 bits or that are not finite, no key twice,
+and few levels, so that whatever copies, compares, remembers or sends it back cannot fail on it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ FIELD = 1024  # bytes of a field that is no file
 class BodyError(HTTPException):
     """A body that is refused; `param` is the field at fault, where there is one."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(status, message)
         self.message = message
         self.param = param
@@ -63,7 +66,9 @@ class CheckedRequest(Request):
         """Returns the body as JSON; raises BodyError."""
         if not hasattr(self, "_checked"):
             raw = await self.body()
-            self._checked = await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE else parse_body(raw)
+            self._checked = (
+                await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE else parse_body(raw)
+            )
         return self._checked
 
     async def form(self, **_: object) -> FormData:
@@ -103,7 +108,9 @@ def check_form(form: FormData) -> None:
     for name, count in Counter(name for name, _ in form.multi_items()).items():
         if name not in FORM:
             raise form_error(
-                f"there is no field {printable_name(name)[:60]!r}", printable_name(name)[:60], "unknown_parameter"
+                f"there is no field {printable_name(name)[:60]!r}",
+                printable_name(name)[:60],
+                "unknown_parameter",
             )
         if count > 1:
             raise form_error(f"the field {name} comes {count} times", name)
@@ -116,13 +123,22 @@ def form_error(why: str, param: str | None = None, code: str | None = None) -> B
 
 
 def parse_body(raw: bytes) -> Any:
-    """Returns the JSON value of a body; raises BodyError for what a program should not compute with."""
+    """Returns the JSON value of a body; raises BodyError for what a program should not compute
+    with.
+    """
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > VALUES:
-        raise BodyError(400, f"The body has more than {VALUES:,} commas and brackets; send a document as a file.")
+        raise BodyError(
+            400,
+            f"The body has more than {VALUES:,} commas and brackets; send a document as a file.",
+        )
     try:
         text = raw.decode("utf-8-sig")
         value = json.loads(
-            text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite, parse_int=whole_number
+            text,
+            object_pairs_hook=unique,
+            parse_constant=finite,
+            parse_float=finite,
+            parse_int=whole_number,
         )
     except json.JSONDecodeError as error:
         raise BodyError(400, f"The body is not valid JSON (at character {error.pos}).") from None
@@ -169,4 +185,6 @@ def check_text(text: str, field: str | None) -> None:
 
 def too_deep(field: str | None = None) -> BodyError:
     where = f"The field {field[:60]}" if field else "The body"
-    return BodyError(400, f"{where} has more than {DEPTH} levels; send it with fewer.", field and field[:60])
+    return BodyError(
+        400, f"{where} has more than {DEPTH} levels; send it with fewer.", field and field[:60]
+    )

@@ -1,7 +1,7 @@
 """Compressed documents in memory and on disk: the half that the engines of one machine share.
 
-A thread of its own compresses. Those documents that were used least recently leave memory first; they are loaded from
-disk again, never computed again.
+A thread of its own compresses. Those documents that were used least recently leave memory first;
+they are loaded from disk again, never computed again.
 """
 
 from __future__ import annotations
@@ -33,16 +33,27 @@ from restorekv.model.prompt import template_hash, usable_positions
 from restorekv.pipeline import compress
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size, told_to_clients
-from restorekv.serve.engine import ENDING, AwayError, Content, Document, Question, Reply, passing, settle
+from restorekv.serve.engine import (
+    ENDING,
+    AwayError,
+    Content,
+    Document,
+    Question,
+    Reply,
+    passing,
+    settle,
+)
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
-JOIN = 0.5  # seconds for which the end waits for a thread; what is written is written whole, or not at all
+# Seconds for which the end waits for a thread; what is written is written whole, or not at all.
+JOIN = 0.5
 
 
 @dataclass(kw_only=True)
 class Asked:
-    """A question that is being answered: the ids that the model reads behind its documents, and a row for each answer.
+    """A question that is being answered: the ids that the model reads behind its documents, and a
+    row for each answer.
 
     `started` and `first` are when it was begun and when its first token was written, 0 before that.
     """
@@ -55,33 +66,43 @@ class Asked:
 
 
 def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
-    """Returns the name of a cache: 32 hex digits of the document, the variant and what it is made with."""
-    parts = json.dumps([sha256, variant.name, *made_with])  # not joined, so that no part can reach into the next
+    """Returns the name of a cache: 32 hex digits of the document, the variant and what it is made
+    with.
+    """
+    # Not joined, so that no part can reach into the next.
+    parts = json.dumps([sha256, variant.name, *made_with])
     return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
 class Caches:
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
-    `more` are options of `compress` beyond a variant's own; caches that differ in them have other keys.
+    `more` are options of `compress` beyond a variant's own; caches that differ in them have other
+    keys.
     """
 
     more: ClassVar[Mapping[str, str]] = {}
     farewell = 0.0
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int
+    ) -> None:
         self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
         self.stops = generate.stop_ids(model, tokenizer)
-        self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()  # by document and key
+        # By document and key.
+        self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
         store.on_delete = self.forget
-        self.making = ("", "")  # the key of the cache that is being made, and what is done for it now
+        # The key of the cache that is being made, and what is done for it now.
+        self.making = ("", "")
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         more = (f"{name}={value}" for name, value in self.more.items())
         self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer), *more
         self.lock, self.loading = threading.Lock(), threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
         self.ending = False
-        self.compressing = threading.Thread(target=self.work, name="restorekv-compress", daemon=True)
+        self.compressing = threading.Thread(
+            target=self.work, name="restorekv-compress", daemon=True
+        )
 
     @staticmethod
     def check(**options: object) -> None:
@@ -142,7 +163,9 @@ class Caches:
             return self.held[place]
 
     def forget(self, sha256: str) -> None:
-        """Takes a document that was deleted out of memory; a question that is being answered keeps it till its end."""
+        """Takes a document that was deleted out of memory; a question that is being answered keeps
+        it till its end.
+        """
         with self.lock:
             for place in [each for each in self.held if each[0] == sha256]:
                 del self.held[place]
@@ -173,14 +196,17 @@ class Caches:
         return Document(sha256, variant, context.context.positions, fresh)
 
     def loaded(self, key: str, sha256: str) -> CompressedContext | None:
-        """Returns a cache from memory, from disk or from the shared folder; damaged ones are set aside."""
+        """Returns a cache from memory, from disk or from the shared folder; damaged ones are set
+        aside.
+        """
         if context := self.find(sha256, key):  # without waiting for what another thread loads
             return context
         while True:
             with self.loading:  # a second thread finds it in memory
                 if context := self.find(sha256, key) or self.from_disk(key, sha256):
                     return context
-            if not self.store.fetch(key, sha256):  # which may take long, and others need not wait for it
+            # Which may take long, and others need not wait for it.
+            if not self.store.fetch(key, sha256):
                 return None
 
     def from_disk(self, key: str, sha256: str) -> CompressedContext | None:
@@ -207,9 +233,13 @@ class Caches:
         try:
             with told_to_clients():
                 made = compress(
-                    self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
-                    **variant.options, **self.more,
-                )  # fmt: skip
+                    self.model,
+                    self.tokenizer,
+                    content,
+                    progress=lambda name: self.on_phase(key, name),
+                    **variant.options,
+                    **self.more,
+                )
         finally:
             self.on_phase("", "")
         self.counts["compressed"] += 1
@@ -242,12 +272,22 @@ class Caches:
         return await asyncio.to_thread(lambda: kept.shares(self.context(document), layer, head))
 
     def replied(
-        self, asked: Asked, tokens: int, pairs: int, size: int, seconds: Mapping[str, float], computed: int = 0
+        self,
+        asked: Asked,
+        tokens: int,
+        pairs: int,
+        size: int,
+        seconds: Mapping[str, float],
+        computed: int = 0,
     ) -> Reply:
-        """Returns what was written about documents of so many tokens, pairs and bytes, and counts it."""
+        """Returns what was written about documents of so many tokens, pairs and bytes, and counts
+        it.
+        """
         read, now = len(asked.prompt), time.perf_counter()
         answers = [
-            answer_of(self.tokenizer, row.answer, self.stops, read, row) if row.answer else Answer("", (), "stop", read)
+            answer_of(self.tokenizer, row.answer, self.stops, read, row)
+            if row.answer
+            else Answer("", (), "stop", read)
             for row in asked.rows
         ]
         self.counts["questions"] += 1

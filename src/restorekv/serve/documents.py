@@ -1,4 +1,6 @@
-"""What the server says about documents: the name of their content, and what is wrong with a text that is too long."""
+"""What the server says about documents: the name of their content, and what is wrong with a text
+that is too long.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from restorekv.errors import RestoreKVError, TextTooLongError
 def document_hash(kind: str) -> hashlib._Hash:
     """Returns the SHA-256 that names a document of a kind, once its content was added.
 
-    The kind's length and the kind come first, so that no content of one kind has the name of a content of another.
+    The kind's length and the kind come first, so that no content of one kind has the name of a
+    content of another.
     """
     return hashlib.sha256(len(kind).to_bytes(8, "big") + kind.encode())
 
 
 @contextmanager
 def told_to_clients() -> Iterator[None]:
-    """Says what a client can do about a text that is too long, in place of the flags of other commands."""
+    """Says what a client can do about a text that is too long, in place of the flags of other
+    commands.
+    """
     try:
         yield
     except TextTooLongError as error:
@@ -34,7 +39,9 @@ def told_to_clients() -> Iterator[None]:
 
 
 def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:
-    """Refuses a text that is too long however it is tokenized; tokenizing it alone may take gigabytes."""
+    """Refuses a text that is too long however it is tokenized; tokenizing it alone may take
+    gigabytes.
+    """
     most = positions * longest_token(tokenizer)
     if len(text) > most:
         raise RestoreKVError(

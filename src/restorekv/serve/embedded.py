@@ -1,7 +1,9 @@
-"""The library as an engine: one thread writes all answers, and a question joins the others at their next token.
+"""The library as an engine: one thread writes all answers, and a question joins the others at their
+next token.
 
-Threads of their own get a question ready, which may load its documents from disk, so that those who are being answered
-wait for none of it. A compression waits, between two layers of the model, while a token is written.
+Threads of their own get a question ready, which may load its documents from disk, so that those who
+are being answered wait for none of it. A compression waits, between two layers of the model, while
+a token is written.
 """
 
 from __future__ import annotations
@@ -45,28 +47,38 @@ class AskedHere(Asked):
 
 
 class Embedded(Caches):
-    """Answers up to generate.BATCH questions at a time; at most `waiting` more are in line, and hold no document.
+    """Answers up to generate.BATCH questions at a time; at most `waiting` more are in line, and
+    hold no document.
 
     With 0, there is no limit.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int, waiting: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int, waiting: int
+    ) -> None:
         super().__init__(model, tokenizer, store, memory)
         self.waiting = waiting
         self.questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self.asking = threading.Lock()  # held where a question enters the line, and where the line ends
-        self.places = threading.Semaphore(generate.BATCH)  # one for each question that is got ready or answered
+        # Held where a question enters the line, and where the line ends.
+        self.asking = threading.Lock()
+        # One for each question that is got ready or answered.
+        self.places = threading.Semaphore(generate.BATCH)
         self.ready: queue.SimpleQueue[AskedHere | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
         self.owed = 0.0  # seconds that a compression is to get
-        self.answering = threading.Thread(target=self.answer_all, name="restorekv-answer", daemon=True)
+        self.answering = threading.Thread(
+            target=self.answer_all, name="restorekv-answer", daemon=True
+        )
         self.preparing = [
-            threading.Thread(target=self.prepare_all, name="restorekv-prepare", daemon=True) for _ in range(PREPARING)
+            threading.Thread(target=self.prepare_all, name="restorekv-prepare", daemon=True)
+            for _ in range(PREPARING)
         ]
         with HOOKS:
-            self.hooks = [layer.register_forward_pre_hook(self.give_way) for layer in decoder(model).layers]
+            self.hooks = [
+                layer.register_forward_pre_hook(self.give_way) for layer in decoder(model).layers
+            ]
 
     def start(self) -> None:
         super().start()
@@ -136,7 +148,9 @@ class Embedded(Caches):
                 self.places.release()
 
     def prepared(self, question: Question) -> AskedHere | None:
-        """Returns what `asked` does; None where nobody waits, or where it fails, which is this request's alone."""
+        """Returns what `asked` does; None where nobody waits, or where it fails, which is this
+        request's alone.
+        """
         if question.done.done() or not question.done.set_running_or_notify_cancel():
             return None
         try:
@@ -162,7 +176,9 @@ class Embedded(Caches):
         self.idle.set()
 
     def take_ready(self) -> bool:
-        """Admits the questions that are ready; with nothing to do, waits for one. Returns whether more may come."""
+        """Admits the questions that are ready; with nothing to do, waits for one. Returns whether
+        more may come.
+        """
         if not self.scheduler.busy:
             self.idle.set()
             asked = self.ready.get()
@@ -184,13 +200,19 @@ class Embedded(Caches):
         """Hands a question to the scheduler."""
         question = asked.question
         task = AnswerTask(
-            asked.context.cache, asked.prompt, question.limit, asked.rows, label=asked,
+            asked.context.cache,
+            asked.prompt,
+            question.limit,
+            asked.rows,
+            label=asked,
             cancelled=lambda: question.cancelled or question.done.done(),
-        )  # fmt: skip
+        )
         self.scheduler.admit(task)
 
     def deliver(self, event: Event) -> None:
-        """Passes a token on; with its last one, a question is settled and gives its place to another."""
+        """Passes a token on; with its last one, a question is settled and gives its place to
+        another.
+        """
         asked: AskedHere = event.task.label
         question = asked.question
         try:
@@ -224,12 +246,21 @@ class Embedded(Caches):
             self.owed = 0.0
 
     def asked(self, question: Question) -> AskedHere:
-        """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
+        """Returns the question with its documents as one, the ids that the model reads, and seeds
+        for its answers.
+        """
         started, contexts = time.perf_counter(), [self.context(each) for each in question.documents]
-        whole, most = compose(contexts) if len(contexts) > 1 else contexts[0], usable_positions(self.model)
-        said = "".join((question.system, question.text, *(text for turn in question.turns for text in turn)))
+        whole, most = (
+            compose(contexts) if len(contexts) > 1 else contexts[0],
+            usable_positions(self.model),
+        )
+        said = "".join(
+            (question.system, question.text, *(text for turn in question.turns for text in turn))
+        )
         check_size(said, self.tokenizer, most)
-        prompt = conversation_ids(self.tokenizer, whole.context, question.turns, question.text, question.system)
+        prompt = conversation_ids(
+            self.tokenizer, whole.context, question.turns, question.text, question.system
+        )
         if (left := most - whole.context.positions - len(prompt)) < 1:
             raise RestoreKVError(
                 f"Documents and question are longer than the model's {most:,} positions; shorten them."
@@ -237,8 +268,12 @@ class Embedded(Caches):
         question.limit = min(question.limit, left)
         decoding, read = question.decoding, torch.cat([whole.context.ids[0], prompt])[None]
         seeds = [decoding.seed + number for number in range(decoding.samples)]
-        rows = rows_of(decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True)
-        return AskedHere(question=question, context=whole, prompt=prompt, rows=rows, started=started)
+        rows = rows_of(
+            decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True
+        )
+        return AskedHere(
+            question=question, context=whole, prompt=prompt, rows=rows, started=started
+        )
 
     def reply(self, asked: AskedHere) -> None:
         """Settles a question."""

@@ -1,6 +1,8 @@
-"""What the server asks of an engine: embedded.py is the library in this process, with_vllm.py has vLLM answer.
+"""What the server asks of an engine: embedded.py is the library in this process, with_vllm.py has
+vLLM answer.
 
-An engine compresses documents and answers questions about them. A new one is one file, and one line in run.py.
+An engine compresses documents and answers questions about them. A new one is one file, and one line
+in run.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from restorekv.serve.variants import Variant
 FULL = {errno.ENOSPC, errno.EDQUOT}
 LOCKED = {errno.EROFS, errno.EACCES}  # the disk, or the folder, can only be read
 LACKING = FULL | LOCKED | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
-Content = Callable[[], str | Path]  # gives a text or the path of a cache file, only where they are needed
+# Gives a text or the path of a cache file, only where they are needed.
+Content = Callable[[], str | Path]
 
 
 ENDING = "The server ends; ask again when it is back."
@@ -54,24 +57,35 @@ def passing(error: BaseException | None) -> OSError | MemoryError | sqlite3.Oper
 
 
 def explain_lack(error: BaseException) -> tuple[int, str] | None:
-    """Returns a status and a sentence for an error where the machine lacked something, None for other errors."""
+    """Returns a status and a sentence for an error where the machine lacked something, None for
+    other errors.
+    """
     lack = passing(error)
     if lack is None:
         return None
-    code = getattr(lack, "sqlite_errorcode", 0) & 0xFF  # the rest says more of what SQLite was doing
+    # The rest says more of what SQLite was doing.
+    code = getattr(lack, "sqlite_errorcode", 0) & 0xFF
     number = getattr(lack, "errno", None)
     why = getattr(lack, "strerror", None) or str(lack) or "no memory"
     if number in LOCKED or code == sqlite3.SQLITE_READONLY:
-        return 507, f"The server cannot write to its disk ({why}); its operator has to make the store writable."
+        return (
+            507,
+            f"The server cannot write to its disk ({why}); its operator has to make the store writable.",
+        )
     waits = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
     if number in FULL or (isinstance(lack, sqlite3.OperationalError) and not waits):
-        return 507, f"The server has no room for this on its disk ({why}); delete files, then try again."
+        return (
+            507,
+            f"The server has no room for this on its disk ({why}); delete files, then try again.",
+        )
     return 503, f"The server cannot do this now ({why}); ask again in a moment."
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document that can be asked, of so many tokens; `fresh` says that it was compressed for this request."""
+    """A document that can be asked, of so many tokens; `fresh` says that it was compressed for this
+    request.
+    """
 
     sha256: str
     variant: Variant
@@ -81,7 +95,9 @@ class Document:
 
 @dataclass
 class Question:
-    """A request for one answer or several; tokens go to `on_token` as (sample, id, *Row.likely), answers to `done`."""
+    """A request for one answer or several; tokens go to `on_token` as (sample, id, *Row.likely),
+    answers to `done`.
+    """
 
     documents: Sequence[Document]
     turns: Sequence[tuple[str, str]]
@@ -96,7 +112,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and seconds.
+    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and
+    seconds.
 
     `computed` tokens of the documents came from no cache.
     """
@@ -111,7 +128,9 @@ class Reply:
 
 
 class Engine(Protocol):
-    """Answers questions about documents. Its methods are called in the thread of the server's event loop."""
+    """Answers questions about documents. Its methods are called in the thread of the server's event
+    loop.
+    """
 
     tokenizer: Tokenizer
     stops: set[int]  # ids that end an answer
@@ -120,7 +139,9 @@ class Engine(Protocol):
     def start(self) -> None: ...
 
     def end(self) -> None:
-        """Begins no more questions and breaks compressions off, as the server is about to end; answers go on."""
+        """Begins no more questions and breaks compressions off, as the server is about to end;
+        answers go on.
+        """
 
     def close(self) -> None:
         """Ends; called in a thread, after `end`. Questions that are left get an AwayError."""
@@ -179,7 +200,9 @@ def admit(tasks: set[asyncio.Task], waiting: int, answering: Callable[[], Corout
 
 
 async def until_left(question: Question, writing: Coroutine, patience: float) -> asyncio.Task:
-    """Waits for the writing and returns its task, broken off within `patience` seconds where nobody waits for it."""
+    """Waits for the writing and returns its task, broken off within `patience` seconds where nobody
+    waits for it.
+    """
     task = asyncio.ensure_future(writing)
     while not (await asyncio.wait([task], timeout=patience))[0]:
         if question.cancelled or question.done.cancelled():

@@ -1,7 +1,9 @@
-"""Which fields of OpenAI's requests have an effect here, which change no answer, and which are refused.
+"""Which fields of OpenAI's requests have an effect here, which change no answer, and which are
+refused.
 
-A field that the request's class has is honored. All others are in one of the two tables below, or unknown, which is
-refused as well: a server that ignores what it was asked for gives wrong answers without a word.
+A field that the request's class has is honored. All others are in one of the two tables below, or
+unknown, which is refused as well: a server that ignores what it was asked for gives wrong answers
+without a word.
 """
 
 from __future__ import annotations
@@ -18,10 +20,18 @@ Refused = Mapping[
     str, tuple[tuple[Any, ...], str]
 ]  # values that ask for nothing, besides null, and why others cannot be
 
-IDLE_ALWAYS = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "safety_identifier", "service_tier", "user",
-})  # fmt: skip
+IDLE_ALWAYS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
 REFUSED_ALWAYS: Refused = {
     "moderation": ((), "this server moderates nothing"),
     "tool_choice": (("none", "auto"), TOOLS),
@@ -69,14 +79,20 @@ PART_IDLE = frozenset({"annotations", "detail", "id", "index", "logprobs"})
 PART_REFUSED: Refused = {
     "file_url": ((), "this server fetches nothing; upload the file"),
 }
-FORMAT_IDLE = frozenset({"description", "name", "strict"})  # of a schema: every answer follows it strictly
+# Of a schema: every answer follows it strictly.
+FORMAT_IDLE = frozenset({"description", "name", "strict"})
 STREAM = frozenset({"include_usage", "include_obfuscation"})
 
 
 def take_known(
-    given: Any, honored: Mapping[str, object], idle: frozenset[str], refused: Refused, place: str = ""
+    given: Any,
+    honored: Mapping[str, object],
+    idle: frozenset[str],
+    refused: Refused,
+    place: str = "",
 ) -> Any:
-    """Returns an object of a request without the fields that have no effect; raises PydanticCustomError.
+    """Returns an object of a request without the fields that have no effect; raises
+    PydanticCustomError.
 
     Args:
         given: what the request holds; anything but an object is returned as it is.
@@ -93,15 +109,25 @@ def take_known(
             taken[name] = value
         elif name in refused:
             nothing, why = refused[name]
-            if value is not None and not any(type(value) is type(each) and value == each for each in nothing):
-                raise field_error("unsupported_parameter", place + name, f"is not supported, since {why}; leave it out")
+            if value is not None and not any(
+                type(value) is type(each) and value == each for each in nothing
+            ):
+                raise field_error(
+                    "unsupported_parameter",
+                    place + name,
+                    f"is not supported, since {why}; leave it out",
+                )
         elif name not in idle:
-            raise field_error("unknown_parameter", place + name, "is not a field of this request; leave it out")
+            raise field_error(
+                "unknown_parameter", place + name, "is not a field of this request; leave it out"
+            )
     return taken
 
 
 def describe(idle: frozenset[str], refused: Refused) -> ConfigDict:
-    """Returns the setting of a request's class with which its description lists these fields, and allows no others."""
+    """Returns the setting of a request's class with which its description lists these fields, and
+    allows no others.
+    """
 
     def extend(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False

@@ -1,4 +1,6 @@
-"""What stands before every request: keys, other sites' pages, bodies that are too large or too slow, and the log."""
+"""What stands before every request: keys, other sites' pages, bodies that are too large or too
+slow, and the log.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ AROUND = 1 << 20  # bytes of a body besides the file in it
 PATIENCE = 30.0  # seconds that a client may stay silent
 SLOWEST = 1 << 14  # bytes a second of a body, once it has taken longer than PATIENCE
 AT_ONCE = 4  # largest bodies that may be in memory together
-DRAIN = 5.0  # seconds in which the rest of a refused body is read, so that the client reads the answer
+# Seconds in which the rest of a refused body is read, so that the client reads the answer.
+DRAIN = 5.0
 
 
 class RefusedError(Exception):
@@ -53,7 +56,8 @@ class Ending:
 
 
 class Guard:
-    """Checks each request's origin and key, bounds its body while it arrives, names it and logs it without its text.
+    """Checks each request's origin and key, bounds its body while it arrives, names it and logs it
+    without its text.
 
     `largest` bounds a body in bytes; `open_paths` are asked without a key.
     """
@@ -81,7 +85,10 @@ class Guard:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode("latin-1"))]}
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (b"x-request-id", name.encode("latin-1"))],
+                }
             await send(message)
 
         task = asyncio.current_task()
@@ -96,7 +103,9 @@ class Guard:
                 raise
             task.uncancel()
             if not begun:
-                await problem(503, ENDING, headers={"retry-after": "5", "connection": "close"})(scope, receive, named)
+                await problem(503, ENDING, headers={"retry-after": "5", "connection": "close"})(
+                    scope, receive, named
+                )
         finally:
             self.ending.requests.discard(task)
             seconds = round(time.perf_counter() - start, 4)
@@ -108,15 +117,20 @@ class Guard:
         length = request.headers.get("content-length", "0")
         if not at_home(request, self.keys):
             return problem(403, "Another site's page asks; open this server's own address.")
-        needs_key = self.keys and request.scope["path"] not in self.open_paths  # url.path may be what Host says
+        # url.path may be what Host says.
+        needs_key = self.keys and request.scope["path"] not in self.open_paths
         if needs_key and not allowed(request.headers.get("authorization", ""), self.keys):
-            return problem(401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key")
+            return problem(
+                401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key"
+            )
         if not re.fullmatch(r"[0-9]{1,18}", length):
             return problem(400, "content-length is a number of bytes; give one, or leave it out.")
         return None
 
     async def bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application; a body that is too large or too slow ends with an answer that says so."""
+        """Runs the application; a body that is too large or too slow ends with an answer that says
+        so.
+        """
         headers, begun, body = Request(scope).headers, False, Body(receive, self)
         form = headers.get("content-type", "").startswith("multipart/form-data")
         body.spooled = form and scope["path"] == "/v1/files"
@@ -140,14 +154,20 @@ class Guard:
             if not body.over and body.refused.status != 408 and "expect" not in headers:
                 await drained(receive)
             closing = {**body.refused.headers, "connection": "close"}
-            await problem(body.refused.status, str(body.refused), headers=closing)(scope, receive, send)
+            await problem(body.refused.status, str(body.refused), headers=closing)(
+                scope, receive, send
+            )
 
     def too_large(self) -> RefusedError:
-        return RefusedError(413, f"The request is larger than {self.largest - AROUND:,} bytes; split it.")
+        return RefusedError(
+            413, f"The request is larger than {self.largest - AROUND:,} bytes; split it."
+        )
 
 
 class Body:
-    """A request's body as it arrives, which is neither too large nor too slow; `spooled` ones go to disk."""
+    """A request's body as it arrives, which is neither too large nor too slow; `spooled` ones go to
+    disk.
+    """
 
     def __init__(self, receive: Receive, guard: Guard) -> None:
         self.receive, self.guard, self.spooled, self.over = receive, guard, False, False
@@ -171,7 +191,9 @@ class Body:
     def refusal(self, message: Message | None) -> RefusedError | None:
         """Counts a piece; returns why no more of the body is read, None if it goes on."""
         if message is None:
-            return RefusedError(408, f"Nothing of the request came for {PATIENCE:g} seconds; send it again.")
+            return RefusedError(
+                408, f"Nothing of the request came for {PATIENCE:g} seconds; send it again."
+            )
         size = len(message.get("body", b""))
         self.over = message["type"] != "http.request" or not message.get("more_body", False)
         self.bytes += size
@@ -182,10 +204,14 @@ class Body:
             return self.guard.too_large()
         if self.held > AROUND and self.guard.held > AT_ONCE * self.guard.largest:
             return RefusedError(
-                429, "Too many large requests come at once; send it again in a moment.", {"retry-after": "1"}
+                429,
+                "Too many large requests come at once; send it again in a moment.",
+                {"retry-after": "1"},
             )
         if not self.over and self.bytes < SLOWEST * (time.monotonic() - self.start - PATIENCE):
-            return RefusedError(408, f"The request comes slower than {SLOWEST:,} bytes a second; send it again.")
+            return RefusedError(
+                408, f"The request comes slower than {SLOWEST:,} bytes a second; send it again."
+            )
         return None
 
 
@@ -193,7 +219,9 @@ async def drained(receive: Receive) -> None:
     """Reads what a client still sends, for some seconds."""
 
     async def rest() -> None:
-        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+        while (message := await receive())["type"] == "http.request" and message.get(
+            "more_body", False
+        ):
             pass
 
     with suppress(TimeoutError):
@@ -201,7 +229,8 @@ async def drained(receive: Receive) -> None:
 
 
 class Connection(H11Protocol):
-    """A connection that ends when its client sends no whole request head, or reads nothing of an answer, for a time.
+    """A connection that ends when its client sends no whole request head, or reads nothing of an
+    answer, for a time.
 
     That time is PATIENCE to twice that.
     """
@@ -215,7 +244,10 @@ class Connection(H11Protocol):
         """Ends a connection on which nothing has moved since the last check."""
         if self not in self.connections:
             return
-        idle, unread = self.cycle is None or self.cycle.response_complete, self.transport.get_write_buffer_size()
+        idle, unread = (
+            self.cycle is None or self.cycle.response_complete,
+            self.transport.get_write_buffer_size(),
+        )
         if (idle or unread) and self.seen == (self.cycle, unread):
             self.transport.abort()
             return
@@ -224,16 +256,20 @@ class Connection(H11Protocol):
 
 
 def at_home(request: Request, keys: Sequence[str]) -> bool:
-    """Whether a request without a key comes from no page of another site, which could read the documents here.
+    """Whether a request without a key comes from no page of another site, which could read the
+    documents here.
 
-    Such a page sends its own Origin, or has made its name resolve to this machine, which the Host shows.
+    Such a page sends its own Origin, or has made its name resolve to this machine, which the Host
+    shows.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if keys:
         return True
     local = request.client is None or request.client.host in LOOPBACK
     name = host.rsplit(":", 1)[0].strip("[]").lower()
-    return (not local or name in (*LOOPBACK, "localhost")) and (origin is None or origin.split("://", 1)[-1] == host)
+    return (not local or name in (*LOOPBACK, "localhost")) and (
+        origin is None or origin.split("://", 1)[-1] == host
+    )
 
 
 def allowed(header: str, keys: Sequence[str]) -> bool:
@@ -243,10 +279,19 @@ def allowed(header: str, keys: Sequence[str]) -> bool:
 
 
 def problem(
-    status: int, message: str, code: str | None = None, headers: dict | None = None, param: str | None = None
+    status: int,
+    message: str,
+    code: str | None = None,
+    headers: dict | None = None,
+    param: str | None = None,
 ) -> Response:
-    """Returns an error as OpenAI's API writes it; `param` is the field of the request that is at fault."""
+    """Returns an error as OpenAI's API writes it; `param` is the field of the request that is at
+    fault.
+    """
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    message = message.encode(errors="replace").decode()  # half a character of the request cannot be sent back
+    # Half a character of the request cannot be sent back.
+    message = message.encode(errors="replace").decode()
     param = param and param.encode(errors="replace").decode()
-    return JSONResponse(schemas.to_json(schemas.problem_of(kind, message, code, param)), status, headers)
+    return JSONResponse(
+        schemas.to_json(schemas.problem_of(kind, message, code, param)), status, headers
+    )

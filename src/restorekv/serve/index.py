@@ -1,7 +1,8 @@
-"""The index of a store: rows in SQLite on disk, and a copy of them in memory, from which everything is read.
+"""The index of a store: rows in SQLite on disk, and a copy of them in memory, from which everything
+is read.
 
-Reading therefore needs no disk, and a change that may wait is written once the disk takes it again. What a client was
-promised is durable: it is on disk before it is in memory.
+Reading therefore needs no disk, and a change that may wait is written once the disk takes it again.
+What a client was promised is durable: it is on disk before it is in memory.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ create table if not exists caches (
     key text primary key, sha256 text not null, bytes integer not null, used real not null);
 create table if not exists pending (sha256 text not null, key text not null, primary key (sha256, key));
 create table if not exists reserve (id integer primary key, filler blob not null);
-"""  # pending is what the shared folder does not know yet: a new cache, or with an empty key, a document's deletion
+# Pending is what the shared folder does not know yet: a new cache, or with an empty key, a
+# document's deletion.
+"""
 TABLES = {"files", "caches", "pending"}
 Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
 
-# What rows may hold. Ids, keys and hashes become names of files, which are read and removed: a stranger's would lead
-# out of the store.
+# What rows may hold. Ids, keys and hashes become names of files, which are read and removed: a
+# stranger's would lead out of the store.
 FILE, KEY = r"file-[0-9a-f]{24}", r"[0-9a-f]{32}"
 SHA256 = r"[0-9a-f]{64}"
 UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
@@ -86,7 +89,8 @@ class Index:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.late: list[Statement] = []  # changes that are in memory and not yet on disk
-        self.touched: dict[str, float] = {}  # when caches were used last, where that is not yet on disk
+        # When caches were used last, where that is not yet on disk.
+        self.touched: dict[str, float] = {}
         self.memory = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self.disk: sqlite3.Connection | None = None  # None while it cannot be written
         try:
@@ -115,14 +119,17 @@ class Index:
                     kind.model_validate(dict(zip(columns, row, strict=True)))
                 except ValidationError as error:
                     column = error.errors()[0]["loc"][0]
-                    raise foreign(self.path, f"a row with another {column} than the store gives") from None
+                    raise foreign(
+                        self.path, f"a row with another {column} than the store gives"
+                    ) from None
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
         """Returns the rows of a query."""
         return self.memory.execute(sql, parameters).fetchall()
 
     def change(self, *statements: Statement, late: bool = False) -> None:
-        """Executes all the statements or none; raises sqlite3.Error where the disk does not take them.
+        """Executes all the statements or none; raises sqlite3.Error where the disk does not take
+        them.
 
         Args:
             late: whether the disk may take them later, so that this never fails for the disk's sake.
@@ -143,8 +150,12 @@ class Index:
                 self.write(())
 
     def touch(self, key: str, used: float) -> bool:
-        """Notes when a cache was used, in memory alone until the next change; returns whether there is such a row."""
-        found = self.memory.execute("update caches set used = ? where key = ?", (used, key)).rowcount
+        """Notes when a cache was used, in memory alone until the next change; returns whether there
+        is such a row.
+        """
+        found = self.memory.execute(
+            "update caches set used = ? where key = ?", (used, key)
+        ).rowcount
         if found:
             self.touched[key] = used
         return bool(found)
@@ -152,7 +163,10 @@ class Index:
     def write(self, statements: Sequence[Statement]) -> None:
         """Writes what waits, then the statements, in one transaction on disk."""
         self.disk = self.disk or open_writable(self.path)
-        touched = [("update caches set used = ? where key = ?", (used, key)) for key, used in self.touched.items()]
+        touched = [
+            ("update caches set used = ? where key = ?", (used, key))
+            for key, used in self.touched.items()
+        ]
         try:
             self.disk.execute("begin immediate")
             for sql, parameters in [*self.late, *touched, *statements]:
@@ -181,7 +195,8 @@ class Index:
 
 
 def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
-    """Returns the names of the tables; refuses another version, and triggers, views and tables of other columns.
+    """Returns the names of the tables; refuses another version, and triggers, views and tables of
+    other columns.
 
     They would compute whatever their author liked with every change.
     """
@@ -207,20 +222,27 @@ def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
 
 
 def plain(sql: str) -> str:
-    """Returns a statement that makes a table, without what may differ between two that make the same."""
-    return re.sub(r"\s+", "", sql.lower()).replace("createtableifnotexists", "createtable").strip(";")
+    """Returns a statement that makes a table, without what may differ between two that make the
+    same.
+    """
+    return (
+        re.sub(r"\s+", "", sql.lower()).replace("createtableifnotexists", "createtable").strip(";")
+    )
 
 
 def foreign(path: Path, what: str) -> RestoreKVError:
-    return RestoreKVError(f"The index of the store {path.parent} has {what}, and no server wrote it; move it away.")
+    return RestoreKVError(
+        f"The index of the store {path.parent} has {what}, and no server wrote it; move it away."
+    )
 
 
 def open_writable(path: Path) -> sqlite3.Connection:
     """Returns a connection that can write; raises sqlite3.Error.
 
-    The rollback journal stays on disk between transactions, at the size that a change of RESERVE bytes needs. A small
-    change, such as a deletion, overwrites it and the pages of the index, and so needs no further space. One process
-    uses a store, so the index stays locked, which needs no file of shared memory either.
+    The rollback journal stays on disk between transactions, at the size that a change of RESERVE
+    bytes needs. A small change, such as a deletion, overwrites it and the pages of the index, and
+    so needs no further space. One process uses a store, so the index stays locked, which needs no
+    file of shared memory either.
     """
     disk = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=1)
     try:
@@ -234,7 +256,8 @@ def open_writable(path: Path) -> sqlite3.Connection:
             disk.execute(statement)
         disk.execute("insert or replace into reserve values (1, randomblob(?))", (RESERVE,))
         disk.execute("commit")
-        disk.execute("update reserve set filler = randomblob(?)", (RESERVE,))  # the journal gets its size
+        # The journal gets its size.
+        disk.execute("update reserve set filler = randomblob(?)", (RESERVE,))
     except BaseException:
         disk.close()
         raise
@@ -242,8 +265,11 @@ def open_writable(path: Path) -> sqlite3.Connection:
 
 
 def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Error) -> None:
-    """Copies the rows of an index that cannot be written; `problem` says why not. Raises RestoreKVError."""
-    for how in ("mode=ro", "mode=ro&immutable=1"):  # immutable: without a lock and without a log beside it
+    """Copies the rows of an index that cannot be written; `problem` says why not. Raises
+    RestoreKVError.
+    """
+    # Immutable: without a lock and without a log beside it.
+    for how in ("mode=ro", "mode=ro&immutable=1"):
         if problem.sqlite_errorcode == sqlite3.SQLITE_BUSY:
             break  # another process holds the index
         with suppress(sqlite3.Error):
@@ -253,7 +279,8 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
                 disk.execute("pragma temp_store = memory")
                 check_schema(path, disk)
                 for table in TABLES:
-                    disk.execute(f"select 1 from {table} limit 1")  # raises at once what `backup` would try for ever
+                    # Raises at once what `backup` would try for ever.
+                    disk.execute(f"select 1 from {table} limit 1")
                 disk.backup(memory)
                 return
             finally:

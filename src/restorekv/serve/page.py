@@ -26,8 +26,10 @@ METHODS = [*PRESETS, *(name for name in EVICTORS if name not in {*PRESETS.values
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
-    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
-}  # fmt: skip
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 def add_page(app: FastAPI, service: Service) -> None:
@@ -45,7 +47,12 @@ def add_page(app: FastAPI, service: Service) -> None:
     async def variants() -> dict:
         default = service.default
         chosen = {"method": default.method, "ratio": float(default.ratio)}
-        return {"base": service.base, "default": chosen, "methods": METHODS, "max_tokens": service.limits.tokens}
+        return {
+            "base": service.base,
+            "default": chosen,
+            "methods": METHODS,
+            "max_tokens": service.limits.tokens,
+        }
 
     @app.get("/v1/files/{name}/progress", response_model=schemas.Progress)
     async def progress(name: str, model: str) -> dict:
@@ -54,7 +61,9 @@ def add_page(app: FastAPI, service: Service) -> None:
         return {"phase": FAILED if phase == "waiting" and upload.status == FAILED else phase}
 
     @app.get("/v1/files/{name}/kept", response_model=schemas.Kept)
-    async def kept(name: str, model: str, layer: int | None = None, head: int | None = None) -> dict:
+    async def kept(
+        name: str, model: str, layer: int | None = None, head: int | None = None
+    ) -> dict:
         document = await service.document("file", name, Variant.parse(model, service.base))
         return await service.engine.kept(document, layer, head)
 
@@ -64,4 +73,6 @@ def static(name: str) -> Response:
     if name not in FILES:
         raise ApiError(404, "The page has no such file.")
     path = FILES[name]
-    return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8", headers=HEADERS)
+    return Response(
+        path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8", headers=HEADERS
+    )

@@ -1,7 +1,7 @@
 """Portable files of compressed documents, in the folder from which vLLM's connector reads them.
 
-They are copies: the store's caches are what survives. A file is written when its document is first asked; those asked
-least recently go first, but never one that a question waits for.
+They are copies: the store's caches are what survives. A file is written when its document is first
+asked; those asked least recently go first, but never one that a question waits for.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from pathlib import Path
 
 from restorekv.context import CompressedContext
 
-OWN = re.compile(r"[0-9a-f]{32}\.safetensors")  # names of files that an earlier server has left here
+# Names of files that an earlier server has left here.
+OWN = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
 class Portables:
-    """Files of up to `limit` bytes. A document's name is the keys of its caches, several where it is composed."""
+    """Files of up to `limit` bytes. A document's name is the keys of its caches, several where it
+    is composed.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.limit = folder, limit
-        self.known: OrderedDict[tuple[str, ...], tuple[list[int], int]] = OrderedDict()  # placeholders and bytes
+        # Placeholders and bytes.
+        self.known: OrderedDict[tuple[str, ...], tuple[list[int], int]] = OrderedDict()
         self.asked: Counter[tuple[str, ...]] = Counter()  # questions that need the file now
         self.forgotten: set[tuple[str, ...]] = set()  # which go with their last question
         self.lock, self.writing = threading.Lock(), threading.Lock()
@@ -33,10 +37,14 @@ class Portables:
                 path.unlink()
 
     def path(self, name: Sequence[str]) -> Path:
-        return self.folder / f"{hashlib.sha256(' '.join(name).encode()).hexdigest()[:32]}.safetensors"
+        return (
+            self.folder / f"{hashlib.sha256(' '.join(name).encode()).hexdigest()[:32]}.safetensors"
+        )
 
     def take(self, name: tuple[str, ...], context: CompressedContext) -> list[int]:
-        """Returns the placeholders of a document, whose file stays until as many calls of `give_back`."""
+        """Returns the placeholders of a document, whose file stays until as many calls of
+        `give_back`.
+        """
         with self.lock:
             self.asked[name] += 1
         try:
@@ -61,7 +69,9 @@ class Portables:
             total = sum(size for _, size in self.known.values())
             for each in list(self.known):
                 newest = each == next(reversed(self.known))
-                if not self.asked[each] and (each in self.forgotten or (total > self.limit and not newest)):
+                if not self.asked[each] and (
+                    each in self.forgotten or (total > self.limit and not newest)
+                ):
                     total -= self.drop(each)
             self.asked += Counter()  # leaves out those that nobody asks
 

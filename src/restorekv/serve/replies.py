@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletionMessage, ChatCompletionTokenLogprob, chat_completion, chat_completion_chunk
+from openai.types.chat import (
+    ChatCompletionMessage,
+    ChatCompletionTokenLogprob,
+    chat_completion,
+    chat_completion_chunk,
+)
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import PromptTokensDetails
@@ -22,7 +27,9 @@ from restorekv.serve.store import Upload
 
 @dataclass(frozen=True)
 class About:
-    """What every part of an answer says: its id, model and time, and the documents that it is about."""
+    """What every part of an answer says: its id, model and time, and the documents that it is
+    about.
+    """
 
     id: str
     model: str
@@ -41,16 +48,24 @@ class About:
         )
 
 
-def completion(about: About, reply: Reply, tokenizer: Tokenizer, logprobs: bool | None) -> schemas.Completion:
+def completion(
+    about: About, reply: Reply, tokenizer: Tokenizer, logprobs: bool | None
+) -> schemas.Completion:
     """Return a whole chat completion."""
     choices = []
     for number, answer in enumerate(reply.answers):
         likely = None
         if logprobs:
             rows = zip(answer.ids, answer.logprobs or (), answer.top or (), strict=True)
-            likely = chat_completion.ChoiceLogprobs(content=likelihoods(rows, tokenizer), refusal=None)
+            likely = chat_completion.ChoiceLogprobs(
+                content=likelihoods(rows, tokenizer), refusal=None
+            )
         said = ChatCompletionMessage(role="assistant", content=answer.text, refusal=None)
-        choices.append(chat_completion.Choice(index=number, message=said, finish_reason=answer.finish, logprobs=likely))
+        choices.append(
+            chat_completion.Choice(
+                index=number, message=said, finish_reason=answer.finish, logprobs=likely
+            )
+        )
     return schemas.Completion(
         id=about.id,
         object="chat.completion",
@@ -70,8 +85,12 @@ def chunk(
     likely: list[ChatCompletionTokenLogprob] | None = None,
 ) -> schemas.Chunk:
     """Return a piece of the answer `number`; `likely` are the log-probabilities of its tokens."""
-    logprobs = chat_completion_chunk.ChoiceLogprobs(content=likely, refusal=None) if likely else None
-    choice = chat_completion_chunk.Choice(index=number, delta=delta, finish_reason=finish, logprobs=logprobs)
+    logprobs = (
+        chat_completion_chunk.ChoiceLogprobs(content=likely, refusal=None) if likely else None
+    )
+    choice = chat_completion_chunk.Choice(
+        index=number, delta=delta, finish_reason=finish, logprobs=logprobs
+    )
     return about.make_chunk([choice])
 
 
@@ -85,7 +104,8 @@ def usage(about: About, reply: Reply) -> CompletionUsage:
     prompt = reply.document_tokens + reply.read
     written = sum(len(answer.ids) for answer in reply.answers)
     fresh = [each.tokens for each in about.documents if each.fresh]
-    repeated = sum(each.tokens for each in about.documents) - reply.document_tokens  # chat prefixes but the first
+    # Chat prefixes but the first.
+    repeated = sum(each.tokens for each in about.documents) - reply.document_tokens
     made = sum(fresh) - repeated // max(len(about.documents) - 1, 1) * max(len(fresh) - 1, 0)
     cached = reply.document_tokens - made - reply.computed
     return CompletionUsage(
@@ -145,8 +165,14 @@ class Figures:
     def collect(self) -> list:
         counted, now = self.engine.figures()
         return [
-            *(CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=counted[name]) for name in counted),
-            *(GaugeMetricFamily(f"restorekv_{name}", name, value=value) for name, value in now.items()),
+            *(
+                CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=counted[name])
+                for name in counted
+            ),
+            *(
+                GaugeMetricFamily(f"restorekv_{name}", name, value=value)
+                for name, value in now.items()
+            ),
         ]
 
 

@@ -23,7 +23,8 @@ WHERE = (
 PARTS = {"text", "input_text", "output_text", "file", "input_file"}
 NAMELESS = "A file part names its file: {'type': 'file', 'file': {'file_id': ...}}, or has its filename and file_data."
 LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting for 17 seconds
-ENDINGS = {"application/pdf": ".pdf", "text/html": ".html", "text/markdown": ".md"}  # of files without a name
+# Of files without a name.
+ENDINGS = {"application/pdf": ".pdf", "text/html": ".html", "text/markdown": ".md"}
 
 
 def unicode_only(text: str) -> str:
@@ -43,7 +44,9 @@ class Attached:
 
 
 class Reference(BaseModel):
-    """A file by the id of its upload, or the file itself: its name and its bytes in base64 or as a data: URL."""
+    """A file by the id of its upload, or the file itself: its name and its bytes in base64 or as a
+    data: URL.
+    """
 
     file_id: Text | None = None
     filename: Text | None = None
@@ -57,7 +60,9 @@ class Reference(BaseModel):
         try:
             content = base64.b64decode(coded, validate=True)
         except ValueError:
-            raise RestoreKVError("file_data is base64, or a data: URL of it; encode the file.") from None
+            raise RestoreKVError(
+                "file_data is base64, or a data: URL of it; encode the file."
+            ) from None
         mime = kind.removeprefix("data:").partition(";")[0]
         return Attached(self.filename or f"file{ENDINGS.get(mime, '.txt')}", content)
 
@@ -74,15 +79,22 @@ class Part(Reference):
     @model_validator(mode="before")
     @classmethod
     def take_fields(cls, given: Any) -> Any:
-        """Refuses fields that would be ignored; of parts that are of no kind of ours, `check_kind` speaks."""
+        """Refuses fields that would be ignored; of parts that are of no kind of ours, `check_kind`
+        speaks.
+        """
         if not isinstance(given, dict) or given.get("type") not in PARTS:
             return given
-        return fields.take_known(given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED, "messages.content.")
+        return fields.take_known(
+            given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED, "messages.content."
+        )
 
     @property
     def cached(self) -> bool:
         """Whether this text is a document."""
-        return bool(self.cache_control) or (self.prompt_cache_breakpoint or {}).get("mode") == "explicit"
+        return (
+            bool(self.cache_control)
+            or (self.prompt_cache_breakpoint or {}).get("mode") == "explicit"
+        )
 
     @property
     def document(self) -> tuple[str, str | Attached] | None:
@@ -107,7 +119,9 @@ class Message(BaseModel):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuses fields that would be ignored."""
-        return fields.take_known(given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED, "messages.")
+        return fields.take_known(
+            given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED, "messages."
+        )
 
 
 class Format(BaseModel):
@@ -149,7 +163,8 @@ class ChatRequest(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)  # vLLM's names, from here; -1 and 0 are all tokens
+    # VLLM's names, from here; -1 and 0 are all tokens.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
 
@@ -160,20 +175,29 @@ class ChatRequest(BaseModel):
         taken = fields.take_known(given, cls.model_fields, fields.CHAT_IDLE, fields.CHAT_REFUSED)
         if isinstance(taken, dict):
             fields.take_known(
-                taken.get("stream_options"), dict.fromkeys(fields.STREAM), frozenset(), {}, "stream_options."
+                taken.get("stream_options"),
+                dict.fromkeys(fields.STREAM),
+                frozenset(),
+                {},
+                "stream_options.",
             )
         return taken
 
     @model_validator(mode="after")
     def check_likelihoods(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise fields.field_error("invalid_value", "top_logprobs", "needs logprobs: true; add it")
+            raise fields.field_error(
+                "invalid_value", "top_logprobs", "needs logprobs: true; add it"
+            )
         return self
 
     def decoding(self, seed: int) -> Decoding:
-        """Returns how the answers are written, by default sampled at temperature 1, as OpenAI's are; `seed` unless
-        the request has its own."""
-        options: dict[str, Any] = {"temperature": 1.0 if self.temperature is None else self.temperature}
+        """Returns how the answers are written, by default sampled at temperature 1, as OpenAI's
+        are; `seed` unless the request has its own.
+        """
+        options: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature
+        }
         options |= {"top_p": self.top_p or 1.0, "samples": self.n or 1, "stop": self.stop or ()}
         options["seed"] = seed if self.seed is None else self.seed
         options |= {"top_k": max(self.top_k or 0, 0), "min_p": self.min_p or 0.0}
@@ -190,7 +214,9 @@ class ChatRequest(BaseModel):
         elif form.type == "json_schema":
             options["json_schema"] = (form.json_schema or {}).get("schema", {})
             if len(json.dumps(options["json_schema"])) > LARGEST_SCHEMA:
-                raise RestoreKVError(f"The JSON schema has more than {LARGEST_SCHEMA:,} characters; shorten it.")
+                raise RestoreKVError(
+                    f"The JSON schema has more than {LARGEST_SCHEMA:,} characters; shorten it."
+                )
         return Decoding.make(**options)
 
     def limit(self, most: int) -> int:
@@ -201,13 +227,17 @@ class ChatRequest(BaseModel):
 def bias_of(given: Mapping[str, float]) -> dict[int, float]:
     """Returns `logit_bias` by token id, which JSON writes as a text."""
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", name) for name in given):
-        raise RestoreKVError("logit_bias names tokens by their ids, such as {'50256': -100}; give numbers.")
+        raise RestoreKVError(
+            "logit_bias names tokens by their ids, such as {'50256': -100}; give numbers."
+        )
     return {int(name): value for name, value in given.items()}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a list of messages comes to: files by id and texts, in order; earlier turns; the question."""
+    """What a list of messages comes to: files by id and texts, in order; earlier turns; the
+    question.
+    """
 
     documents: Sequence[tuple[str, str | Attached]]  # as `Part.document`
     system: str
@@ -216,7 +246,9 @@ class Conversation:
 
 
 def conversation(messages: Sequence[Message]) -> Conversation:
-    """Reads messages: system first, then the user and the assistant in turn; documents stand in the first of them."""
+    """Reads messages: system first, then the user and the assistant in turn; documents stand in the
+    first of them.
+    """
     system = "\n\n".join(words(each) for each in messages if each.role in ("system", "developer"))
     said = [each for each in messages if each.role in ("user", "assistant")]
     first = len(messages) - len(said)
@@ -224,11 +256,15 @@ def conversation(messages: Sequence[Message]) -> Conversation:
         raise RestoreKVError("System messages come first; put them before the others.")
     roles = [each.role for each in said]
     if roles != ["user", "assistant"] * (len(said) // 2) + ["user"]:
-        raise RestoreKVError("After system messages, user and assistant take turns, and the user has the last word.")
+        raise RestoreKVError(
+            "After system messages, user and assistant take turns, and the user has the last word."
+        )
     documents, question = opened(said[0])
     questions = [question, *(words(each) for each in said[2::2])]
     answers = [words(each) for each in said[1::2]]
-    return Conversation(documents, system, list(zip(questions[:-1], answers, strict=True)), questions[-1])
+    return Conversation(
+        documents, system, list(zip(questions[:-1], answers, strict=True)), questions[-1]
+    )
 
 
 def opened(message: Message) -> tuple[list[tuple[str, str | Attached]], str]:
@@ -240,7 +276,9 @@ def opened(message: Message) -> tuple[list[tuple[str, str | Attached]], str]:
         if document and question:
             raise RestoreKVError(WHERE)
         if document and not document[1]:
-            raise RestoreKVError(NAMELESS if document[0] == "file" else "A document is empty; give a text.")
+            raise RestoreKVError(
+                NAMELESS if document[0] == "file" else "A document is empty; give a text."
+            )
         (documents if document else question).append(document or part.text or "")
     if not documents:
         raise RestoreKVError(f"There is no document to ask. {WHERE}")
@@ -262,4 +300,6 @@ def words(message: Message) -> str:
 
 def check_kind(part: Part) -> None:
     if part.type not in PARTS:
-        raise RestoreKVError(f"A part of a message is a text or a file here, not {part.type[:40]!r}; leave it out.")
+        raise RestoreKVError(
+            f"A part of a message is a text or a file here, not {part.type[:40]!r}; leave it out."
+        )

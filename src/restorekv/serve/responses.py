@@ -1,4 +1,6 @@
-"""OpenAI's Responses API: the same questions, with earlier turns found by the id of the last answer."""
+"""OpenAI's Responses API: the same questions, with earlier turns found by the id of the last
+answer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from restorekv.serve.engine import Reply
 from restorekv.serve.requests import ChatRequest, Message, Text
 from restorekv.serve.service import ApiError, Pending, Service
 
-REMEMBERED, LARGEST = 1000, 256 << 20  # answers whose turns are known, and bytes of all their messages
+# Answers whose turns are known, and bytes of all their messages.
+REMEMBERED, LARGEST = 1000, 256 << 20
 
 FORMAT = {"type": None, "schema": None}  # fields of a format that have an effect
 
@@ -35,7 +38,9 @@ class TextOptions(BaseModel):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuses fields that would be ignored."""
-        taken = fields.take_known(given, cls.model_fields, frozenset(), fields.TEXT_REFUSED, "text.")
+        taken = fields.take_known(
+            given, cls.model_fields, frozenset(), fields.TEXT_REFUSED, "text."
+        )
         if isinstance(taken, dict) and taken.get("format"):
             fields.take_known(taken["format"], FORMAT, fields.FORMAT_IDLE, {}, "text.format.")
         return taken
@@ -62,17 +67,27 @@ class ResponsesRequest(BaseModel):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuses fields that would be ignored."""
-        return fields.take_known(given, cls.model_fields, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
+        return fields.take_known(
+            given, cls.model_fields, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED
+        )
 
     def chat(self, earlier: list[Message]) -> ChatRequest:
         """Returns the same question as a chat request, after earlier messages."""
-        own = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        own = (
+            [Message(role="user", content=self.input)]
+            if isinstance(self.input, str)
+            else self.input
+        )
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        options = {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p")}
+        options = {
+            name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p")
+        }
         if form := self.text and self.text.format:
             schema = {"schema": form["schema"]} if "schema" in form else None
             options["response_format"] = {"type": form.get("type", "text"), "json_schema": schema}
-        return ChatRequest(messages=[*system, *earlier, *own], max_tokens=self.max_output_tokens, **options)
+        return ChatRequest(
+            messages=[*system, *earlier, *own], max_tokens=self.max_output_tokens, **options
+        )
 
 
 class Remembered:
@@ -87,7 +102,9 @@ class Remembered:
         if name is None:
             return []
         if name not in self.turns:
-            raise ApiError(404, f"There is no response {name[:60]!r} here any more; send the turns again.")
+            raise ApiError(
+                404, f"There is no response {name[:60]!r} here any more; send the turns again."
+            )
         return self.turns[name]
 
     def add(self, name: str, messages: list[Message], text: str) -> None:
@@ -132,25 +149,61 @@ async def events(
     item = f"msg_{pending.about.id}"
     place = {"item_id": item, "output_index": 0, "content_index": 0}
     try:
-        yield event(types.ResponseCreatedEvent, "response.created", response=response(pending, asked))
+        yield event(
+            types.ResponseCreatedEvent, "response.created", response=response(pending, asked)
+        )
         started = message(pending)
-        yield event(types.ResponseOutputItemAddedEvent, "response.output_item.added", output_index=0, item=started)
-        yield event(types.ResponseContentPartAddedEvent, "response.content_part.added", part=part(""), **place)
+        yield event(
+            types.ResponseOutputItemAddedEvent,
+            "response.output_item.added",
+            output_index=0,
+            item=started,
+        )
+        yield event(
+            types.ResponseContentPartAddedEvent,
+            "response.content_part.added",
+            part=part(""),
+            **place,
+        )
         async for _, piece, _ in pending.pieces():
-            yield event(types.ResponseTextDeltaEvent, "response.output_text.delta", delta=piece, logprobs=[], **place)
+            yield event(
+                types.ResponseTextDeltaEvent,
+                "response.output_text.delta",
+                delta=piece,
+                logprobs=[],
+                **place,
+            )
         reply = pending.future.result()
         text = reply.answers[0].text
-        yield event(types.ResponseTextDoneEvent, "response.output_text.done", text=text, logprobs=[], **place)
-        yield event(types.ResponseContentPartDoneEvent, "response.content_part.done", part=part(text), **place)
+        yield event(
+            types.ResponseTextDoneEvent,
+            "response.output_text.done",
+            text=text,
+            logprobs=[],
+            **place,
+        )
+        yield event(
+            types.ResponseContentPartDoneEvent,
+            "response.content_part.done",
+            part=part(text),
+            **place,
+        )
         written = message(pending, reply)
-        yield event(types.ResponseOutputItemDoneEvent, "response.output_item.done", output_index=0, item=written)
+        yield event(
+            types.ResponseOutputItemDoneEvent,
+            "response.output_item.done",
+            output_index=0,
+            item=written,
+        )
         whole = done(reply)
         if whole.status == "incomplete":
             yield event(types.ResponseIncompleteEvent, "response.incomplete", response=whole)
         else:
             yield event(types.ResponseCompletedEvent, "response.completed", response=whole)
     except RestoreKVError as error:
-        yield event(types.ResponseErrorEvent, "error", code="server_error", message=str(error), param=None)
+        yield event(
+            types.ResponseErrorEvent, "error", code="server_error", message=str(error), param=None
+        )
 
 
 def part(text: str) -> types.ResponseOutputText:
@@ -168,7 +221,11 @@ def message(pending: Pending, reply: Reply | None = None) -> types.ResponseOutpu
     """Returns the answer as an item of the output; without a reply, one that is being written."""
     content = [part(reply.answers[0].text)] if reply else []
     return types.ResponseOutputMessage(
-        id=f"msg_{pending.about.id}", type="message", role="assistant", status=status_of(reply), content=content
+        id=f"msg_{pending.about.id}",
+        type="message",
+        role="assistant",
+        status=status_of(reply),
+        content=content,
     )
 
 
@@ -184,7 +241,9 @@ def usage(pending: Pending, reply: Reply) -> types.ResponseUsage:
     )
 
 
-def response(pending: Pending, asked: ResponsesRequest, reply: Reply | None = None) -> schemas.Response:
+def response(
+    pending: Pending, asked: ResponsesRequest, reply: Reply | None = None
+) -> schemas.Response:
     """Returns the object of a response, with what it cost at its end."""
     status = status_of(reply)
     made = schemas.Response(
@@ -196,7 +255,9 @@ def response(pending: Pending, asked: ResponsesRequest, reply: Reply | None = No
         output=[message(pending, reply)] if reply else [],
         usage=usage(pending, reply) if reply else None,
         error=None,
-        incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+        incomplete_details=IncompleteDetails(reason="max_output_tokens")
+        if status == "incomplete"
+        else None,
         tools=[],
         tool_choice="auto",
         instructions=asked.instructions,

@@ -35,10 +35,16 @@ from restorekv.serve.shared import Shared
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
 
-ENGINES = {"embedded": "restorekv.serve.embedded:Embedded", "vllm": "restorekv.serve.with_vllm:Vllm"}
+ENGINES = {
+    "embedded": "restorekv.serve.embedded:Embedded",
+    "vllm": "restorekv.serve.with_vllm:Vllm",
+}
 HTTP = {  # without proxy headers, in which a client could name an address of its own
-    "http": Connection, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 10,
-}  # fmt: skip
+    "http": Connection,
+    "proxy_headers": False,
+    "access_log": False,
+    "timeout_graceful_shutdown": 10,
+}
 LOG = logging.getLogger("restorekv.serve")
 CLOSING = 0.5  # seconds in which requests send their last words, before they are broken off
 LAST = 4.7  # seconds after a signal at which the process ends, whatever a thread of it still does
@@ -73,16 +79,24 @@ def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings
     """Returns the application with the engine that the settings name."""
     store = store_of(settings)
     make = engine_class(settings.engine)
-    engine = make(model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options)
+    engine = make(
+        model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options
+    )
     return application_of(engine, store, settings, lambda: check_loading(model, tokenizer))
 
 
 def store_of(settings: Settings) -> Store:
-    return Store(settings.store, settings.disk, Shared(settings.shared) if settings.shared else None)
+    return Store(
+        settings.store, settings.disk, Shared(settings.shared) if settings.shared else None
+    )
 
 
-def application_of(engine: Engine, store: Store, settings: Settings, check: Callable[[], None] = bool) -> FastAPI:
-    """Returns the application, whose start-up checks itself and goes on with what was not processed."""
+def application_of(
+    engine: Engine, store: Store, settings: Settings, check: Callable[[], None] = bool
+) -> FastAPI:
+    """Returns the application, whose start-up checks itself and goes on with what was not
+    processed.
+    """
     default = Variant.parse(settings.default, settings.base)
     service = Service(engine, store, settings.base, default, settings.limits)
     state = {"ready": False}
@@ -104,16 +118,20 @@ def application_of(engine: Engine, store: Store, settings: Settings, check: Call
         await asyncio.to_thread(engine.close)
         store.close()
 
-    app = make_app(service, list(settings.keys), lambda: state["ready"] and not service.ending, lifespan)
+    app = make_app(
+        service, list(settings.keys), lambda: state["ready"] and not service.ending, lifespan
+    )
     app.state.problem = None  # why it could not start
     app.state.exit_code = None  # once a signal has come
     return app
 
 
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Proves that a stored document is loaded, not read again: it counts the tokens that the model sees.
+    """Proves that a stored document is loaded, not read again: it counts the tokens that the model
+    sees.
 
-    A full disk for temporary files leaves this out, since stored documents can be asked all the same.
+    A full disk for temporary files leaves this out, since stored documents can be asked all the
+    same.
     """
     try:
         count_loading(model, tokenizer)
@@ -129,23 +147,31 @@ def count_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     seen: list[int] = []
     with tempfile.TemporaryDirectory(prefix="restorekv-check-") as folder:
         path = Path(folder) / "probe.rkv"
-        compress(model, tokenizer, PROBE, evictor="snapkv:window=8", adapter=None, ratio=0.5).save(path)
+        compress(model, tokenizer, PROBE, evictor="snapkv:window=8", adapter=None, ratio=0.5).save(
+            path
+        )
         counting = model.register_forward_pre_hook(
-            lambda _module, _args, options: seen.append(options["input_ids"].shape[1]), with_kwargs=True
+            lambda _module, _args, options: seen.append(options["input_ids"].shape[1]),
+            with_kwargs=True,
         )
         try:
-            answer = CompressedContext.load(path, model, tokenizer).ask("Which code?", 2, details=True)
+            answer = CompressedContext.load(path, model, tokenizer).ask(
+                "Which code?", 2, details=True
+            )
         finally:
             counting.remove()
     if sum(seen) != answer.read + len(answer.ids) - 1:
-        raise RestoreKVError(f"A stored document was read again ({sum(seen)} tokens); please report this.")
+        raise RestoreKVError(
+            f"A stored document was read again ({sum(seen)} tokens); please report this."
+        )
 
 
 class Server(uvicorn.Server):
     """Ends in order within a few seconds, and at once on a second signal.
 
-    A request that has begun may be answered for GRACE seconds of service.py; then streams end with an error event, and
-    whoever waits gets a 503. An upload that is compressed goes on after the next start.
+    A request that has begun may be answered for GRACE seconds of service.py; then streams end with
+    an error event, and whoever waits gets a 503. An upload that is compressed goes on after the
+    next start.
     """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
@@ -183,7 +209,9 @@ class Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
-    """Serves at sockets that listen, until a signal ends it; see `Server`. Raises why it could not start."""
+    """Serves at sockets that listen, until a signal ends it; see `Server`. Raises why it could not
+    start.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     server = Server(uvicorn.Config(app, log_level="warning", **HTTP), app)
     log = logging.getLogger("uvicorn.error")

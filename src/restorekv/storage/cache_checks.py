@@ -1,7 +1,8 @@
-"""Whether a cache file can be what `compress` wrote: everything in it is compared with everything else.
+"""Whether a cache file can be what `compress` wrote: everything in it is compared with everything
+else.
 
-A checksum proves that a file is as somebody sealed it, not that it is harmless. So types, ranges, shapes, dtypes,
-offsets, ids, sums and finiteness are checked before a tensor is used.
+A checksum proves that a file is as somebody sealed it, not that it is harmless. So types, ranges,
+shapes, dtypes, offsets, ids, sums and finiteness are checked before a tensor is used.
 """
 
 from __future__ import annotations
@@ -43,20 +44,37 @@ if TYPE_CHECKING:
 
 SHAPE = {field.name for field in fields(CacheShape)}
 COUNTS = (
-    "prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held",
+    "prefix",
+    "restore_tokens",
+    "offset",
+    "pairs",
+    "pairs_of_prefix",
+    "pairs_held",
+    "bytes_full",
+    "bytes_held",
     "earlier",
-)  # fmt: skip
+)
 CHOICES = {
-    "dtype": ("float32", "bfloat16", "float16", "float64"), "storage": STORAGES, "prefix_policy": PREFIX_POLICIES,
-    "on_small_budget": ON_SMALL_BUDGET, "restore_from": RESTORE_FROM,
-}  # fmt: skip
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "storage": STORAGES,
+    "prefix_policy": PREFIX_POLICIES,
+    "on_small_budget": ON_SMALL_BUDGET,
+    "restore_from": RESTORE_FROM,
+}
 PARTS = ("keys", "values")
-WORDS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}  # texts of several lines, with their most characters
+# Texts of several lines, with their most characters.
+WORDS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}
 SIZES = dict.fromkeys(SHAPE, WIDTH) | dict.fromkeys(("layers", "heads", "groups"), LAYERS)
 ADAPTER: dict[str, Any] = {  # what a record of the adapter holds; the first two are in every one
-    "hash": str, "restore_tokens": int, "source": str | None, "evictor": str | None, "prefix_policy": str | None,
-    "ratio_range": list[float] | None, "allocation": str | None, "restore_from": str | None,
-}  # fmt: skip
+    "hash": str,
+    "restore_tokens": int,
+    "source": str | None,
+    "evictor": str | None,
+    "prefix_policy": str | None,
+    "ratio_range": list[float] | None,
+    "allocation": str | None,
+    "restore_from": str | None,
+}
 
 
 class ContradictionError(CacheFileError):
@@ -75,26 +93,43 @@ def check_manifest(manifest: Manifest) -> None:
         require(has_type(value, hint), f"records something that is no {hint} as its {name}")
         if isinstance(value, str):
             most = WORDS.get(name, NAME_LETTERS)
-            require(len(value) <= most, f"records {len(value):,} characters as its {name}, more than {most:,}")
+            require(
+                len(value) <= most,
+                f"records {len(value):,} characters as its {name}, more than {most:,}",
+            )
             # What cannot be printed may command a terminal.
             require(name in WORDS or value.isprintable(), f"records {shown(value)} as its {name}")
     for name, choices in CHOICES.items():
-        require(getattr(manifest, name) in choices, f"records the {name} {shown(getattr(manifest, name))}")
+        require(
+            getattr(manifest, name) in choices,
+            f"records the {name} {shown(getattr(manifest, name))}",
+        )
     shape = manifest.shape
     fits = set(shape) == SHAPE and all(0 < size <= SIZES[name] for name, size in shape.items())
     require(fits, "has a shape of no model")
-    require(all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS), "records a count below zero or too large")
+    require(
+        all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS),
+        "records a count below zero or too large",
+    )
     positions = manifest.prefix + manifest.tokens + manifest.offset
     cells = shape["layers"] * shape["heads"] * (positions + manifest.earlier)
     fits = manifest.tokens > 0 and positions <= POSITIONS and cells <= CELLS
     require(fits, "records a number of tokens that no context has")
-    require(not manifest.parts or (min(manifest.parts) > 0 and sum(manifest.parts) == manifest.tokens),
-            "records parts that are not its text's")  # fmt: skip
+    require(
+        not manifest.parts or (min(manifest.parts) > 0 and sum(manifest.parts) == manifest.tokens),
+        "records parts that are not its text's",
+    )
     require(manifest.streaming is None or manifest.streaming > 0, "records parts without tokens")
-    require(all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration")
+    require(
+        all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration"
+    )
     for name in ("versions", "seconds"):
-        require(all(str(part).isprintable() for item in getattr(manifest, name).items() for part in item),
-                f"records {name} that cannot be printed")  # fmt: skip
+        require(
+            all(
+                str(part).isprintable() for item in getattr(manifest, name).items() for part in item
+            ),
+            f"records {name} that cannot be printed",
+        )
     check_adapter(manifest.adapter)
     try:
         exact_ratio(manifest.ratio)
@@ -106,7 +141,9 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
     """Checks what a file says of the adapter that it was made with, if there was one."""
     if adapter is None:
         return
-    require({"hash", "restore_tokens"} <= set(adapter), "does not say which adapter it was made with")
+    require(
+        {"hash", "restore_tokens"} <= set(adapter), "does not say which adapter it was made with"
+    )
     for name, value in adapter.items():
         known = name in ADAPTER and has_type(value, ADAPTER[name])
         require(known, f"records something else than an adapter's {shown(name)}")
@@ -123,18 +160,26 @@ def check_around(text: str, ids: Tensor) -> None:
 
 
 def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> None:
-    """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file was made with."""
+    """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file
+    was made with.
+    """
     if manifest.rope != rope_fingerprint(model.config):
         raise CacheFileError(
             f"{path} was made with RoPE {shown(manifest.rope)}, the model has {rope_fingerprint(model.config)}; "
             "load the model with the same RoPE configuration."
         )
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
-        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
+        raise CacheFileError(
+            f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
+        )
     if manifest.fingerprint != model_fingerprint(model):
-        raise CacheFileError(f"{path} was made with another model ({shown(manifest.model)}); load that one.")
+        raise CacheFileError(
+            f"{path} was made with another model ({shown(manifest.model)}); load that one."
+        )
     if manifest.shape != vars(CacheShape.of(model)):
-        raise CacheFileError(f"{path} records a shape that is not the model's; compress the context again.")
+        raise CacheFileError(
+            f"{path} records a shape that is not the model's; compress the context again."
+        )
 
 
 def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
@@ -160,11 +205,19 @@ def check_layer(
 ) -> set[str]:
     """Checks the context of one layer; returns the names of its tensors."""
     lengths = [end - start for start, end in pairwise(offsets)]
-    require(offsets[0] == 0 and min(lengths) >= 0 and max(lengths) <= columns, "has offsets that no cache has")
+    require(
+        offsets[0] == 0 and min(lengths) >= 0 and max(lengths) <= columns,
+        "has offsets that no cache has",
+    )
     rows, dim, storage = offsets[-1], manifest.shape["head_dim"], manifest.storage
     names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PARTS)}
     for part in PARTS:
-        check_tensor(tensors, f"{layer}.{part}", KINDS.get(storage) or getattr(torch, manifest.dtype), (rows, dim))
+        check_tensor(
+            tensors,
+            f"{layer}.{part}",
+            KINDS.get(storage) or getattr(torch, manifest.dtype),
+            (rows, dim),
+        )
     check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
     check_positions(tensors[f"{layer}.positions"], offsets, columns)
     if storage != "model":
@@ -174,51 +227,74 @@ def check_layer(
             names.add(f"{layer}.{part}.scales")
     if f"{layer}.bias" in tensors:
         kinds = torch.float32, getattr(torch, manifest.dtype)
-        check_tensor(tensors, f"{layer}.bias", kinds[tensors[f"{layer}.bias"].dtype == kinds[1]], (rows,))
+        check_tensor(
+            tensors, f"{layer}.bias", kinds[tensors[f"{layer}.bias"].dtype == kinds[1]], (rows,)
+        )
         names.add(f"{layer}.bias")
     return names
 
 
-def check_tensor(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
-    """Checks that a tensor is there, has a dtype and a shape (None: any size), and holds numbers that models compute.
+def check_tensor(
+    tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
+) -> None:
+    """Checks that a tensor is there, has a dtype and a shape (None: any size), and holds numbers
+    that models compute.
 
     They are finite, and none is larger than LARGEST_NUMBER.
     """
     require(name in tensors, f"lacks the tensor {name}")
     tensor = tensors[name]
-    fits = tensor.ndim == len(shape) and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
-    require(tensor.dtype == dtype and fits, f"has a tensor {name} of {tensor.dtype} and shape {tuple(tensor.shape)}")
+    fits = tensor.ndim == len(shape) and all(
+        size in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
+    )
+    require(
+        tensor.dtype == dtype and fits,
+        f"has a tensor {name} of {tensor.dtype} and shape {tuple(tensor.shape)}",
+    )
     largest = largest_number(tensor)
     require(math.isfinite(largest), f"has numbers in {name} that are not finite")
     limit = f"{LARGEST_NUMBER:,.0f}"
-    require(largest <= LARGEST_NUMBER, f"has numbers in {name} beyond {limit}, which no model computes")
+    require(
+        largest <= LARGEST_NUMBER, f"has numbers in {name} beyond {limit}, which no model computes"
+    )
 
 
 def check_scales(scales: Tensor, storage: str) -> None:
-    """Checks that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has the scale 0."""
+    """Checks that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has
+    the scale 0.
+    """
     if not scales.numel():
         return
-    most = LARGEST_NUMBER / quantized.LARGEST[KINDS[storage]] * (1 + 1e-6)  # a scale is rounded to float32
+    # A scale is rounded to float32.
+    most = LARGEST_NUMBER / quantized.LARGEST[KINDS[storage]] * (1 + 1e-6)
     fits = float(scales.min()) > 0 and float(scales.max()) <= most
     require(fits, f"has scales of {storage} numbers that no cache has")
 
 
 def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None:
     """Checks that each head's positions grow and lie inside the context."""
-    require(bool(((positions >= 0) & (positions < columns)).all()), "has positions outside of its context")
+    require(
+        bool(((positions >= 0) & (positions < columns)).all()),
+        "has positions outside of its context",
+    )
     grows = positions.diff() > 0
     grows[[start - 1 for start in offsets[1:-1] if 0 < start < len(positions)]] = True
     require(bool(grows.all()), "has positions that do not grow")
 
 
 def sums(cache: RaggedCache, prefix: int, columns: int, prefix_policy: str) -> dict[str, int]:
-    """Returns what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S + T `columns`."""
+    """Returns what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
+    + T `columns`.
+    """
     first, of_prefix = cache.layers[0], cache.pairs_of_prefix(prefix)
     numbers = len(cache.layers) * first.heads * columns * 2 * first.restore_keys.shape[-1]
     return {
-        "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0), "pairs_of_prefix": of_prefix,
-        "pairs_held": cache.pairs, "bytes_full": numbers * first.dtype.itemsize, "bytes_held": cache.nbytes,
-    }  # fmt: skip
+        "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0),
+        "pairs_of_prefix": of_prefix,
+        "pairs_held": cache.pairs,
+        "bytes_full": numbers * first.dtype.itemsize,
+        "bytes_held": cache.nbytes,
+    }
 
 
 def check_sums(manifest: Manifest, cache: RaggedCache) -> None:
@@ -226,4 +302,6 @@ def check_sums(manifest: Manifest, cache: RaggedCache) -> None:
     columns = manifest.prefix + manifest.tokens
     for name, value in sums(cache, manifest.prefix, columns, manifest.prefix_policy).items():
         recorded = getattr(manifest, name)
-        require(recorded == value, f"records {name.replace('_', ' ')} as {recorded:,} and has {value:,}")
+        require(
+            recorded == value, f"records {name.replace('_', ' ')} as {recorded:,} and has {value:,}"
+        )

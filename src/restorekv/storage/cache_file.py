@@ -1,7 +1,8 @@
-"""A compressed cache as one safetensors file: tensors, and in its header every convention it was made with.
+"""A compressed cache as one safetensors file: tensors, and in its header every convention it was
+made with.
 
-Files are sealed (see seal.py), written beside the target and moved into place when complete, and read once: what was
-checked is what is used.
+Files are sealed (see seal.py), written beside the target and moved into place when complete, and
+read once: what was checked is what is used.
 """
 
 import hashlib
@@ -67,7 +68,8 @@ class Manifest:
     storage: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
     streaming: int | None  # tokens of a part when it was compressed as the prefill went
     between: str  # what stands before every question
-    cut: int  # tokens of the text's end that were left out because the model has no positions for them
+    # Tokens of the text's end that were left out because the model has no positions for them.
+    cut: int
     system: str  # the system message before the text, where one was given
     parts: list[int]  # tokens of each text of a context that grew or was composed
     earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
@@ -77,7 +79,9 @@ class Manifest:
         return asdict(self)
 
     def of_other(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
-        """Returns the record of a cache that was made from this one's; `changed` are fields that nothing else tells."""
+        """Returns the record of a cache that was made from this one's; `changed` are fields that
+        nothing else tells.
+        """
         counted = sums(cache, context.prefix, context.positions, self.prefix_policy)
         size = {"prefix": context.prefix, "tokens": context.tokens, "restore_tokens": cache.restore}
         return replace(self, **size, **counted, **changed)
@@ -129,7 +133,9 @@ def read(path: str | Path) -> CacheFile:
 
 @contextmanager
 def refusing(path: str | Path, fix: str) -> Iterator[None]:
-    """Raises whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in `fix`."""
+    """Raises whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in
+    `fix`.
+    """
     try:
         yield
     except ContradictionError as error:
@@ -157,7 +163,9 @@ def read_with_manifest(
     entries = parse_record(str(metadata.get("manifest")), str(path))
     require(isinstance(entries, dict), "has a damaged manifest")
     values = {name: entries.pop(name, None) for name in others}
-    require(all(type(values[name]) is hint for name, hint in others.items()), "has a damaged manifest")
+    require(
+        all(type(values[name]) is hint for name, hint in others.items()), "has a damaged manifest"
+    )
     names = {each.name for each in fields(Manifest)}
     require(names == set(entries), "lacks fields that a manifest has, or has others")
     manifest = Manifest(**entries)
@@ -166,7 +174,9 @@ def read_with_manifest(
 
 
 def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
-    """Tensors by name; only layers with an additive bias have one, and only keys and values of 8 bits have scales."""
+    """Tensors by name; only layers with an additive bias have one, and only keys and values of 8
+    bits have scales.
+    """
     tensors = {
         "context_ids": context.ids.to(torch.int32),
         "suffix_ids": context.suffix.to(torch.int32),
@@ -191,16 +201,27 @@ def unpack(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedC
     layers = []
     for index, offsets in enumerate(tensors["offsets"]):
         restored = (tensors[name][index][None] for name in ("restore_keys", "restore_values"))
-        rows, positions = context_of(tensors, index, offsets, manifest), tensors[f"layers.{index}.positions"]
-        layers.append(RaggedLayer(*rows, offsets, positions, seen, *restored, tensors.get(f"layers.{index}.bias")))
+        rows, positions = (
+            context_of(tensors, index, offsets, manifest),
+            tensors[f"layers.{index}.positions"],
+        )
+        layers.append(
+            RaggedLayer(
+                *rows, offsets, positions, seen, *restored, tensors.get(f"layers.{index}.bias")
+            )
+        )
     return RaggedCache(layers)
 
 
-def context_of(tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest) -> tuple:
+def context_of(
+    tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest
+) -> tuple:
     """Returns keys and values of a layer's context."""
     names = [f"layers.{index}.keys", f"layers.{index}.values"]
     rows = tuple(tensors[name] for name in names)
     if manifest.storage == "model":
         return rows
     scales = tuple(tensors[f"{name}.scales"] for name in names)
-    return quantized.unpack(rows, scales, offsets.tolist(), manifest.storage, getattr(torch, manifest.dtype))
+    return quantized.unpack(
+        rows, scales, offsets.tolist(), manifest.storage, getattr(torch, manifest.dtype)
+    )

@@ -1,10 +1,12 @@
-"""A compressed context as an ordinary prefix of m tokens, for engines that know nothing of compressed caches.
+"""A compressed context as an ordinary prefix of m tokens, for engines that know nothing of
+compressed caches.
 
-An engine believes that m cached tokens occupy the positions 0 to m - 1 and gives the next token position m. The pairs
-of a compressed context come from positions up to S + T + n - 1. RoPE depends on differences of positions alone, so
-rotating every key by the same m - (S + T + n) puts all of them where the engine expects them. That needs one length in
-every head (allocation="per-head"). The engine's prompt begins with m placeholder ids, which nobody reads: they follow
-from a hash of the document, so that no two documents share a prefix.
+An engine believes that m cached tokens occupy the positions 0 to m - 1 and gives the next token
+position m. The pairs of a compressed context come from positions up to S + T + n - 1. RoPE depends
+on differences of positions alone, so rotating every key by the same m - (S + T + n) puts all of
+them where the engine expects them. That needs one length in every head (allocation="per-head"). The
+engine's prompt begins with m placeholder ids, which nobody reads: they follow from a hash of the
+document, so that no two documents share a prefix.
 """
 
 from __future__ import annotations
@@ -72,34 +74,54 @@ class Portable:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The placeholders (m,) int64: restorekv's mark, then what follows from the contents and from nothing else."""
+        """The placeholders (m,) int64: restorekv's mark, then what follows from the contents and
+        from nothing else.
+        """
         contents = numbered(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
         return torch.tensor((mark(self.vocabulary) + contents)[: self.tokens])
 
     def cache(self) -> DynamicCache:
-        """Returns a plain cache; `model.generate(**portable.inputs(...), past_key_values=portable.cache())` works."""
+        """Returns a plain cache; `model.generate(**portable.inputs(...),
+        past_key_values=portable.cache())` works.
+        """
         plain = DynamicCache()
         for index, pair in enumerate(zip(self.keys, self.values, strict=True)):
             plain.update(*(x[None].clone() for x in pair), index)
         return plain
 
     def inputs(
-        self, tokenizer: Tokenizer, question: str, answer_prefix: str = "", turns: Sequence[tuple[str, str]] = ()
+        self,
+        tokenizer: Tokenizer,
+        question: str,
+        answer_prefix: str = "",
+        turns: Sequence[tuple[str, str]] = (),
     ) -> dict[str, Tensor]:
-        """Returns input_ids and attention_mask (1, m + q); the answer is result[:, input_ids.shape[1]:].
+        """Returns input_ids and attention_mask (1, m + q); the answer is result[:,
+        input_ids.shape[1]:].
 
         `turns` are earlier questions with their answers.
         """
-        asked = conversation_ids(tokenizer, self.context, turns, question, answer_prefix=answer_prefix)
+        asked = conversation_ids(
+            tokenizer, self.context, turns, question, answer_prefix=answer_prefix
+        )
         ids = torch.cat([self.ids, asked])[None].to(self.keys.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def ask(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, questions: str | Sequence[str], max_new_tokens: int = 128
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        questions: str | Sequence[str],
+        max_new_tokens: int = 128,
     ) -> str | list[str]:
-        """Returns the answer to a question, or those to several, in batches, as `CompressedContext.ask` gives them."""
+        """Returns the answer to a question, or those to several, in batches, as
+        `CompressedContext.ask` gives them.
+        """
         support.install(model)
-        cache, several = RaggedCache.whole(self.cache()), [questions] if isinstance(questions, str) else questions
+        cache, several = (
+            RaggedCache.whole(self.cache()),
+            [questions] if isinstance(questions, str) else questions,
+        )
         said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
         return said[0] if isinstance(questions, str) else said
 
@@ -107,21 +129,35 @@ class Portable:
         """Writes one safetensors file, or nothing."""
         beside = {"suffix_text": self.context.suffix_text, "vocabulary": self.vocabulary}
         described = {**self.manifest.described(), **beside}
-        tensors = {"keys": self.keys, "values": self.values, "ids": self.ids, "suffix_ids": self.context.suffix}
+        tensors = {
+            "keys": self.keys,
+            "values": self.values,
+            "ids": self.ids,
+            "suffix_ids": self.context.suffix,
+        }
         with raised_as(CacheFileError):
             seal.write(Path(path), KIND, tensors, {"manifest": json.dumps(described)})
 
 
-def portable(model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest) -> Portable:
-    """Returns the cache as a prefix of m tokens; refuses heads of different lengths, a bias and other kinds of RoPE."""
+def portable(
+    model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest
+) -> Portable:
+    """Returns the cache as a prefix of m tokens; refuses heads of different lengths, a bias and
+    other kinds of RoPE.
+    """
     plain = cache.to_dynamic_cache()
-    keys, values = (torch.stack([getattr(layer, name)[0] for layer in plain.layers]) for name in ("keys", "values"))
+    keys, values = (
+        torch.stack([getattr(layer, name)[0] for layer in plain.layers])
+        for name in ("keys", "values")
+    )
     columns = keys.shape[2]
     if not columns:
         raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return Portable(shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary)
+    return Portable(
+        shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary
+    )
 
 
 def mark(vocabulary: int) -> list[int]:
@@ -137,32 +173,49 @@ def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
 
 
 def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Portable:
-    """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another model."""
+    """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another
+    model.
+    """
     with refusing(path, "export it again"):
         extra = {"suffix_text": str, "vocabulary": int}
         manifest, others, tensors = read_with_manifest(path, KIND, extra)
         check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])
         none = torch.zeros(1, 0, dtype=torch.long)
         context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
-        stored = Portable(tensors["keys"], tensors["values"], context, manifest, others["vocabulary"])
-        require(tensors["ids"].equal(stored.ids), "has placeholder ids that do not follow from its contents")
+        stored = Portable(
+            tensors["keys"], tensors["values"], context, manifest, others["vocabulary"]
+        )
+        require(
+            tensors["ids"].equal(stored.ids),
+            "has placeholder ids that do not follow from its contents",
+        )
     if model is None:
         return stored
     check_model(path, manifest, model)
     return replace(stored, keys=stored.keys.to(model.device), values=stored.values.to(model.device))
 
 
-def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int, suffix_text: str) -> None:
+def check_contents(
+    tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int, suffix_text: str
+) -> None:
     """Checks the tensors of a file against each other and against the manifest."""
     shape, dtype = manifest.shape, getattr(torch, manifest.dtype)
-    require(set(tensors) == {"keys", "values", "ids", "suffix_ids"}, "has other tensors than a portable cache")
+    require(
+        set(tensors) == {"keys", "values", "ids", "suffix_ids"},
+        "has other tensors than a portable cache",
+    )
     require(2 * MARK < vocabulary < 2**31, "records a vocabulary that no model has")
     check_tensor(tensors, "ids", torch.int64, (None,))
     columns = len(tensors["ids"])
     for name in ("keys", "values"):
-        check_tensor(tensors, name, dtype, (shape["layers"], shape["heads"], columns, shape["head_dim"]))
+        check_tensor(
+            tensors, name, dtype, (shape["layers"], shape["heads"], columns, shape["head_dim"])
+        )
     pairs = shape["layers"] * shape["heads"] * columns
-    require(columns > 0 and manifest.pairs_held == pairs, f"records {manifest.pairs_held} pairs and has {pairs}")
+    require(
+        columns > 0 and manifest.pairs_held == pairs,
+        f"records {manifest.pairs_held} pairs and has {pairs}",
+    )
     check_tensor(tensors, "suffix_ids", torch.int64, (1, None))
     check_around(suffix_text, tensors["suffix_ids"])
     known = (tensors["suffix_ids"] >= 0) & (tensors["suffix_ids"] < vocabulary)

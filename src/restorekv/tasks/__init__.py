@@ -1,4 +1,6 @@
-"""Lists the benchmarks by name. A spec is a name with settings: "ruler:length=8192", "tiny:count=104"."""
+"""Lists the benchmarks by name. A spec is a name with settings: "ruler:length=8192",
+"tiny:count=104".
+"""
 
 from restorekv import spec
 from restorekv.tasks.base import Benchmark, Question, Sample
@@ -17,9 +19,20 @@ from restorekv.tasks.tiny import TinySuite
 __all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make"]
 
 KINDS = (
-    TinySuite, Factbook, FairytaleQA, Genres, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench,
+    TinySuite,
+    Factbook,
+    FairytaleQA,
+    Genres,
+    HotpotQA,
+    LongBench,
+    LongHealth,
+    Needle,
+    Qasper,
+    Quality,
+    Ruler,
+    SCBench,
     XQuAD,
-)  # fmt: skip
+)
 BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
 spec.add_installed("restorekv.benchmarks", BENCHMARKS)
 

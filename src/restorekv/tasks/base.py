@@ -1,7 +1,8 @@
 """Defines what a benchmark is: contexts, each with its questions, and a score for every answer.
 
-A benchmark is a frozen dataclass whose fields are its settings ("ruler:length=4096,seed=1"), as evictors are. It brings
-its own prompts; `evaluation.protocols` adds templates, stops and lengths around them.
+A benchmark is a frozen dataclass whose fields are its settings ("ruler:length=4096,seed=1"), as
+evictors are. It brings its own prompts; `evaluation.protocols` adds templates, stops and lengths
+around them.
 """
 
 import hashlib
@@ -21,10 +22,11 @@ from restorekv.model.tokenize import text_ids
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context; `id` is unique in the benchmark, and scores are averaged by `task`.
+    """A question about a context; `id` is unique in the benchmark, and scores are averaged by
+    `task`.
 
-    `answers` are the references, `answer_prefix` opens the answer, `facts` holds what else the metric needs as plain
-    JSON values (classes, options, a language).
+    `answers` are the references, `answer_prefix` opens the answer, `facts` holds what else the
+    metric needs as plain JSON values (classes, options, a language).
     """
 
     id: str
@@ -65,13 +67,17 @@ class Benchmark(ABC):
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
-        """The tasks that the setting `tasks` names, joined by "+", in the benchmark's order; all if it is empty."""
+        """The tasks that the setting `tasks` names, joined by "+", in the benchmark's order; all if
+        it is empty.
+        """
         setting = getattr(self, "tasks", "")
         given = setting.split("+") if setting else self.known_tasks
         for task in given:
             if task not in self.known_tasks:
                 known = ", ".join(self.known_tasks)
-                raise RestoreKVError(f"{self.title} has no task {task!r}; use some of {known}, joined by +.")
+                raise RestoreKVError(
+                    f"{self.title} has no task {task!r}; use some of {known}, joined by +."
+                )
         return tuple(task for task in self.known_tasks if task in given)
 
     @property
@@ -81,9 +87,11 @@ class Benchmark(ABC):
 
     @abstractmethod
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
-        """Returns all contexts in a fixed order; `protocol` ("kvpress", "kvzip") decides lengths and wording.
+        """Returns all contexts in a fixed order; `protocol` ("kvpress", "kvzip") decides lengths
+        and wording.
 
-        Raises RestoreKVError if the data cannot be read, and says what to fetch and where to put it.
+        Raises RestoreKVError if the data cannot be read, and says what to fetch and where to put
+        it.
         """
 
     @abstractmethod
@@ -91,11 +99,15 @@ class Benchmark(ABC):
         """Returns the benchmark's official metric, in [0, 1]."""
 
     def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
-        """Returns further metrics by name, in [0, 1] each, to report in addition to the score; none by default."""
+        """Returns further metrics by name, in [0, 1] each, to report in addition to the score; none
+        by default.
+        """
         return {}
 
     def described(self) -> dict[str, object]:
-        """Returns what a result records: source and license of the data, metric, stand-ins for official data."""
+        """Returns what a result records: source and license of the data, metric, stand-ins for
+        official data.
+        """
         return {"data": self.data, "license": self.license, "metric": self.metric}
 
     def chosen(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
@@ -105,7 +117,9 @@ class Benchmark(ABC):
         return evenly(self.samples(tokenizer, protocol), self.count, self.seed)
 
     def by_context(self, protocol: str) -> bool:
-        """Returns whether a task's score is the mean over its contexts' means, not over all its questions."""
+        """Returns whether a task's score is the mean over its contexts' means, not over all its
+        questions.
+        """
         return False
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
@@ -114,12 +128,16 @@ class Benchmark(ABC):
 
 
 def apart(question: str, protocol: str) -> str:
-    """Puts a blank line before the question, except under KVzip's protocol, which separates it from the context."""
+    """Puts a blank line before the question, except under KVzip's protocol, which separates it from
+    the context.
+    """
     return question if protocol == "kvzip" else f"\n\n{question}"
 
 
 def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Returns a function that counts the tokens of a text, without special tokens and without a warning if long."""
+    """Returns a function that counts the tokens of a text, without special tokens and without a
+    warning if long.
+    """
     return lambda text: len(text_ids(tokenizer, text))
 
 
@@ -132,7 +150,9 @@ def digest(samples: Iterable[Sample]) -> str:
 
 
 def evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
-    """Returns `count` samples in their order, each task's share drawn by `seed`; all if count is 0 or too large."""
+    """Returns `count` samples in their order, each task's share drawn by `seed`; all if count is 0
+    or too large.
+    """
     samples = list(samples)
     if count == 0 or count >= len(samples):
         return samples

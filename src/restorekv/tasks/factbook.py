@@ -1,6 +1,8 @@
-"""The World Factbook (last edition, January 2026): sections about countries as lines of fields, asked field by field.
+"""The World Factbook (last edition, January 2026): sections about countries as lines of fields,
+asked field by field.
 
-The questions are machine-made: they ask for the value of a field. Figures of 2025 are younger than SmolLM2.
+The questions are machine-made: they ask for the value of a field. Figures of 2025 are younger than
+SmolLM2.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +19,8 @@ from restorekv.tasks.splits import EVALUATION, factbook_splits
 class Factbook(Reading):
     """Contexts are whole documents of 512 to 4,096 tokens.
 
-    Of a file given as `path`, the documents of one `split` are asked, which the whole collection decides.
+    Of a file given as `path`, the documents of one `split` are asked, which the whole collection
+    decides.
     """
 
     name, title = "factbook", "Factbook"
@@ -32,18 +35,26 @@ class Factbook(Reading):
         rows = list(super().rows())
         with self.well_formed(str(self.located())):
             splits = factbook_splits(row["id"] for _, row in rows) if self.path else {}
-            yield from (each for each in rows if splits.get(each[1]["id"], EVALUATION) == self.split)
+            yield from (
+                each for each in rows if splits.get(each[1]["id"], EVALUATION) == self.split
+            )
 
     def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         questions = [
-            self.question(f"{row['id']}/{number}", "factbook", asked["question"], texts(asked, "answers"))
+            self.question(
+                f"{row['id']}/{number}", "factbook", asked["question"], texts(asked, "answers")
+            )
             for number, asked in enumerate(spread(row["questions"], self.questions), 1)
         ]
         yield Sample(row["id"], row["context"], tuple(questions))
 
     def metrics(self, question: Question, prediction: str) -> dict[str, float]:
         text = f" {normalized(prediction)} "
-        return {"contained": float(any(f" {normalized(answer)} " in text for answer in question.answers))}
+        return {
+            "contained": float(
+                any(f" {normalized(answer)} " in text for answer in question.answers)
+            )
+        }
 
     def described(self) -> dict[str, object]:
         return {**super().described(), "questions": "machine-made", "split": self.split}

@@ -1,9 +1,11 @@
-"""FairytaleQA (arXiv 2203.13947): questions by education experts about stories, explicit and implicit ones apart.
+"""FairytaleQA (arXiv 2203.13947): questions by education experts about stories, explicit and
+implicit ones apart.
 
-A question belongs to the sections of its story that hold its answer. The files number the sections but do not say
-where they begin. A passage is therefore asked a question only if two signs agree that the question belongs there: the
-words of question and answers, and where in the story the section numbers lie. On 25 training stories whose sections are
-known, 96 % of the questions asked belonged to their passage at 1,024 tokens, and 9 % of all questions were left out.
+A question belongs to the sections of its story that hold its answer. The files number the sections
+but do not say where they begin. A passage is therefore asked a question only if two signs agree
+that the question belongs there: the words of question and answers, and where in the story the
+section numbers lie. On 25 training stories whose sections are known, 96 % of the questions asked
+belonged to their passage at 1,024 tokens, and 9 % of all questions were left out.
 """
 
 import math
@@ -28,9 +30,11 @@ COMMON = frozenset(
 
 @dataclass(frozen=True)
 class FairytaleQA(Reading):
-    """Contexts are passages of stories of at most `length` tokens, cut at paragraph ends; 0 keeps the stories whole.
+    """Contexts are passages of stories of at most `length` tokens, cut at paragraph ends; 0 keeps
+    the stories whole.
 
-    Only the stories of one `split` are asked: val.jsonl is for evaluation, train.jsonl for the others.
+    Only the stories of one `split` are asked: val.jsonl is for evaluation, train.jsonl for the
+    others.
     """
 
     name, title = "fairytaleqa", "FairytaleQA"
@@ -51,26 +55,37 @@ class FairytaleQA(Reading):
         """Yields the passages that have questions."""
         passages = split_text(row["context"], self.length, size)
         by_passage: list[list[Question]] = [[] for _ in passages]
-        for asked, index in zip(row["questions"], passages_of(row["questions"], passages), strict=True):
+        for asked, index in zip(
+            row["questions"], passages_of(row["questions"], passages), strict=True
+        ):
             if index is not None:
                 task = "explicit" if asked["explicit"] else "implicit"
-                question = self.question(asked["id"], task, asked["question"], texts(asked, "answers"))
+                question = self.question(
+                    asked["id"], task, asked["question"], texts(asked, "answers")
+                )
                 by_passage[index].append(question)
         for number, (text, questions) in enumerate(zip(passages, by_passage, strict=True), 1):
             if questions:
-                name = f"{row['id']}/{number} of {len(passages)}" if len(passages) > 1 else row["id"]
+                name = (
+                    f"{row['id']}/{number} of {len(passages)}" if len(passages) > 1 else row["id"]
+                )
                 yield Sample(name, text, tuple(spread(questions, self.questions)))
 
     def metrics(self, question: Question, prediction: str) -> dict[str, float]:
-        return {"rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)}
+        return {
+            "rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)
+        }
 
     def described(self) -> dict[str, object]:
         return {**super().described(), "split": self.split}
 
 
 def passages_of(questions: Sequence[dict], passages: Sequence[str]) -> list[int | None]:
-    """Returns the index of the passage that each question of a story is about; None if words and place disagree."""
-    sections = [[int(number) for number in each["sections"].split(",")] for each in questions]  # from 1
+    """Returns the index of the passage that each question of a story is about; None if words and
+    place disagree.
+    """
+    # From 1.
+    sections = [[int(number) for number in each["sections"].split(",")] for each in questions]
     last = max(map(max, sections), default=1)
     ends = list(accumulate(len(text) for text in passages))
     edges = [end / ends[-1] for end in (0, *ends)]
@@ -79,13 +94,22 @@ def passages_of(questions: Sequence[dict], passages: Sequence[str]) -> list[int 
     indices = []
     for each, numbers in zip(questions, sections, strict=True):
         evidence = content_words(" ".join([each["question"], *each["answers"]]))
-        weights = {word: math.log((len(passages) + 1) / (frequency[word] + 0.5)) for word in evidence}
-        total = math.fsum(weights.values()) or 1.0  # fsum: a set's order, and so a sum's last bit, varies by process
-        shares = [math.fsum(weights[word] for word in evidence & words) / total for words in vocabularies]
+        weights = {
+            word: math.log((len(passages) + 1) / (frequency[word] + 0.5)) for word in evidence
+        }
+        # Fsum: a set's order, and so a sum's last bit, varies by process.
+        total = math.fsum(weights.values()) or 1.0
+        shares = [
+            math.fsum(weights[word] for word in evidence & words) / total for words in vocabularies
+        ]
         center = (sum(numbers) / len(numbers) - 0.5) / last
         distances = [max(low - center, center - high, 0) for low, high in pairwise(edges)]
-        likelihoods = [share - POSITION * distance for share, distance in zip(shares, distances, strict=True)]
-        by_words, by_both = (max(range(len(passages)), key=values.__getitem__) for values in (shares, likelihoods))
+        likelihoods = [
+            share - POSITION * distance for share, distance in zip(shares, distances, strict=True)
+        ]
+        by_words, by_both = (
+            max(range(len(passages)), key=values.__getitem__) for values in (shares, likelihoods)
+        )
         indices.append(by_both if by_words == by_both else None)
     return indices
 

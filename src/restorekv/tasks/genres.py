@@ -1,8 +1,10 @@
-"""Passages of forty genres, from contracts and logs to plays and papers: how a cache does on texts of any kind.
+"""Passages of forty genres, from contracts and logs to plays and papers: how a cache does on texts
+of any kind.
 
-Where a passage has questions by people, with references, these are asked. The other questions are exercises whose
-answer is in the text: fill in a blank, continue a quotation, what comes before or after. Small models answer few of
-the exercises, even with the full cache, so the divergence from it says more there than the score.
+Where a passage has questions by people, with references, these are asked. The other questions are
+exercises whose answer is in the text: fill in a blank, continue a quotation, what comes before or
+after. Small models answer few of the exercises, even with the full cache, so the divergence from it
+says more there than the score.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +18,9 @@ from restorekv.tasks.rows import field, texts
 
 @dataclass(frozen=True)
 class Genres(Reading):
-    """Asks about one passage a context. A task is a genre, so scores and divergence come by kind of text."""
+    """Asks about one passage a context. A task is a genre, so scores and divergence come by kind of
+    text.
+    """
 
     name, title = "genres", "Forty genres"
     shipped = "genres/evaluation.jsonl.gz"
@@ -27,10 +31,17 @@ class Genres(Reading):
     def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         """Yield the passage of a row with its questions."""
         questions = [
-            self.question(f"{row['id']} {number}", row["genre"], field(asked, "question"), texts(asked, "answers"))
+            self.question(
+                f"{row['id']} {number}",
+                row["genre"],
+                field(asked, "question"),
+                texts(asked, "answers"),
+            )
             for number, asked in enumerate(row["questions"], 1)
         ]
         yield Sample(row["id"], row["context"], tuple(spread(questions, self.questions)))
 
     def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
-        return {"rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)}
+        return {
+            "rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)
+        }

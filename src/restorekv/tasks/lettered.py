@@ -1,7 +1,8 @@
 """QuALITY and LongHealth: questions with lettered options, asked as in RestoreKV's own evaluation.
 
-QuALITY (arXiv 2112.08608) has stories and articles of some 5,000 words with questions of four options. LongHealth
-(arXiv 2401.14490) has the records of 20 fictional patients, with 20 questions of five options about each.
+QuALITY (arXiv 2112.08608) has stories and articles of some 5,000 words with questions of four
+options. LongHealth (arXiv 2401.14490) has the records of 20 fictional patients, with 20 questions
+of five options about each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,9 @@ PATIENT = ("name", "birthday", "diagnosis")
 
 @dataclass(frozen=True)
 class Lettered(Benchmark):
-    """Asks questions with lettered options from one file; `path` is the file or the folder that holds it."""
+    """Asks questions with lettered options from one file; `path` is the file or the folder that
+    holds it.
+    """
 
     file: ClassVar[str]
     source: ClassVar[str]  # where to fetch the file
@@ -44,10 +47,13 @@ class Lettered(Benchmark):
             )
         return path
 
-    def question(self, name: str, text: str, options: Sequence[str], right: int, protocol: str) -> Question:
+    def question(
+        self, name: str, text: str, options: Sequence[str], right: int, protocol: str
+    ) -> Question:
         """Returns the question whose right option is number `right`, counted from 0.
 
-        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells protocols so.
+        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells
+        protocols so.
         """
         facts = {"options": list(options), "bare": True}
         text = apart(with_options(text.strip(), options), protocol)
@@ -62,22 +68,27 @@ class Lettered(Benchmark):
 
 
 def with_options(question: str, options: Sequence[str]) -> str:
-    """Returns the question, its options as "A. ..." lines, and the request for one letter of A to D, or A to E of five.
+    """Returns the question, its options as "A. ..." lines, and the request for one letter of A to
+    D, or A to E of five.
 
-    The wording is that of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py), whose request comes
-    from Attention Matching.
+    The wording is that of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py),
+    whose request comes from Attention Matching.
     """
-    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+    lines = "\n".join(
+        f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False)
+    )
     letters = "A, B, C, D, or E" if len(options) > 4 else "A, B, C, or D"
     return f"{question}\n\n{lines}\n\n{REQUEST.format(letters=letters)}"
 
 
 @dataclass(frozen=True)
 class Quality(Lettered):
-    """Asks the first `articles` of the dev set (0: all 115), as RestoreKV's authors do; `subset` is "all" or "hard".
+    """Asks the first `articles` of the dev set (0: all 115), as RestoreKV's authors do; `subset` is
+    "all" or "hard".
 
-    The file gives an article in two lines with a set of questions each; they are one context here. "hard" are the
-    questions that the authors flag `difficult`: most people in a hurry got them wrong.
+    The file gives an article in two lines with a set of questions each; they are one context here.
+    "hard" are the questions that the authors flag `difficult`: most people in a hurry got them
+    wrong.
     """
 
     name, title = "quality", "QuALITY"
@@ -96,10 +107,18 @@ class Quality(Lettered):
         """Yields articles in the file's order, except those without a question of the subset."""
         merged = list(self.merged().items())[: self.articles or None]
         if not merged:
-            raise RestoreKVError(f"{self.located()} has no question with a gold_label; give the dev set.")
+            raise RestoreKVError(
+                f"{self.located()} has no question with a gold_label; give the dev set."
+            )
         for index, ((_, article), rows) in enumerate(merged):
             questions = tuple(
-                self.question(f"{index}-{turn}", row["question"], row["options"], row["gold_label"] - 1, protocol)
+                self.question(
+                    f"{index}-{turn}",
+                    row["question"],
+                    row["options"],
+                    row["gold_label"] - 1,
+                    protocol,
+                )
                 for turn, row in enumerate(rows)
                 if self.subset == "all" or row.get("difficult")
             )
@@ -113,11 +132,17 @@ class Quality(Lettered):
             problem = f"{place} is not an article of QuALITY with labeled questions of four options"
             with well_formed(problem, "fetch it again"):
                 key = field(row, "article_id", str | int), field(row, "article").strip()
-                labeled = [each for each in field(row, "questions", list) if each.get("gold_label") is not None]
+                labeled = [
+                    each
+                    for each in field(row, "questions", list)
+                    if each.get("gold_label") is not None
+                ]
                 valid = (
-                    field(each, "question") and len(texts(each, "options")) == 4 and each["gold_label"] in (1, 2, 3, 4)
+                    field(each, "question")
+                    and len(texts(each, "options")) == 4
+                    and each["gold_label"] in (1, 2, 3, 4)
                     for each in labeled
-                )  # fmt: skip
+                )
                 if not key[1] or not all(valid):
                     raise ValueError(row)
                 articles.setdefault(key, []).extend(labeled)
@@ -131,9 +156,11 @@ class Quality(Lettered):
 
 @dataclass(frozen=True)
 class LongHealth(Lettered):
-    """A context is the records of `patients` patients, in the order of their ids; those left over are not asked.
+    """A context is the records of `patients` patients, in the order of their ids; those left over
+    are not asked.
 
-    RestoreKV's own evaluation takes one patient; if there are several, every question names its patient.
+    RestoreKV's own evaluation takes one patient; if there are several, every question names its
+    patient.
     """
 
     name, title = "longhealth", "LongHealth"
@@ -145,7 +172,9 @@ class LongHealth(Lettered):
 
     def __post_init__(self) -> None:
         if self.patients < 1:
-            raise RestoreKVError(f"A context of LongHealth has at least 1 patient, not {self.patients}.")
+            raise RestoreKVError(
+                f"A context of LongHealth has at least 1 patient, not {self.patients}."
+            )
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         path = self.located()
@@ -167,17 +196,24 @@ class LongHealth(Lettered):
             blocks = [f"<{title}>\n{field(records, title)}\n</{title}>" for title in records]
             about = ", ".join(f"{key.capitalize()}: {field(patient, key)}" for key in PATIENT)
             intro = f"About patient ID {name}, {about}: " if self.patients > 1 else ""
-            questions = [self.read_question(name, row, intro, protocol) for row in field(patient, "questions", list)]
+            questions = [
+                self.read_question(name, row, intro, protocol)
+                for row in field(patient, "questions", list)
+            ]
             return Sample(name, "\n\n".join(blocks), tuple(questions))
 
     def read_question(self, name: str, row: dict, intro: str, protocol: str) -> Question:
-        """Returns a question of the file, which gives the right answer by its text and may lack options."""
+        """Returns a question of the file, which gives the right answer by its text and may lack
+        options.
+        """
         keys = [f"answer_{letter.lower()}" for letter in LETTERS]
         options = [field(row, key) for key in keys if row.get(key)]
         stripped = [option.strip() for option in options]
         right = field(row, "correct").strip()
         if right not in stripped:
-            raise RestoreKVError(f"{self.located()}: question {row['No']} of {name} has no right option; fix the file.")
+            raise RestoreKVError(
+                f"{self.located()}: question {row['No']} of {name} has no right option; fix the file."
+            )
         text = intro + field(row, "question").strip()
         return self.question(f"{name}-{row['No']}", text, options, stripped.index(right), protocol)
 

@@ -1,12 +1,14 @@
-"""LongBench (arXiv 2308.14508), its 16 English tasks in the paper's six categories, as kvpress 0.5.5 evaluates them.
+"""LongBench (arXiv 2308.14508), its 16 English tasks in the paper's six categories, as kvpress
+0.5.5 evaluates them.
 
-kvpress's prompts, lengths and scoring are used under every protocol: KVzip has none for LongBench. Rows come in
-kvpress's format from the hub, or in that format or the official one from a folder.
+kvpress's prompts, lengths and scoring are used under every protocol: KVzip has none for LongBench.
+Rows come in kvpress's format from the hub, or in that format or the official one from a folder.
 
-longbench_prompts.json has the words of LongBench's config/dataset2prompt.json (MIT), odd spaces and "asconcisely"
-included, as kvpress splits them (evaluation/benchmarks/longbench/create_huggingface_dataset.py): `context` is
-compressed, the instruction, the document and, for most tasks, the instruction again; `question` follows when someone
-asks; `tokens` is the official limit of answers.
+longbench_prompts.json has the words of LongBench's config/dataset2prompt.json (MIT), odd spaces and
+"asconcisely" included, as kvpress splits them
+(evaluation/benchmarks/longbench/create_huggingface_dataset.py): `context` is compressed, the
+instruction, the document and, for most tasks, the instruction again; `question` follows when
+someone asks; `tokens` is the official limit of answers.
 """
 
 import json
@@ -18,7 +20,14 @@ from pathlib import Path
 from restorekv.data.files import local_files, suffix
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
-from restorekv.tasks.metrics import classification, code_similarity, count, retrieval, rouge_l, token_f1
+from restorekv.tasks.metrics import (
+    classification,
+    code_similarity,
+    count,
+    retrieval,
+    rouge_l,
+    token_f1,
+)
 from restorekv.tasks.rows import (
     Rows,
     field,
@@ -48,14 +57,16 @@ METRICS: dict[str, Callable[..., float]] = {
     "passage_count": count,
     "passage_retrieval_en": retrieval,
 }
-FEW_SHOT = CATEGORIES["Few-shot"]  # only an answer's first line counts; official inputs end with the answer prefix
+# Only an answer's first line counts; official inputs end with the answer prefix.
+FEW_SHOT = CATEGORIES["Few-shot"]
 EXTRA_TOKENS = 20  # kvpress's addition to the official limits of answers
 INSTEAD = (
     "fetch the dataset with a network, or unpack data.zip of THUDM/LongBench, and give path=FOLDER, where tasks are "
     "files such as qasper.jsonl or folders such as qasper/"
 )
 WORDS = json.loads(Path(__file__).with_name("longbench_prompts.json").read_text("utf-8"))
-Prompt = namedtuple("Prompt", ("context", "question", "answer_prefix", "tokens"))  # with places {context} and {input}
+# With places {context} and {input}.
+Prompt = namedtuple("Prompt", ("context", "question", "answer_prefix", "tokens"))
 PROMPTS = {task: Prompt(**words) for task, words in WORDS.items()}
 
 
@@ -90,28 +101,45 @@ class LongBench(Benchmark):
         return self.path or f"{HUB} (Hugging Face)"
 
     def described(self) -> dict[str, object]:
-        return {**super().described(), "prompts": "kvpress 0.5.5's, answers up to 20 tokens longer than LongBench's"}
+        return {
+            **super().described(),
+            "prompts": "kvpress 0.5.5's, answers up to 20 tokens longer than LongBench's",
+        }
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         """Returns the categories of which every task is asked."""
-        return {name: tasks for name, tasks in CATEGORIES.items() if set(tasks) <= set(self.chosen_tasks)}
+        return {
+            name: tasks
+            for name, tasks in CATEGORIES.items()
+            if set(tasks) <= set(self.chosen_tasks)
+        }
 
 
 def samples_of(task: str, path: str) -> list[Sample]:
-    """Returns the task's distinct contexts, from the files below `path` or from the hub if it is empty."""
+    """Returns the task's distinct contexts, from the files below `path` or from the hub if it is
+    empty.
+    """
     rows = local_task(task, path) if path else hub_rows(HUB, task, "test", INSTEAD)
-    return group_by_context(read(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows))
+    return group_by_context(
+        read(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows)
+    )
 
 
 def local_task(task: str, path: str) -> Rows:
     """Yields the rows of the file named for the task, or else of all files in folders named for it."""
     files = local_files(Path(path))
-    named = [file for file in files if file.name.removesuffix(".gz").removesuffix(suffix(file)) == task]
+    named = [
+        file for file in files if file.name.removesuffix(".gz").removesuffix(suffix(file)) == task
+    ]
     if len(named) > 1:
-        raise RestoreKVError(f"{named[0]} and {named[1]} are both {task}; give a folder that has one of them.")
+        raise RestoreKVError(
+            f"{named[0]} and {named[1]} are both {task}; give a folder that has one of them."
+        )
     files = named or [file for file in files if file.parent.name == task]
     if not files:
-        raise RestoreKVError(f"{path} has no task {task}; {INSTEAD}, or leave it out by tasks=NAME+NAME.")
+        raise RestoreKVError(
+            f"{path} has no task {task}; {INSTEAD}, or leave it out by tasks=NAME+NAME."
+        )
     for file in files:
         yield from file_rows(file)
 
@@ -120,7 +148,9 @@ def read(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
     """Returns (context, question) of a row in either format."""
     with well_formed(f"{place} is not a row of LongBench", "fetch the file again"):
         facts = {"classes": texts(row, "all_classes")} if row["all_classes"] else {}
-        return kvpress_question({**row, **prompted(task, row)} if "input" in row else row, name, task, "answers", facts)
+        return kvpress_question(
+            {**row, **prompted(task, row)} if "input" in row else row, name, task, "answers", facts
+        )
 
 
 def prompted(task: str, row: dict) -> dict:

@@ -1,8 +1,9 @@
-"""Metrics of one prediction and one reference, all in [0, 1], and the reading of a letter from an answer.
+"""Metrics of one prediction and one reference, all in [0, 1], and the reading of a letter from an
+answer.
 
-LongBench's metrics (arXiv 2308.14508, github.com/THUDM/LongBench) equal kvpress 0.5.5's to the last bit
-(tests/conformance/test_longbench_metric.py): `token_f1`, `rouge_l` but for very long sentences, `classification`,
-`count`, `retrieval` and `code_similarity`.
+LongBench's metrics (arXiv 2308.14508, github.com/THUDM/LongBench) equal kvpress 0.5.5's to the last
+bit (tests/conformance/test_longbench_metric.py): `token_f1`, `rouge_l` but for very long sentences,
+`classification`, `count`, `retrieval` and `code_similarity`.
 """
 
 import re
@@ -20,12 +21,17 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 WORDS = re.compile(r"[^\W_]+")
 NUMBERS = re.compile(r"\d+")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
-DIGITS = {word: str(digit) for digit, word in enumerate("zero one two three four five six seven eight nine".split())}
+DIGITS = {
+    word: str(digit)
+    for digit, word in enumerate("zero one two three four five six seven eight nine".split())
+}
 DIGIT_WORD = re.compile(rf"\b(?:{'|'.join(DIGITS)})\b")
 
 
 def normalized(text: str) -> str:
-    """Normalizes as SQuAD does (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the, single spaces."""
+    """Normalizes as SQuAD does (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the,
+    single spaces.
+    """
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
@@ -45,7 +51,8 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def longest_common_f1(prediction: str, reference: str) -> float:
-    """Returns ROUGE-L (Lin, 2004) of two single sentences: F1 of their longest common subsequence of words.
+    """Returns ROUGE-L (Lin, 2004) of two single sentences: F1 of their longest common subsequence
+    of words.
 
     Words are lower-case runs of letters and digits, not stemmed. `rouge_l` is another measure.
     """
@@ -61,14 +68,16 @@ def longest_common_f1(prediction: str, reference: str) -> float:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Returns F1 of the summary-level ROUGE-L (Lin, 2004) over distinct words, as the library `rouge` 1.0.1 does.
+    """Returns F1 of the summary-level ROUGE-L (Lin, 2004) over distinct words, as the library
+    `rouge` 1.0.1 does.
 
-    Sentences end at ".". A sentence of the reference has in common with the prediction the words of its longest
-    common subsequences with each of the prediction's sentences. All these words, each counted once, are divided by
-    the distinct words of the prediction (precision) and of the reference (recall). A text without a sentence scores 0.
+    Sentences end at ".". A sentence of the reference has in common with the prediction the words of
+    its longest common subsequences with each of the prediction's sentences. All these words, each
+    counted once, are divided by the distinct words of the prediction (precision) and of the
+    reference (recall). A text without a sentence scores 0.
 
-    The library fails on a sentence of some 950 words, at a depth of recursion that depends on the process, and
-    LongBench then counts 0. Here every sentence is scored.
+    The library fails on a sentence of some 950 words, at a depth of recursion that depends on the
+    process, and LongBench then counts 0. Here every sentence is scored.
     """
     said = split_sentences(prediction)
     wanted = split_sentences(reference)
@@ -84,15 +93,18 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def split_sentences(text: str) -> list[list[str]]:
-    """Returns the words of each sentence; one of spaces alone has the empty word, as in the library `rouge`."""
+    """Returns the words of each sentence; one of spaces alone has the empty word, as in the library
+    `rouge`.
+    """
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """Returns the words of the longest common subsequence; of several, the one that the library `rouge` finds.
+    """Returns the words of the longest common subsequence; of several, the one that the library
+    `rouge` finds.
 
-    That is the one met from the end when, where the last words differ, a word of `second` is dropped unless dropping
-    one of `first` leaves a longer subsequence.
+    That is the one met from the end when, where the last words differ, a word of `second` is
+    dropped unless dropping one of `first` leaves a longer subsequence.
     """
     numbers = {word: number for number, word in enumerate(dict.fromkeys(second))}
     second_ids = np.array([numbers[word] for word in second])
@@ -118,9 +130,11 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
 
 
 def classification(prediction: str, reference: str, classes: Iterable[str]) -> float:
-    """Returns one over the number of `classes` named in the prediction, if the right one is among them.
+    """Returns one over the number of `classes` named in the prediction, if the right one is among
+    them.
 
-    A class whose name is part of the right one's does not count; the official loop misses the second of two in a row.
+    A class whose name is part of the right one's does not count; the official loop misses the
+    second of two in a row.
     """
     named = [name for name in classes if name in prediction]
     for name in named:
@@ -130,7 +144,9 @@ def classification(prediction: str, reference: str, classes: Iterable[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Returns the share of the prediction's numbers that equal the reference digit for digit; 0 if it has none."""
+    """Returns the share of the prediction's numbers that equal the reference digit for digit; 0 if
+    it has none.
+    """
     numbers = NUMBERS.findall(prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
@@ -139,15 +155,19 @@ def retrieval(prediction: str, reference: str) -> float:
     """Returns `count` with the number of a reference such as "Paragraph 7"."""
     paragraph = PARAGRAPH.search(reference)
     if not paragraph:
-        raise RestoreKVError(f"The reference {reference!r} names no paragraph; fetch the data again.")
+        raise RestoreKVError(
+            f"The reference {reference!r} names no paragraph; fetch the data again."
+        )
     return count(prediction, paragraph[1])
 
 
 def code_similarity(prediction: str, reference: str) -> float:
-    """Returns Ratcliff and Obershelp's similarity of the first line without comment or fence, in whole percents.
+    """Returns Ratcliff and Obershelp's similarity of the first line without comment or fence, in
+    whole percents.
 
-    fuzzywuzzy's `ratio` computes it without python-Levenshtein, which neither LongBench nor kvpress requires; with it,
-    as in rapidfuzz, `ratio` is another measure, that of the longest common subsequence.
+    fuzzywuzzy's `ratio` computes it without python-Levenshtein, which neither LongBench nor kvpress
+    requires; with it, as in rapidfuzz, `ratio` is another measure, that of the longest common
+    subsequence.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -160,16 +180,19 @@ def with_digits(text: str) -> str:
 
 
 def contains(prediction: str, reference: str) -> float:
-    """Returns whether the normalized prediction contains the normalized reference, inside words too (KVzip's)."""
+    """Returns whether the normalized prediction contains the normalized reference, inside words too
+    (KVzip's).
+    """
     return float(with_digits(reference) in with_digits(prediction))
 
 
 def letter(answer: str) -> str:
     """Returns the letter of an option that an answer means, or "" if there is none.
 
-    It is the first character if that is one of A to E in either case, else the first such capital in brackets, else the
-    first that stands alone; an answer that opens with a word counts as its first letter ("Because ..." is B). This is
-    the rule of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py).
+    It is the first character if that is one of A to E in either case, else the first such capital
+    in brackets, else the first that stands alone; an answer that opens with a word counts as its
+    first letter ("Because ..." is B). This is the rule of RestoreKV's own evaluation
+    (cvsp-lab/RestoreKV d591d4d, data/wrapper.py).
     """
     answer = answer.strip()
     if answer and answer[0].upper() in "ABCDE":

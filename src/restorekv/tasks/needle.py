@@ -1,6 +1,8 @@
-"""Needle in a haystack: one sentence hidden at every depth of contexts of several lengths, for a heat map.
+"""Needle in a haystack: one sentence hidden at every depth of contexts of several lengths, for a
+heat map.
 
-Needle, question, answer and lengths are those of KVzip's evaluation (snu-mllab/KVzip 5d84729, data/needle/data.py).
+Needle, question, answer and lengths are those of KVzip's evaluation (snu-mllab/KVzip 5d84729,
+data/needle/data.py).
 """
 
 import random
@@ -26,9 +28,11 @@ PARAGRAPH = 6  # sentences of generated prose
 
 @dataclass(frozen=True)
 class Needle(Benchmark):
-    """`lengths` count ids of the model's tokenizer, needle included; `depths` are spread evenly from 0 to 100 percent.
+    """`lengths` count ids of the model's tokenizer, needle included; `depths` are spread evenly
+    from 0 to 100 percent.
 
-    The haystack is the text files of the folder `path` in the order of their names, or prose generated from `seed`.
+    The haystack is the text files of the folder `path` in the order of their names, or prose
+    generated from `seed`.
     """
 
     name, title = "needle", "Needle in a haystack"
@@ -40,25 +44,43 @@ class Needle(Benchmark):
 
     def __post_init__(self) -> None:
         if not all(length.isdecimal() and int(length) for length in self.lengths.split("+")):
-            raise RestoreKVError(f"Lengths are numbers of ids such as 500+2000, not {self.lengths!r}.")
+            raise RestoreKVError(
+                f"Lengths are numbers of ids such as 500+2000, not {self.lengths!r}."
+            )
         if self.depths < 2:
-            raise RestoreKVError(f"There are at least 2 depths, the beginning and the end, not {self.depths}.")
+            raise RestoreKVError(
+                f"There are at least 2 depths, the beginning and the end, not {self.depths}."
+            )
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the same haystack for every length and depth, with the needle after a full stop."""
         lengths = sorted({int(length) for length in self.lengths.split("+")})
         needle = text_ids(tokenizer, NEEDLE)
         if lengths[0] <= len(needle):
-            raise RestoreKVError(f"A length of {lengths[0]} ids has no room for the needle, which has {len(needle)}.")
+            raise RestoreKVError(
+                f"A length of {lengths[0]} ids has no room for the needle, which has {len(needle)}."
+            )
         haystack = first_ids(self.parts(), tokenizer, lengths[-1])
         for length in lengths:
             hay = haystack[: length - len(needle)]
             for step in range(self.depths):
                 depth = 100 * step / (self.depths - 1)
-                place = after_full_stop(tokenizer, hay, int(len(hay) * depth / 100)) if depth < 100 else len(hay)
-                text = tokenizer.decode(hay[:place] + needle + hay[place:], clean_up_tokenization_spaces=False).strip()
-                name, task, facts = f"{length}-{depth:g}", f"needle_{length}", {"length": length, "depth": depth}
-                question = Question(name, task, apart(QUESTION, protocol), (ANSWER,), MAX_NEW_TOKENS, facts=facts)
+                place = (
+                    after_full_stop(tokenizer, hay, int(len(hay) * depth / 100))
+                    if depth < 100
+                    else len(hay)
+                )
+                text = tokenizer.decode(
+                    hay[:place] + needle + hay[place:], clean_up_tokenization_spaces=False
+                ).strip()
+                name, task, facts = (
+                    f"{length}-{depth:g}",
+                    f"needle_{length}",
+                    {"length": length, "depth": depth},
+                )
+                question = Question(
+                    name, task, apart(QUESTION, protocol), (ANSWER,), MAX_NEW_TOKENS, facts=facts
+                )
                 yield Sample(name, text, (question,))
 
     def parts(self) -> Iterator[str]:
@@ -84,11 +106,18 @@ class Needle(Benchmark):
 def essays(folder: Path) -> list[str]:
     """Returns the texts of a folder in the order of their file names."""
     try:
-        texts = [read_bytes(file, str(file), TEXT_BYTES).decode("utf-8-sig") for file in sorted(folder.glob("*.txt"))]
+        texts = [
+            read_bytes(file, str(file), TEXT_BYTES).decode("utf-8-sig")
+            for file in sorted(folder.glob("*.txt"))
+        ]
     except UnicodeDecodeError as error:
-        raise RestoreKVError(f"A file of {folder} is not UTF-8 text ({error}); convert or remove it.") from error
+        raise RestoreKVError(
+            f"A file of {folder} is not UTF-8 text ({error}); convert or remove it."
+        ) from error
     if not "".join(texts).strip():
-        raise RestoreKVError(f"{folder} has no .txt file with text; give a folder of essays as path=FOLDER.")
+        raise RestoreKVError(
+            f"{folder} has no .txt file with text; give a folder of essays as path=FOLDER."
+        )
     return texts
 
 
@@ -105,7 +134,9 @@ def first_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
 
 
 def after_full_stop(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
-    """Returns the last place up to `place` that follows an id of a full stop and perhaps space, or else the start."""
+    """Returns the last place up to `place` that follows an id of a full stop and perhaps space, or
+    else the start.
+    """
     while place and tokenizer.decode([ids[place - 1]]).strip() != ".":
         place -= 1
     return place

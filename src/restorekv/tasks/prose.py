@@ -1,7 +1,8 @@
 """Generates prose: plain sentences about ordinary life, as filler if no essays are given.
 
-prose.txt is a grammar of our own words: a rule is a list of phrases, in which {rule} stands for a phrase of that rule.
-It has no digits, no names of towns and no questions, so that nothing reads like a needle.
+prose.txt is a grammar of our own words: a rule is a list of phrases, in which {rule} stands for a
+phrase of that rule. It has no digits, no names of towns and no questions, so that nothing reads
+like a needle.
 """
 
 import random
@@ -17,7 +18,9 @@ PHRASES = {
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
-    """Yields sentences without end, each different from all before; the same for the same `rng` state."""
+    """Yields sentences without end, each different from all before; the same for the same `rng`
+    state.
+    """
     seen: set[str] = set()
     while True:
         sentence = phrase("sentence", rng)
@@ -29,4 +32,6 @@ def sentences(rng: random.Random) -> Iterator[str]:
 def phrase(rule: str, rng: random.Random) -> str:
     """Returns a phrase of that rule, without any {rule} left in it."""
     start, *rest = rng.choice(PHRASES[rule]).split("{")
-    return start + "".join(phrase(name, rng) + after for name, after in (part.split("}") for part in rest))
+    return start + "".join(
+        phrase(name, rng) + after for name, after in (part.split("}") for part in rest)
+    )

@@ -1,7 +1,9 @@
-"""QASPER (arXiv 2105.03011): questions about scientific papers, by token F1 with the closest annotator.
+"""QASPER (arXiv 2105.03011): questions about scientific papers, by token F1 with the closest
+annotator.
 
-The paper takes it from LongBench: 200 questions. The development set itself has 1,005 questions on 281 papers; its
-references are those of the official evaluator (github.com/allenai/qasper-led-baseline, scripts/evaluator.py).
+The paper takes it from LongBench: 200 questions. The development set itself has 1,005 questions on
+281 papers; its references are those of the official evaluator
+(github.com/allenai/qasper-led-baseline, scripts/evaluator.py).
 """
 
 from collections.abc import Iterator
@@ -23,7 +25,9 @@ PROMPT = longbench.PROMPTS["qasper"]
 
 @dataclass(frozen=True)
 class Qasper(Benchmark):
-    """`source` is "longbench" (`path` as there) or "official" (`path` is a file of papers; the hub if empty)."""
+    """`source` is "longbench" (`path` as there) or "official" (`path` is a file of papers; the hub
+    if empty).
+    """
 
     name, title = "qasper", "QASPER"
     license = "CC BY 4.0"
@@ -53,13 +57,17 @@ class Qasper(Benchmark):
 
 
 def papers(path: str) -> Rows:
-    """Yields (place for messages, paper) of the released file, {id: paper}, or of rows, a paper each."""
+    """Yields (place for messages, paper) of the released file, {id: paper}, or of rows, a paper
+    each.
+    """
     if not path:
         yield from hub_rows(HUB, None, "validation", INSTEAD, REVISION)
         return
     files = local_files(Path(path))
     if len(files) > 1:
-        raise RestoreKVError(f"{path} has {len(files)} files; give path=FILE, that of the development set.")
+        raise RestoreKVError(
+            f"{path} has {len(files)} files; give path=FILE, that of the development set."
+        )
     for place, row in file_rows(files[0]):
         if isinstance(row, dict) and "qas" not in row:
             yield from ((f"{files[0]}, paper {name}", paper) for name, paper in row.items())
@@ -77,7 +85,9 @@ def read(place: str, paper: dict) -> Iterator[Sample]:
 
 
 def full_text(paper: dict) -> str:
-    """Returns section names and paragraphs, a line each, without title and abstract, which the annotators had read."""
+    """Returns section names and paragraphs, a line each, without title and abstract, which the
+    annotators had read.
+    """
     lines = []
     for section in records(paper["full_text"]):
         lines += [section["section_name"] or "", *section["paragraphs"]]
@@ -90,7 +100,12 @@ def question(row: dict) -> Question:
         raise ValueError(row)
     text = PROMPT.question.format(input=row["question"])
     return Question(
-        row["question_id"], "qasper", text, answers, PROMPT.tokens + longbench.EXTRA_TOKENS, PROMPT.answer_prefix
+        row["question_id"],
+        "qasper",
+        text,
+        answers,
+        PROMPT.tokens + longbench.EXTRA_TOKENS,
+        PROMPT.answer_prefix,
     )
 
 

@@ -1,4 +1,6 @@
-"""What the benchmarks share that ask for free answers about texts that ship: files, wording, passages of a text."""
+"""What the benchmarks share that ask for free answers about texts that ship: files, wording,
+passages of a text.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +17,11 @@ from restorekv.tasks.rows import local_rows, well_formed
 from restorekv.tasks.splits import EVALUATION, Split
 
 TEXTS = Path(__file__).parent / "texts"
-WORDING = "\n\nQuestion: {q}\nAnswer:"  # the best of eleven on training documents: recipes/smollm2/wording.py
+# The best of eleven on training documents: recipes/smollm2/wording.py.
+WORDING = "\n\nQuestion: {q}\nAnswer:"
 MAX_NEW_TOKENS = 32  # the wording was chosen with this limit
-JOINTS = ("\n\n", "\n", " ")  # between paragraphs, lines, words; the first that makes pieces small enough is used
+# Between paragraphs, lines, words; the first that makes pieces small enough is used.
+JOINTS = ("\n\n", "\n", " ")
 LEAST = 64  # tokens of a passage; a single line may be longer than a smaller one
 Item = TypeVar("Item")
 Size = Callable[[str], int]
@@ -39,14 +43,20 @@ class Reading(Benchmark):
     questions: int = 6
 
     def __post_init__(self) -> None:
-        """Refuses an unknown split, and a length that is too small for passages; 0 stands for whole texts."""
+        """Refuses an unknown split, and a length that is too small for passages; 0 stands for whole
+        texts.
+        """
         super().__post_init__()
         split, length = getattr(self, "split", EVALUATION), getattr(self, "length", 0)
         if split not in (known := get_args(Split)):
-            raise RestoreKVError(f"A split is one of {', '.join(known)}, not {split!r}; default {EVALUATION}.")
+            raise RestoreKVError(
+                f"A split is one of {', '.join(known)}, not {split!r}; default {EVALUATION}."
+            )
         if 0 < length < LEAST:
             fix = "0 keeps texts whole"
-            raise RestoreKVError(f"A passage takes a length of at least {LEAST} tokens, not {length}; {fix}.")
+            raise RestoreKVError(
+                f"A passage takes a length of at least {LEAST} tokens, not {length}; {fix}."
+            )
 
     @abstractmethod
     def read(self, row: dict, size: Size) -> Iterable[Sample]:
@@ -58,7 +68,9 @@ class Reading(Benchmark):
             with self.well_formed(place):
                 samples += self.read(row, size)
         if not samples:
-            raise RestoreKVError(f"{self.located()} has no question for {self.spec}; choose other settings.")
+            raise RestoreKVError(
+                f"{self.located()} has no question for {self.spec}; choose other settings."
+            )
         return samples
 
     def located(self) -> Path:
@@ -71,12 +83,15 @@ class Reading(Benchmark):
 
     def well_formed(self, place: str) -> AbstractContextManager[None]:
         """Refuses rows of another form."""
-        return well_formed(f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}")
+        return well_formed(
+            f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}"
+        )
 
     def question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
         """Returns a question in the wording that all benchmarks of this kind share.
 
-        The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both protocols ask alike.
+        The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both
+        protocols ask alike.
         """
         text = WORDING.format(q=text.strip())
         return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts={"bare": True})
@@ -94,7 +109,9 @@ class Reading(Benchmark):
 
 
 def split_text(text: str, length: int, size: Size) -> list[str]:
-    """Returns the fewest passages of at most `length` tokens by `size`, as even as possible; 0 keeps the text whole."""
+    """Returns the fewest passages of at most `length` tokens by `size`, as even as possible; 0
+    keeps the text whole.
+    """
     if not length or size(text) <= length:
         return [text]
     parts = pieces(text, length, size)
@@ -103,7 +120,9 @@ def split_text(text: str, length: int, size: Size) -> list[str]:
 
 
 def pieces(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -> list[str]:
-    """Returns consecutive parts of the text: its paragraphs, the lines of those that are too long, or their words."""
+    """Returns consecutive parts of the text: its paragraphs, the lines of those that are too long,
+    or their words.
+    """
     if not joints or size(text) <= length:
         return [text] if text else []
     first, *others = text.split(joints[0])
@@ -112,7 +131,8 @@ def pieces(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -
 
 
 def packed(sizes: Sequence[int], most: int) -> list[range]:
-    """Returns the fewest groups of neighbors that sum to at most `most` each, with the smallest largest group.
+    """Returns the fewest groups of neighbors that sum to at most `most` each, with the smallest
+    largest group.
 
     A size above `most` gets a group of its own.
     """
@@ -135,6 +155,8 @@ def grouped(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
-    """Returns `count` of the items in their order, evenly spaced; all of them where count is 0 or too large."""
+    """Returns `count` of the items in their order, evenly spaced; all of them where count is 0 or
+    too large.
+    """
     count = min(count, len(items)) or len(items)
     return [items[index * len(items) // count] for index in range(count)]

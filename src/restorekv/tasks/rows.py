@@ -1,4 +1,6 @@
-"""Reads the rows of benchmarks, from local files or from a dataset of the Hugging Face Hub, and refuses other forms."""
+"""Reads the rows of benchmarks, from local files or from a dataset of the Hugging Face Hub, and
+refuses other forms.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,33 +36,44 @@ def file_rows(file: Path) -> Rows:
     return ((f"{file}, {place}", row) for place, row in values(file))
 
 
-def hub_rows(name: str, subset: str | None, split: str, instead: str, revision: str | None = None) -> Rows:
+def hub_rows(
+    name: str, subset: str | None, split: str, instead: str, revision: str | None = None
+) -> Rows:
     """Yields the rows of one split, which the library `datasets` caches for runs without a network.
 
-    Raises RestoreKVError if the split cannot be read; `instead` says what to fetch and which setting to give.
+    Raises RestoreKVError if the split cannot be read; `instead` says what to fetch and which
+    setting to give.
     """
     try:
         dataset = hub_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # unreachable, unknown, gated: the readers' errors share no base class
+    except (
+        Exception
+    ) as error:  # unreachable, unknown, gated: the readers' errors share no base class
         raise unreachable(f"{name} from the hub", error, instead) from error
     where = f"{name}, {subset}" if subset else name
     yield from ((f"{where}, row {number}", row) for number, row in enumerate(dataset, 1))
 
 
 def unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
-    """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do instead."""
+    """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do
+    instead.
+    """
     return RestoreKVError(f"Cannot read {what} ({first_sentence(error)}); {instead}.")
 
 
 @contextmanager
 def well_formed(problem: str, fix: str) -> Iterator[None]:
-    """Turns the errors that reading a malformed row raises into one RestoreKVError: "`problem`; `fix`."."""
+    """Turns the errors that reading a malformed row raises into one RestoreKVError: "`problem`;
+    `fix`.".
+    """
     try:
         yield
     except RestoreKVError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        detail = f" (its field {error} is missing or malformed)" if isinstance(error, FieldError) else ""
+        detail = (
+            f" (its field {error} is missing or malformed)" if isinstance(error, FieldError) else ""
+        )
         raise RestoreKVError(f"{problem}{detail}; {fix}.") from error
 
 
@@ -72,7 +85,9 @@ def field(row: Any, name: str, kind: type = str) -> Any:
 
 
 def texts(row: Any, name: str) -> list[str]:
-    """Returns the list of strings `row[name]`, or raises FieldError if it is empty or something else."""
+    """Returns the list of strings `row[name]`, or raises FieldError if it is empty or something
+    else.
+    """
     if not field(row, name, list) or not all(isinstance(text, str) for text in row[name]):
         raise FieldError(name)
     return row[name]
@@ -81,14 +96,20 @@ def texts(row: Any, name: str) -> list[str]:
 def kvpress_question(
     row: dict, name: str, task: str, answers: str, facts: Mapping[str, object] | None = None
 ) -> tuple[str, Question]:
-    """Returns (context, question) of a row in the format of kvpress's data sets; `answers` names the answers' field."""
+    """Returns (context, question) of a row in the format of kvpress's data sets; `answers` names
+    the answers' field.
+    """
     context, text, prefix = (field(row, key) for key in ("context", "question", "answer_prefix"))
     limit = int(row["max_new_tokens"])
-    return context, Question(name, task, text, tuple(texts(row, answers)), limit, prefix, facts or {})
+    return context, Question(
+        name, task, text, tuple(texts(row, answers)), limit, prefix, facts or {}
+    )
 
 
 def group_by_context(questions: Iterable[tuple[str, Question]]) -> list[Sample]:
-    """Returns a sample per distinct context of (context, question) pairs, in the order of their first questions."""
+    """Returns a sample per distinct context of (context, question) pairs, in the order of their
+    first questions.
+    """
     by_context: dict[str, list[Question]] = {}
     for context, question in questions:
         by_context.setdefault(context, []).append(question)

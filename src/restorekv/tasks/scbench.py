@@ -1,12 +1,15 @@
-"""SCBench (arXiv 2412.10319): many questions about one long context, 26K to 170K tokens, in nine tasks of the paper.
+"""SCBench (arXiv 2412.10319): many questions about one long context, 26K to 170K tokens, in nine
+tasks of the paper.
 
-The data are those of KVzip's evaluation (hub: Jang-Hyun/SCBench-preprocessed), a parquet file a task: prompts (context,
-then questions), ground_truth, and for repoqa lang, repo and func_name. Contexts and questions are asked unchanged.
+The data are those of KVzip's evaluation (hub: Jang-Hyun/SCBench-preprocessed), a parquet file a
+task: prompts (context, then questions), ground_truth, and for repoqa lang, repo and func_name.
+Contexts and questions are asked unchanged.
 
-Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and Janghyun1230/FastKVzip);
-snu-mllab/KVzip (5d84729) differs in `option` alone, where it looks at brackets only if both texts begin with one.
-For repoqa they are RepoQA's (arXiv 2406.06025, github.com/evalplus/repoqa): of all functions that the context's
-questions ask for, the right one must be the most similar to the prediction's first function, with BLEU of at least 0.8.
+Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and
+Janghyun1230/FastKVzip); snu-mllab/KVzip (5d84729) differs in `option` alone, where it looks at
+brackets only if both texts begin with one. For repoqa they are RepoQA's (arXiv 2406.06025,
+github.com/evalplus/repoqa): of all functions that the context's questions ask for, the right one
+must be the most similar to the prediction's first function, with BLEU of at least 0.8.
 """
 
 import re
@@ -26,17 +29,35 @@ from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
 from restorekv.tasks.rows import field, texts, unreachable, well_formed
 
 HUB = "Jang-Hyun/SCBench-preprocessed"
-TASKS = ("kv", "prefix_suffix", "vt", "repoqa", "qa_eng", "choice_eng", "mf", "many_shot", "summary")
+TASKS = (
+    "kv",
+    "prefix_suffix",
+    "vt",
+    "repoqa",
+    "qa_eng",
+    "choice_eng",
+    "mf",
+    "many_shot",
+    "summary",
+)
 FULL_ONLY = ("vt", "qa_eng", "choice_eng")  # tasks without shorter variants
 SHORTER = ("tiny", "short", "mid")  # contexts of some 8K, 20K and 60K tokens
 KNOWN = (*TASKS, *(f"{task}_{tag}" for task in TASKS if task not in FULL_ONLY for tag in SHORTER))
-LENGTHS = {  # limits of answers in tokens; "kvpress" has those of microsoft/MInference's scbench/eval_utils.py
+# Limits of answers in tokens; "kvpress" has those of microsoft/MInference's scbench/eval_utils.py.
+LENGTHS = {
     "kvzip": dict.fromkeys(TASKS, 96) | {"mf": 32, "summary": 256, "repoqa": 512},
     "kvpress": {
-        "kv": 150, "prefix_suffix": 150, "vt": 30, "repoqa": 1024, "qa_eng": 40, "choice_eng": 40, "mf": 5,
-        "many_shot": 10, "summary": 200,
+        "kv": 150,
+        "prefix_suffix": 150,
+        "vt": 30,
+        "repoqa": 1024,
+        "qa_eng": 40,
+        "choice_eng": 40,
+        "mf": 5,
+        "many_shot": 10,
+        "summary": 200,
     },
-}  # fmt: skip
+}
 END = "</s>"
 THRESHOLD = 0.8
 BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -84,11 +105,15 @@ class SCBench(Benchmark):
                 instead = "fetch it with a network and give path=FOLDER"
                 raise unreachable(f"{file} of {HUB}", error, instead) from error
         if not (Path(self.path) / file).is_file():
-            raise RestoreKVError(f"{self.path} has no file {file}; fetch it from {HUB} (hub) or name other tasks.")
+            raise RestoreKVError(
+                f"{self.path} has no file {file}; fetch it from {HUB} (hub) or name other tasks."
+            )
         return Path(self.path) / file
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns KVzip's metric of the task. Empty answers score 0; KVzip leaves those to repoqa out of the mean."""
+        """Returns KVzip's metric of the task. Empty answers score 0; KVzip leaves those to repoqa
+        out of the mean.
+        """
         answer = prediction.removesuffix(END)
         if not answer.strip():
             return 0.0
@@ -105,7 +130,10 @@ class SCBench(Benchmark):
         return self.path or f"{HUB} (Hugging Face), {self.revision}"
 
     def described(self) -> dict[str, object]:
-        return {**super().described(), "lengths": "KVzip's under kvzip, SCBench's own under kvpress"}
+        return {
+            **super().described(),
+            "lengths": "KVzip's under kvzip, SCBench's own under kvpress",
+        }
 
 
 def full_task(task: str) -> str:
@@ -127,14 +155,24 @@ def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
             functions = list(zip(field(row, "func_name", list), truths, strict=True))
             language = field(row, "lang")
         parser(language)
-        facts = [{"language": language, "function": function, "functions": functions} for function, _ in functions]
+        facts = [
+            {"language": language, "function": function, "functions": functions}
+            for function, _ in functions
+        ]
     questions = []
     for turn, (prompt, truth, known) in enumerate(zip(prompts[1:], truths, facts, strict=True)):
         answer = ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
         if kind == "many_shot":
             answer = option_line(place, prompt, answer)
         questions.append(
-            Question(f"{name}-{turn}", task, apart(prompt, protocol), (answer,), LENGTHS[protocol][kind], facts=known)
+            Question(
+                f"{name}-{turn}",
+                task,
+                apart(prompt, protocol),
+                (answer,),
+                LENGTHS[protocol][kind],
+                facts=known,
+            )
         )
     return Sample(name, prompts[0], tuple(questions))
 
@@ -144,58 +182,81 @@ def option_line(place: str, prompt: str, letter: str) -> str:
     for line in prompt.split("\n"):
         if f"({letter})" in line:
             return line.strip()
-    raise RestoreKVError(f"{place} asks for the option ({letter}), but its prompt has none; fetch the file again.")
+    raise RestoreKVError(
+        f"{place} asks for the option ({letter}), but its prompt has none; fetch the file again."
+    )
 
 
 def share(prediction: str, reference: str) -> float:
-    """Returns the share of the names, separated by ", ", that stand in the prediction letter for letter."""
+    """Returns the share of the names, separated by ", ", that stand in the prediction letter for
+    letter.
+    """
     names = reference.split(", ")
     return sum(name in prediction for name in names) / len(names)
 
 
 def option(prediction: str, reference: str) -> float:
-    """Compares an option such as "(B) law": the letters in the first brackets of both, else its text by `contains`.
+    """Compares an option such as "(B) law": the letters in the first brackets of both, else its
+    text by `contains`.
 
     Text within other brackets is compared as well: "f(x) is (B)" says "x".
     """
     if "(" in prediction and "(" in reference:
         answer, right = (text.split("(")[1].split(")")[0] for text in (prediction, reference))
         return float(answer == right)
-    return contains(prediction, reference.split(")")[1].strip() if reference.startswith("(") else reference)
+    return contains(
+        prediction, reference.split(")")[1].strip() if reference.startswith("(") else reference
+    )
 
 
 def found_or_f1(prediction: str, reference: str) -> float:
     """Returns the better of token F1 and `contains`."""
-    return max(token_f1(with_digits(prediction), with_digits(reference)), contains(prediction, reference))
+    return max(
+        token_f1(with_digits(prediction), with_digits(reference)), contains(prediction, reference)
+    )
 
 
 METRICS: dict[str, Callable[[str, str], float]] = {
-    **dict.fromkeys(("kv", "prefix_suffix"), contains), "vt": share, "qa_eng": found_or_f1,
+    **dict.fromkeys(("kv", "prefix_suffix"), contains),
+    "vt": share,
+    "qa_eng": found_or_f1,
     "choice_eng": lambda prediction, reference: contains(prediction.split("\n")[0], reference),
     "mf": lambda prediction, reference: float(prediction == reference),
-    "many_shot": option, "summary": rouge_l,
-}  # fmt: skip
+    "many_shot": option,
+    "summary": rouge_l,
+}
 
 
-def passes(prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]) -> float:
-    """Returns whether the prediction is the function of that name, out of `functions` as (name, source).
+def passes(
+    prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]
+) -> float:
+    """Returns whether the prediction is the function of that name, out of `functions` as (name,
+    source).
 
     The first of equally similar functions counts.
     """
     code = extracted(prediction, language)
-    score, best = max(((similarity(code, source), other) for other, source in functions), key=itemgetter(0))
+    score, best = max(
+        ((similarity(code, source), other) for other, source in functions), key=itemgetter(0)
+    )
     return float(best == name and score >= THRESHOLD)
 
 
 def similarity(candidate: str, reference: str) -> float:
-    """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the library nltk)."""
+    """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the
+    library nltk).
+    """
     bleu = optional("nltk.translate.bleu_score", "eval")
     words = [re.split(r"\s+", text.strip()) for text in (candidate, reference)]
-    return bleu.sentence_bleu([words[1]], words[0], smoothing_function=bleu.SmoothingFunction().method4)
+    return bleu.sentence_bleu(
+        [words[1]], words[0], smoothing_function=bleu.SmoothingFunction().method4
+    )
 
 
 def extracted(prediction: str, language: str) -> str:
-    """Returns the first function in a fenced block, else the first block, else all of the prediction."""
+    """Returns the first function in a fenced block, else the first block, else all of the
+    prediction.
+    """
     prediction = prediction.strip()
     blocks = BLOCK.findall(prediction)
     functions = (first_function(block, language) for block in blocks)
@@ -203,7 +264,9 @@ def extracted(prediction: str, language: str) -> str:
 
 
 def first_function(source: str, language: str) -> str:
-    """Returns the first function by tree-sitter's grammar, without decorators or templates around it; else ""."""
+    """Returns the first function by tree-sitter's grammar, without decorators or templates around
+    it; else "".
+    """
     encoded = source.encode()
     kind = GRAMMARS[language][2]
     stack = [parser(language).parse(encoded).root_node]
@@ -216,7 +279,9 @@ def first_function(source: str, language: str) -> str:
 
 
 def is_named(node: Any, language: str) -> bool:
-    """Returns whether a function counts: in C++ methods, operators and functions that return pointers do not."""
+    """Returns whether a function counts: in C++ methods, operators and functions that return
+    pointers do not.
+    """
     if language != "cpp":
         return node.child_by_field_name("name") is not None
     declarator = node.child_by_field_name("declarator")
@@ -227,9 +292,13 @@ def is_named(node: Any, language: str) -> bool:
 
 @cache
 def parser(language: str) -> Any:
-    """Returns tree-sitter's parser; raises RestoreKVError for an unknown language or a missing package."""
+    """Returns tree-sitter's parser; raises RestoreKVError for an unknown language or a missing
+    package.
+    """
     if language not in GRAMMARS:
-        raise RestoreKVError(f"Functions of {language} cannot be told apart; known are {', '.join(GRAMMARS)}.")
+        raise RestoreKVError(
+            f"Functions of {language} cannot be told apart; known are {', '.join(GRAMMARS)}."
+        )
     library = optional("tree_sitter", "eval")
     package, function, _ = GRAMMARS[language]
     return library.Parser(library.Language(getattr(optional(package, "eval"), function)()))

@@ -1,7 +1,8 @@
-"""Decides which documents are for training, development and evaluation, for training data and benchmarks alike.
+"""Decides which documents are for training, development and evaluation, for training data and
+benchmarks alike.
 
-Variants are chosen on development documents, results are reported on evaluation documents, and training sees neither.
-SQuAD and HotpotQA are for evaluation only.
+Variants are chosen on development documents, results are reported on evaluation documents, and
+training sees neither. SQuAD and HotpotQA are for evaluation only.
 """
 
 import hashlib
@@ -21,16 +22,20 @@ def novel_split(name: str) -> Split:
 
 
 def fairytale_split(file: str, index: int) -> Split:
-    """Returns the split of a story; `file` is "train" or "val", and `index` counts its stories from 0."""
+    """Returns the split of a story; `file` is "train" or "val", and `index` counts its stories from
+    0.
+    """
     if file == "val":
         return EVALUATION
     return DEVELOPMENT if index % 12 == 5 else TRAINING
 
 
 def factbook_splits(ids: Iterable[str]) -> dict[str, Split]:
-    """Returns the split of every document; all documents of a country, the part of the id before "/", share one.
+    """Returns the split of every document; all documents of a country, the part of the id before
+    "/", share one.
 
-    `ids` are those of the whole collection: the rule counts its distinct countries in alphabetical order.
+    `ids` are those of the whole collection: the rule counts its distinct countries in alphabetical
+    order.
     """
     countries = {name: name.partition("/")[0] for name in ids}
     rank = {country: index for index, country in enumerate(sorted(set(countries.values())))}

@@ -1,7 +1,9 @@
-"""XQuAD's English part and HotpotQA, subsets of both: questions whose answers stand in encyclopedia text.
+"""XQuAD's English part and HotpotQA, subsets of both: questions whose answers stand in encyclopedia
+text.
 
-XQuAD (arXiv 1910.11856) takes five paragraphs of an article of SQuAD 1.1's development set (arXiv 1606.05250); HotpotQA
-(arXiv 1809.09600) gives ten paragraphs of which two answer. Exact match and F1 are those of the official evaluators.
+XQuAD (arXiv 1910.11856) takes five paragraphs of an article of SQuAD 1.1's development set (arXiv
+1606.05250); HotpotQA (arXiv 1809.09600) gives ten paragraphs of which two answer. Exact match and
+F1 are those of the official evaluators.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +43,9 @@ class XQuAD(Extractive):
             yield from self.read_article(article, size)
 
     def read_article(self, article: dict, size: Callable[[str], int]) -> Iterator[Sample]:
-        """Yields groups of paragraphs that have questions; a paragraph longer than `length` stands alone."""
+        """Yields groups of paragraphs that have questions; a paragraph longer than `length` stands
+        alone.
+        """
         paragraphs = article["paragraphs"]
         sizes = [size(paragraph["context"] + "\n\n") for paragraph in paragraphs]
         groups = packed(sizes, self.length) if self.length else [range(len(paragraphs))]
@@ -49,7 +53,10 @@ class XQuAD(Extractive):
             members = [paragraphs[index] for index in group]
             questions = [
                 self.question(
-                    str(row["id"]), "xquad", row["question"], [field(each, "text") for each in row["answers"]]
+                    str(row["id"]),
+                    "xquad",
+                    row["question"],
+                    [field(each, "text") for each in row["answers"]],
                 )
                 for paragraph in members
                 for row in paragraph["qas"]
@@ -57,7 +64,9 @@ class XQuAD(Extractive):
             ]
             if questions:
                 text = "\n\n".join(paragraph["context"].strip() for paragraph in members)
-                yield Sample(f"{article['title']}/{number}", text, tuple(spread(questions, self.questions)))
+                yield Sample(
+                    f"{article['title']}/{number}", text, tuple(spread(questions, self.questions))
+                )
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,18 @@ class HotpotQA(Extractive):
     source = "75 of the 100 development examples on HotpotQA's site"
 
     def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
-        paragraphs = [f"{title}\n{''.join(sentences).strip()}" for title, sentences in row["context"]]
-        question = self.question(str(row["_id"]), "hotpotqa", row["question"], [field(row, "answer")])
+        paragraphs = [
+            f"{title}\n{''.join(sentences).strip()}" for title, sentences in row["context"]
+        ]
+        question = self.question(
+            str(row["_id"]), "hotpotqa", row["question"], [field(row, "answer")]
+        )
         yield Sample(question.id, "\n\n".join(paragraphs), (question,))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns token F1, or 0 if only one of answer and prediction is "yes" or "no", as the official evaluator."""
+        """Returns token F1, or 0 if only one of answer and prediction is "yes" or "no", as the
+        official evaluator.
+        """
         answer, reference = normalized(prediction), normalized(question.answers[0])
         if answer != reference and {answer, reference} & set(VERDICTS):
             return 0.0

@@ -10,7 +10,9 @@ from restorekv.tiny import suite, world
 
 @dataclass(frozen=True)
 class TinySuite(Benchmark):
-    """Documents have `low` to `high` ids; `split` names other documents (those of "restore" are for training)."""
+    """Documents have `low` to `high` ids; `split` names other documents (those of "restore" are for
+    training).
+    """
 
     name, title = "tiny", "Tiny suite"
     data = "generated"
@@ -24,22 +26,35 @@ class TinySuite(Benchmark):
 
     def __post_init__(self) -> None:
         if self.split.startswith("restore"):
-            raise RestoreKVError(f"The split {self.split!r} is for training; evaluate on another one.")
+            raise RestoreKVError(
+                f"The split {self.split!r} is for training; evaluate on another one."
+            )
         if not 0 < self.low <= self.high:
-            raise RestoreKVError(f"Documents have low to high ids, 0 < low <= high, not {self.low} to {self.high}.")
+            raise RestoreKVError(
+                f"Documents have low to high ids, 0 < low <= high, not {self.low} to {self.high}."
+            )
         if self.count < 1:
             raise RestoreKVError("The tiny suite has no end; give count=NUMBER of at least 1.")
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        documents = suite.documents(tokenizer, self.count, self.split, self.seed, self.low, self.high)
+        documents = suite.documents(
+            tokenizer, self.count, self.split, self.seed, self.low, self.high
+        )
         for index, document in enumerate(documents):
-            questions = (question_of(f"{index}-{turn}", asked) for turn, asked in enumerate(document.questions))
+            questions = (
+                question_of(f"{index}-{turn}", asked)
+                for turn, asked in enumerate(document.questions)
+            )
             yield Sample(str(index), document.text, tuple(questions))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns the share of the answers found, whether the letter is right, or token F1, as the family asks."""
+        """Returns the share of the answers found, whether the letter is right, or token F1, as the
+        family asks.
+        """
         target, metric = (str(question.facts[key]) for key in ("target", "metric"))
-        asked = world.Question(question.text, question.answers, target, question.task, metric, question.max_new_tokens)
+        asked = world.Question(
+            question.text, question.answers, target, question.task, metric, question.max_new_tokens
+        )
         return asked.score(prediction)
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
@@ -48,4 +63,6 @@ class TinySuite(Benchmark):
 
 def question_of(name: str, asked: world.Question) -> Question:
     facts = {"metric": asked.metric, "target": asked.target}
-    return Question(name, asked.family, asked.text, asked.answers, asked.max_new_tokens, facts=facts)
+    return Question(
+        name, asked.family, asked.text, asked.answers, asked.max_new_tokens, facts=facts
+    )

@@ -1,7 +1,7 @@
 """The tiny suite: held-out documents of the tiny world, of 512 to 2,048 tokens.
 
-Splits share no document: its seed is the text `<split> <seed> <index>`, and training uses other splits only
-("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
+Splits share no document: its seed is the text `<split> <seed> <index>`, and training uses other
+splits only ("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
 """
 
 import random
@@ -19,16 +19,25 @@ MOST_PER_FAMILY = 2  # questions of one family asked of one document
 
 
 def documents(
-    tokenizer: Tokenizer, count: int = 52, split: str = "test", seed: int = 0, low: int = SHORTEST, high: int = LONGEST
+    tokenizer: Tokenizer,
+    count: int = 52,
+    split: str = "test",
+    seed: int = 0,
+    low: int = SHORTEST,
+    high: int = LONGEST,
 ) -> list[Document]:
-    """Returns `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion `SHARES`.
+    """Returns `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion
+    `SHARES`.
 
     Lengths count the chat prefix of the tiny template, so that the longest still fits.
     """
     length = measure(tokenizer)
     kinds = [kind for kind, share in zip(KINDS, SHARES, strict=True) for _ in range(share)]
     random.Random("order of kinds").shuffle(kinds)
-    return [draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length) for index in range(count)]
+    return [
+        draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length)
+        for index in range(count)
+    ]
 
 
 def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
@@ -37,7 +46,9 @@ def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
 
 
 def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]) -> Document:
-    """Returns the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family (one free-form)."""
+    """Returns the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family
+    (one free-form).
+    """
     rng = random.Random(name)
     whole = document(rng, kind, rng.randint(low, high) - 3, length)
     asked, counts = [], {}

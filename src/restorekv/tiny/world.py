@@ -1,9 +1,10 @@
 """The tiny world: English-like documents, questions about them, and how an answer is scored.
 
-A document is predictable filler (stories that never change) with a few facts in between, in the families of RULER
-(arXiv 2404.06654): needles (one key, several keys, several values, several queries), variable tracking, common and
-frequent words, questions over several passages; and free-form, 4-option and 5-option questions. Everything is drawn
-from one `random.Random`, so a seed determines a document. words.json has the vocabulary.
+A document is predictable filler (stories that never change) with a few facts in between, in the
+families of RULER (arXiv 2404.06654): needles (one key, several keys, several values, several
+queries), variable tracking, common and frequent words, questions over several passages; and
+free-form, 4-option and 5-option questions. Everything is drawn from one `random.Random`, so a seed
+determines a document. words.json has the vocabulary.
 """
 
 import json
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-VOCABULARY: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
+VOCABULARY: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("words.json").read_text("utf-8")
+)
 ITEMS, NAMES, TOWNS, JOBS, PETS, LINKS, CODED, PLACES, PEOPLE, DEEDS, TIMES = VOCABULARY.values()
 
 # The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
@@ -40,7 +43,9 @@ class Question:
     answers: tuple[str, ...]
     target: str
     family: str
-    metric: str  # "all": share of the answers found; "letter": the option's letter; "f1": token F1 with the target
+    # "all": share of the answers found; "letter": the option's letter; "f1": token F1 with the
+    # target.
+    metric: str
     max_new_tokens: int = 32
 
     def score(self, prediction: str) -> float:
@@ -50,7 +55,9 @@ class Question:
             return float(letters[-1:] == [self.answers[0]])
         if self.metric == "f1":
             return token_f1(prediction, self.target)
-        return sum(bool(re.search(rf"\b{re.escape(a)}\b", prediction)) for a in self.answers) / len(self.answers)
+        return sum(bool(re.search(rf"\b{re.escape(a)}\b", prediction)) for a in self.answers) / len(
+            self.answers
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,13 @@ def token_f1(prediction: str, reference: str) -> float:
 def _stories() -> list[list[str]]:
     """Returns the stories, the same in every process because their seed never changes."""
     rng = random.Random(20261121)
-    lines = [f"{who} {deed} {place} {when}." for who in PEOPLE for deed in DEEDS for place in PLACES for when in TIMES]
+    lines = [
+        f"{who} {deed} {place} {when}."
+        for who in PEOPLE
+        for deed in DEEDS
+        for place in PLACES
+        for when in TIMES
+    ]
     return [rng.sample(lines, SENTENCES_PER_STORY) for _ in range(STORIES)]
 
 
@@ -106,13 +119,17 @@ def needles(rng: random.Random, size: int) -> Facts:
     codes[many].sort(key=lambda code: pairs.index(f"{many} {code}"))
     asked = [_code_question(key, codes[key][0], "multikey") for key in keys[1:]]
     target = ", ".join(f"{many} {code}" for code in codes[many]) + "."
-    asked.append(_plain(f"What are all the codes of the {many}?", codes[many], "multivalue", target))
+    asked.append(
+        _plain(f"What are all the codes of the {many}?", codes[many], "multivalue", target)
+    )
     if size > 2:
         some = rng.sample(keys[1:], min(size - 1, rng.choice((2, 3))))
         target = ", ".join(f"{key} {codes[key][0]}" for key in some) + "."
         text = f"What are the codes of {_join([f'the {key}' for key in some])}?"
         asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", target))
-    asked.append(Question("List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64))
+    asked.append(
+        Question("List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64)
+    )
     return Facts(tuple(f"Register of codes: {pair}." for pair in pairs), tuple(asked))
 
 
@@ -148,7 +165,9 @@ def people(rng: random.Random, size: int) -> Facts:
             value, text = values[relation][index], question.format(name=name)
             about.append((relation, f"{name} {value}"))
             asked.append(_plain(text, [value], "qa", f"{name} {value}."))
-            asked += [_choice(rng, text, name, value, values[relation], options) for options in (4, 5)]
+            asked += [
+                _choice(rng, text, name, value, values[relation], options) for options in (4, 5)
+            ]
         target = ", ".join(fact for _, fact in about) + "."
         asked.append(Question(f"Tell me about {name}.", (), target, "freeform", "f1", 64))
         rng.shuffle(about)
@@ -156,22 +175,30 @@ def people(rng: random.Random, size: int) -> Facts:
     return Facts(tuple(sentences), tuple(asked))
 
 
-def _choice(rng: random.Random, text: str, name: str, value: str, pool: list[str], options: int) -> Question:
+def _choice(
+    rng: random.Random, text: str, name: str, value: str, pool: list[str], options: int
+) -> Question:
     others = rng.sample([other for other in pool if other != value], options - 1)
     shown = rng.sample([value, *others], options)
     letter = "ABCDE"[shown.index(value)]
     listed = ", ".join(f"{option} {'ABCDE'[i]}" for i, option in enumerate(shown))
-    return Question(f"{text} {listed}.", (letter,), f"{name} {value} {letter}.", f"choice{options}", "letter")
+    return Question(
+        f"{text} {listed}.", (letter,), f"{name} {value} {letter}.", f"choice{options}", "letter"
+    )
 
 
 def links(rng: random.Random, size: int) -> Facts:
-    """Draws `size` chains: a number is linked to a name, that name to another, and so on (variable tracking)."""
+    """Draws `size` chains: a number is linked to a name, that name to another, and so on (variable
+    tracking).
+    """
     names = rng.sample(LINKS, 4 * size)
     numbers = rng.sample(NUMBERS, size)
     chains, asked = [], []
     for index, number in enumerate(numbers):
         chain = names[4 * index : 4 * index + rng.choice((3, 4))]
-        chains.append([f"Register of links: {one} {other}." for one, other in pairwise([number, *chain])])
+        chains.append(
+            [f"Register of links: {one} {other}." for one, other in pairwise([number, *chain])]
+        )
         target = " ".join(map(str, [number, *chain])) + "."
         asked.append(_plain(f"Which names is {number} linked to?", chain, "vt", target))
     sentences = []
@@ -181,25 +208,35 @@ def links(rng: random.Random, size: int) -> Facts:
 
 
 def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Question]:
-    """Returns a list of `length` words, three of which are frequent, and the question about those three."""
+    """Returns a list of `length` words, three of which are frequent, and the question about those
+    three.
+    """
     pool, name, shares = {
         "cwe": (ITEMS, "most common words in the word", (0.14, 0.11, 0.08)),
         "fwe": (CODED, "most frequent words in the coded", (0.30, 0.20, 0.13)),
     }[family]
     words = rng.sample(pool, 24)
-    drawn = [word for word, share in zip(words, shares, strict=False) for _ in range(max(round(share * length), 3))]
+    drawn = [
+        word
+        for word, share in zip(words, shares, strict=False)
+        for _ in range(max(round(share * length), 3))
+    ]
     drawn += (words[3:] * (length // 21 + 1))[: max(length - len(drawn), 0)]
     rng.shuffle(drawn)
     title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
     question = f"What are the three {name} list?"
-    return title + " ".join(drawn) + ".", _plain(question, words[:3], family, ", ".join(words[:3]) + ".")
+    return title + " ".join(drawn) + ".", _plain(
+        question, words[:3], family, ", ".join(words[:3]) + "."
+    )
 
 
 Measure = Callable[[str], int]
 
 
 def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0) -> list[str]:
-    """Returns sentences of stories up to `tokens` by `measure`; random words replace a share `noise` of them."""
+    """Returns sentences of stories up to `tokens` by `measure`; random words replace a share
+    `noise` of them.
+    """
     lines: list[str] = []
     used = 0
     while True:
@@ -216,7 +253,9 @@ def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
     """Inserts the facts at random places between the lines, each list of facts in its order."""
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
-        for fact, place in zip(ordered, sorted(rng.randrange(len(placed)) for _ in ordered), strict=True):
+        for fact, place in zip(
+            ordered, sorted(rng.randrange(len(placed)) for _ in ordered), strict=True
+        ):
             placed[place].append(fact)
     text = list(placed[0])
     for line, after in zip(lines, placed[1:], strict=True):
@@ -224,16 +263,26 @@ def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
     return " ".join(text)
 
 
-def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise: float = 0.0) -> Document:
-    """Returns a document of at most `tokens` by `measure`, which counts one sentence at a time, and its questions."""
+def document(
+    rng: random.Random, kind: str, tokens: int, measure: Measure, noise: float = 0.0
+) -> Document:
+    """Returns a document of at most `tokens` by `measure`, which counts one sentence at a time, and
+    its questions.
+    """
     if kind == "words":
         return _lists(rng, tokens, measure, noise)
     large = tokens >= 200
     parts = []
     if kind in ("needles", "mixed"):
-        parts.append(needles(rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))))
+        parts.append(
+            needles(
+                rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))
+            )
+        )
     if kind in ("people", "mixed"):
-        parts.append(people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))))
+        parts.append(
+            people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1)))
+        )
     if kind in ("links", "mixed"):
         parts.append(links(rng, 2 if large else 1))
     if kind == "links":
@@ -241,7 +290,9 @@ def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise
     facts = [list(part.sentences) for part in parts]
     used = sum(measure(sentence) for part in facts for sentence in part)
     text = strew(rng, facts, filler(rng, max(tokens - used - 4, 0), measure, noise))
-    return Document(text + "\n", kind, tuple(question for part in parts for question in part.questions))
+    return Document(
+        text + "\n", kind, tuple(question for part in parts for question in part.questions)
+    )
 
 
 def _lists(rng: random.Random, tokens: int, measure: Measure, noise: float) -> Document:

@@ -1,4 +1,6 @@
-"""Checkpoints of a run: written under another name first, so that a kill at any moment leaves a whole one."""
+"""Checkpoints of a run: written under another name first, so that a kill at any moment leaves a
+whole one.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ class Run:
 
 
 def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
-    """Refuses places that no run can use, and a folder of other files or of another run; makes and changes nothing."""
+    """Refuses places that no run can use, and a folder of other files or of another run; makes and
+    changes nothing.
+    """
     for place in (folder, store):
         if place is not None:
             check_place(place)
@@ -50,11 +54,15 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
         check_target(folder / FILE)
     if os.path.lexists(folder / FILE):
         if not resume:
-            raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
+            raise RestoreKVError(
+                f"{folder} already holds a run; continue it with --resume or choose another folder."
+            )
         return
     names = {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
     if names and (LOG not in names or log_lines(folder / LOG) is None):
-        raise RestoreKVError(f"{folder} holds other files and no run; choose an empty or a new folder.")
+        raise RestoreKVError(
+            f"{folder} holds other files and no run; choose an empty or a new folder."
+        )
 
 
 def check_place(folder: Path) -> None:
@@ -74,10 +82,18 @@ def begin(folder: Path) -> None:
 
 
 def origin(
-    model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig, processes: int
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    examples: list[Example],
+    config: TrainConfig,
+    processes: int,
 ) -> dict[str, object]:
     """Returns what a run depends on besides its settings; a gate is identified by its weights."""
-    own = {"data": examples_hash(examples), "scores": scores_identity(config, model), "processes": processes}
+    own = {
+        "data": examples_hash(examples),
+        "scores": scores_identity(config, model),
+        "processes": processes,
+    }
     return {**facts(model, tokenizer), **own}
 
 
@@ -88,7 +104,9 @@ def scores_identity(config: TrainConfig, model: PreTrainedModel) -> str:
 
 def save(folder: Path, run: Run, step: int) -> None:
     """Writes the adapter, the optimizer and the number of steps done."""
-    tensors = {f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()}
+    tensors = {
+        f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()
+    }
     for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
@@ -97,10 +115,17 @@ def save(folder: Path, run: Run, step: int) -> None:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Lets signals that Python handles, such as Ctrl-C, wait for the end of the block, which they would cut in two."""
+    """Lets signals that Python handles, such as Ctrl-C, wait for the end of the block, which they
+    would cut in two.
+    """
     held: list[tuple[int, FrameType | None]] = []
-    numbers = signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()  # others get none
-    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    # Others get none.
+    numbers = (
+        signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()
+    )
+    handlers = {
+        number: handler for number in numbers if callable(handler := signal.getsignal(number))
+    }
     try:
         for number in handlers:
             signal.signal(number, lambda *what: held.append(what))
@@ -113,7 +138,9 @@ def signals_held() -> Iterator[None]:
 
 
 def restart(folder: Path, run: Run) -> int:
-    """Loads the checkpoint and returns the step to continue with; 0 where there is none. Changes no file."""
+    """Loads the checkpoint and returns the step to continue with; 0 where there is none. Changes no
+    file.
+    """
     path = folder / FILE
     if not os.path.lexists(path):  # a circle of links is no missing file
         return 0
@@ -127,7 +154,11 @@ def restart(folder: Path, run: Run) -> int:
         raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
     before, now = asdict(saved) | source, asdict(run.config) | run.origin
-    changes = [f"{name} is {now[name]}, was {shown(before.get(name))}" for name in now if now[name] != before.get(name)]
+    changes = [
+        f"{name} is {now[name]}, was {shown(before.get(name))}"
+        for name in now
+        if now[name] != before.get(name)
+    ]
     if changes:
         raise RestoreKVError(
             f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or choose another folder."
@@ -144,8 +175,13 @@ def restart(folder: Path, run: Run) -> int:
 
 
 def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
-    """Returns whether the tensors are the adapter's and AdamW's moments of those parameters that had a gradient."""
-    sizes = {f"adapter.{name}": (value.dtype, value.shape) for name, value in run.adapter.trainable_state().items()}
+    """Returns whether the tensors are the adapter's and AdamW's moments of those parameters that
+    had a gradient.
+    """
+    sizes = {
+        f"adapter.{name}": (value.dtype, value.shape)
+        for name, value in run.adapter.trainable_state().items()
+    }
     kind = torch.float32
     for index, parameter in enumerate(run.optimizer.param_groups[0]["params"]):
         name, size = f"optimizer.{index}.", (kind, tuple(parameter.shape))
@@ -155,25 +191,35 @@ def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
         1 <= step <= run.config.steps
         and seal.has_sizes(tensors, sizes)
         and all(1 <= value <= step for name, value in tensors.items() if name.endswith(".step"))
-        and all((value >= 0).all() for name, value in tensors.items() if name.endswith(".exp_avg_sq"))
+        and all(
+            (value >= 0).all() for name, value in tensors.items() if name.endswith(".exp_avg_sq")
+        )
     )
 
 
 def trim(folder: Path, step: int) -> None:
-    """Drops the log's lines of steps that the checkpoint does not hold; warns of those that the log lacks."""
+    """Drops the log's lines of steps that the checkpoint does not hold; warns of those that the log
+    lacks.
+    """
     path = folder / LOG
     lines = log_lines(path)
     if lines is None:
-        raise RestoreKVError(f"{path} is not the log of a run; move it away, then continue with --resume.")
+        raise RestoreKVError(
+            f"{path} is not the log of a run; move it away, then continue with --resume."
+        )
     rows = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) < step]
     if len(rows) < step:
-        warn(f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines.")
+        warn(
+            f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines."
+        )
     with replacing(path, follow=False) as temporary:
         temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
 
 
 def log_lines(path: Path) -> list[str] | None:
-    """Returns the lines of a run's log, none where there is no file yet, or None for a file of something else."""
+    """Returns the lines of a run's log, none where there is no file yet, or None for a file of
+    something else.
+    """
     if not os.path.lexists(path):
         return []
     text = read_bytes(path, f"The log {path}").decode(errors="replace")
@@ -182,4 +228,8 @@ def log_lines(path: Path) -> list[str] | None:
 
 def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """Returns the tensors whose names begin with `prefix`, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

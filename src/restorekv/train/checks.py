@@ -14,13 +14,16 @@ from restorekv.train.examples import StepSample
 from restorekv.train.loss import answer_pass, divergence, from_hidden
 from restorekv.train.teacher_cache import TeacherCache
 
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of losses, absolute and relative; else ROUNDED
+# Of losses, absolute and relative; else ROUNDED.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 ROUNDED = 0.05
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Mean loss over one context's answer tokens (Eq. 8) at `ratio`: with the full, evicted and restored cache."""
+    """Mean loss over one context's answer tokens (Eq. 8) at `ratio`: with the full, evicted and
+    restored cache.
+    """
 
     ratio: float
     full: float
@@ -38,8 +41,9 @@ class Checks:
 def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -> Checks:
     """Compares what must be equal on a sample's questions; raises RestoreKVError where it is not.
 
-    The teacher's stored states are those of the plain model on its dense cache; the evicted student is the one that
-    the definition of ragged attention gives; with no restore tokens the adapter changes nothing.
+    The teacher's stored states are those of the plain model on its dense cache; the evicted student
+    is the one that the definition of ragged attention gives; with no restore tokens the adapter
+    changes nothing.
     """
     model, ratio = teachers.model, teachers.config.ratio_max
     prepared, targets = teachers.get(sample.index, sample.evictor)
@@ -48,12 +52,16 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
 
     def loss(cache: RaggedCache) -> float:
         student = answer_pass(model, cache, [x.ids for x in targets], [x.answer for x in targets])
-        return float(from_hidden(model, torch.cat([x.hidden for x in targets]), student.hidden).mean())
+        return float(
+            from_hidden(model, torch.cat([x.hidden for x in targets]), student.hidden).mean()
+        )
 
     plain = []  # the model on the dense cache, one question at a time, with its own logits
     for target in targets:
         ids, dense = target.ids[None].to(model.device), read_only_view(prepared.full)
-        output = model(input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1)
+        output = model(
+            input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1
+        )
         plain.append(divergence(logits(model, target.hidden), output.logits[0, :-1]))
     full = float(torch.cat(plain).mean())
     if not full < tolerance:
@@ -65,7 +73,12 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
     base, none = loss(prepared.evict(ratio)), loss(restored.evict(ratio, 0))
     with attention.using("naive"):
         defined = loss(prepared.evict(ratio))
-    for what, other in (("with no restore tokens", none), ("by the definition of ragged attention", defined)):
+    for what, other in (
+        ("with no restore tokens", none),
+        ("by the definition of ragged attention", defined),
+    ):
         if not abs(other - base) <= tolerance * (1 + base):
-            raise RestoreKVError(f"The evicted cache's loss is {base:.4f}, but {other:.4f} {what}; report this.")
+            raise RestoreKVError(
+                f"The evicted cache's loss is {base:.4f}, but {other:.4f} {what}; report this."
+            )
     return Checks(ratio, full, base, loss(restored.evict(ratio)))

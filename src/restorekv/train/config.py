@@ -28,8 +28,16 @@ AT_LEAST_ONE = (
     "checkpoint_every",
 )
 AT_LEAST_ZERO = (
-    "alpha", "lr", "weight_decay", "warmup", "clip", "keep", "hidden_weight", "attention_weight", "ratio_weight",
-)  # fmt: skip
+    "alpha",
+    "lr",
+    "weight_decay",
+    "warmup",
+    "clip",
+    "keep",
+    "hidden_weight",
+    "attention_weight",
+    "ratio_weight",
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,15 @@ class TrainConfig:
         "Evictor to restore, with its settings: kvzip, snapkv:window=64. Of several, separated by commas, each step "
         "draws one.",
     )
-    prefix_policy: PrefixPolicy = setting("free", "free: the chat prefix is kept and not counted; counted.")
-    allocation: str = setting("global", "Which pairs compete: global, per-layer, per-head or adakv.")
-    restore_from: RestoreFrom = setting("full", "full, or evicted: a control whose restore pass reads what is kept.")
+    prefix_policy: PrefixPolicy = setting(
+        "free", "free: the chat prefix is kept and not counted; counted."
+    )
+    allocation: str = setting(
+        "global", "Which pairs compete: global, per-layer, per-head or adakv."
+    )
+    restore_from: RestoreFrom = setting(
+        "full", "full, or evicted: a control whose restore pass reads what is kept."
+    )
     restore_tokens: int = setting(8, "Number n of restore tokens.")
     rank: int = setting(8, "Rank of the LoRA.")
     alpha: float = setting(16.0, "The LoRA's scale is alpha / rank.")
@@ -60,22 +74,36 @@ class TrainConfig:
     contexts: int = setting(1, "Contexts per process and step; their gradients are averaged.")
     questions: int = setting(4, "Maximum number of questions per context and step.")
     draws: int = setting(
-        1, "Ratios, each with its own questions, that every context of a step is evicted to; reading it costs once."
+        1,
+        "Ratios, each with its own questions, that every context of a step is evicted to; reading it costs once.",
     )
     ratio_min: float = setting(0.025, "Lowest compression ratio drawn.")
     ratio_max: float = setting(0.25, "Highest compression ratio drawn.")
-    ratio_law: RatioLaw = setting("uniform", "uniform, or log-uniform, which draws low ratios more often.")
-    ratio_weight: float = setting(
-        0.0, "Power of r / ratio_max that a step's loss is multiplied by: above 0, high ratios weigh more."
+    ratio_law: RatioLaw = setting(
+        "uniform", "uniform, or log-uniform, which draws low ratios more often."
     )
-    nested: bool = setting(False, "Draw the number of restore tokens used, so that the first few work alone.")
+    ratio_weight: float = setting(
+        0.0,
+        "Power of r / ratio_max that a step's loss is multiplied by: above 0, high ratios weigh more.",
+    )
+    nested: bool = setting(
+        False, "Draw the number of restore tokens used, so that the first few work alone."
+    )
     kl: Direction = setting("symmetric", "symmetric; forward: KL(teacher, student); reverse.")
-    reduction: Reduction = setting("mean", "mean over the answer tokens, or sum, in which long answers weigh more.")
-    hidden_weight: float = setting(0.0, "Weight of matching the teacher's hidden states at the answer.")
-    attention_weight: float = setting(0.0, "Weight of matching the teacher's attention outputs at the answer.")
+    reduction: Reduction = setting(
+        "mean", "mean over the answer tokens, or sum, in which long answers weigh more."
+    )
+    hidden_weight: float = setting(
+        0.0, "Weight of matching the teacher's hidden states at the answer."
+    )
+    attention_weight: float = setting(
+        0.0, "Weight of matching the teacher's attention outputs at the answer."
+    )
     max_new_tokens: int = setting(512, "Maximum tokens of a teacher's answer.")
     seed: int = setting(0, "Seed of embeddings, LoRA, order and ratios.")
-    keep: int = setting(0, "Number of contexts whose prefill, scores and teacher targets stay in memory.")
+    keep: int = setting(
+        0, "Number of contexts whose prefill, scores and teacher targets stay in memory."
+    )
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
@@ -98,8 +126,15 @@ class TrainConfig:
         hints, values = get_type_hints(cls), parse_json(text, "The settings")
         wrong = [key for key in values if key not in hints or not has_type(values[key], hints[key])]
         if wrong:
-            raise RestoreKVError(f"The setting {shown(wrong[0])} is unknown or has another type; train again.")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+            raise RestoreKVError(
+                f"The setting {shown(wrong[0])} is unknown or has another type; train again."
+            )
+        return cls(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in values.items()
+            }
+        )
 
     def text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -110,10 +145,14 @@ class TrainConfig:
         return {name: weight for name, weight in weights.items() if weight}
 
     def evictions(self) -> list[Eviction]:
-        """Returns what the adapter is trained to restore; contexts too short for n restore tokens get fewer."""
+        """Returns what the adapter is trained to restore; contexts too short for n restore tokens
+        get fewer.
+        """
         conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
         return [
-            Eviction.make(spec, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions)
+            Eviction.make(
+                spec, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions
+            )
             for spec in split_specs(self.evictor) or [self.evictor]
         ]
 

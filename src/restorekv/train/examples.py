@@ -1,4 +1,6 @@
-"""What a run trains on: contexts with their questions, from JSON lines, a mixture or the tiny world, step by step."""
+"""What a run trains on: contexts with their questions, from JSON lines, a mixture or the tiny
+world, step by step.
+"""
 
 import hashlib
 import json
@@ -30,8 +32,8 @@ KEYS = ("context", "questions", "answers", "source", "license", "meta")  # meta:
 class Example:
     """A context, its questions, and what is known of their answers.
 
-    A draft is a guess at the teacher's greedy answer; the teacher confirms it or writes its own, so drafts save time
-    and never change the training data.
+    A draft is a guess at the teacher's greedy answer; the teacher confirms it or writes its own, so
+    drafts save time and never change the training data.
     """
 
     context: str
@@ -44,7 +46,9 @@ class Example:
 
 
 def sources(examples: Sequence[Example]) -> list[dict[str, object]]:
-    """Returns contexts and questions by source and license, None where unknown, for an adapter's record."""
+    """Returns contexts and questions by source and license, None where unknown, for an adapter's
+    record.
+    """
     groups: dict[tuple, list[Example]] = {}
     for example in examples:
         groups.setdefault((example.source, example.license), []).append(example)
@@ -66,28 +70,49 @@ def examples_hash(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def tiny_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
-    """Returns `count` documents of the tiny world, of the split that only the restore pass is trained on."""
+def tiny_examples(
+    tokenizer: Tokenizer, count: int, seed: int, low: int, high: int
+) -> list[Example]:
+    """Returns `count` documents of the tiny world, of the split that only the restore pass is
+    trained on.
+    """
     return [
         Example(
-            document.text, tuple(q.text for q in document.questions), tuple(" " + q.target for q in document.questions),
-            source="tiny world", license="apache-2.0", where=f"document {number} of the tiny world",
+            document.text,
+            tuple(q.text for q in document.questions),
+            tuple(" " + q.target for q in document.questions),
+            source="tiny world",
+            license="apache-2.0",
+            where=f"document {number} of the tiny world",
         )
-        for number, document in enumerate(documents(tokenizer, count, f"restore {seed}", seed, low, high))
-    ]  # fmt: skip
+        for number, document in enumerate(
+            documents(tokenizer, count, f"restore {seed}", seed, low, high)
+        )
+    ]
 
 
 def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
-    """Reads JSON lines, or the folder of a mixture that this very model has answered (`restorekv data build`)."""
+    """Reads JSON lines, or the folder of a mixture that this very model has answered (`restorekv
+    data build`).
+    """
     if path.is_dir():
         return from_mixture(path, model, tokenizer)
     between = default_between(tokenizer)  # as `ask` puts it between document and question
-    return [replace(each, questions=tuple(between + text for text in each.questions)) for each in from_lines(path)]
+    return [
+        replace(each, questions=tuple(between + text for text in each.questions))
+        for each in from_lines(path)
+    ]
 
 
 def read_contexts(paths: Sequence[Path]) -> list[str]:
-    """Reads the distinct contexts of JSON lines and mixtures, whichever model answered them; warns of repeated ones."""
-    texts = [each.context for path in paths for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))]
+    """Reads the distinct contexts of JSON lines and mixtures, whichever model answered them; warns
+    of repeated ones.
+    """
+    texts = [
+        each.context
+        for path in paths
+        for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))
+    ]
     distinct = list(dict.fromkeys(texts))
     if repeated := len(texts) - len(distinct):
         warn(f"{repeated} of {len(texts)} contexts repeat an earlier one; each counts once.")
@@ -102,19 +127,32 @@ def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> 
         for name, row in accounts.items()
     }
     return [
-        Example(each.context, each.questions, each.answers, each.answer_ids, names[each.source], each.license,
-                f"{folder}, {each.source}, document {each.document}")
+        Example(
+            each.context,
+            each.questions,
+            each.answers,
+            each.answer_ids,
+            names[each.source],
+            each.license,
+            f"{folder}, {each.source}, document {each.document}",
+        )
         for each in contexts
-    ]  # fmt: skip
+    ]
 
 
 def from_lines(path: Path) -> list[Example]:
-    """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if known."""
+    """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if
+    known.
+    """
     if not path.is_file():
-        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'tiny'.")
+        raise RestoreKVError(
+            f"There is no training file {path}; give a JSON-lines file, a mixture or 'tiny'."
+        )
     examples = [parsed(row, f"{path}, {place}") for place, row in values(path)]
     if not examples:
-        raise RestoreKVError(f"The training file {path} has no examples; write one JSON object per line.")
+        raise RestoreKVError(
+            f"The training file {path} has no examples; write one JSON object per line."
+        )
     return examples
 
 
@@ -128,7 +166,9 @@ def parsed(row: Any, where: str) -> Example:
             "of your own."
         )
     drafts = tuple(row.get("answers") or [None] * len(row["questions"]))
-    return Example(row["context"], tuple(row["questions"]), drafts, None, row.get("source"), license, where)
+    return Example(
+        row["context"], tuple(row["questions"]), drafts, None, row.get("source"), license, where
+    )
 
 
 def fault(row: object) -> str | None:
@@ -144,7 +184,11 @@ def fault(row: object) -> str | None:
     if missing := [name for name in lists if not isinstance(row.get(name), list) or not row[name]]:
         return f'has no list in "{missing[0]}"'
     texts = {f'"{name}"': row[name] for name in KEYS[3:5] if row.get(name) is not None}
-    texts |= {f'"{name}", number {number}': text for name in lists for number, text in enumerate(row[name], 1)}
+    texts |= {
+        f'"{name}", number {number}': text
+        for name in lists
+        for number, text in enumerate(row[name], 1)
+    }
     if empty := [place for place, text in texts.items() if not has_text(text)]:
         return f"has no text in {empty[0]}"
     if len(lists) == 2 and len(row["answers"]) != len(row["questions"]):
@@ -158,7 +202,8 @@ def has_text(value: object) -> bool:
 
 @dataclass(frozen=True)
 class StepSample:
-    """One context of one step: its index, the indices of its questions, the ratio, and how many restore tokens.
+    """One context of one step: its index, the indices of its questions, the ratio, and how many
+    restore tokens.
 
     `evictor` is the index of the evictor among those of the run.
     """
@@ -170,8 +215,11 @@ class StepSample:
     evictor: int = 0
 
 
-def sample_step(config: TrainConfig, step: int, examples: list[Example], processes: int = 1) -> list[StepSample]:
-    """Returns the samples of `step` for all processes, which seed and step alone decide; every epoch shuffles anew.
+def sample_step(
+    config: TrainConfig, step: int, examples: list[Example], processes: int = 1
+) -> list[StepSample]:
+    """Returns the samples of `step` for all processes, which seed and step alone decide; every
+    epoch shuffles anew.
 
     The `config.draws` samples of a context follow each other and share its evictor.
     """
@@ -188,14 +236,18 @@ def sample_step(config: TrainConfig, step: int, examples: list[Example], process
         for _ in range(config.draws):
             questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
             ratio = f"{sample_ratio(config, rng):.6f}"
-            tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
+            tokens = (
+                rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
+            )
             drawn.append((questions, ratio, tokens))
         evictor = rng.randrange(evictors) if evictors > 1 else 0
         samples += [StepSample(order[place], *each, evictor) for each in drawn]
     return samples
 
 
-def own_samples(samples: Sequence[StepSample], draws: int, rank: int, processes: int) -> list[StepSample]:
+def own_samples(
+    samples: Sequence[StepSample], draws: int, rank: int, processes: int
+) -> list[StepSample]:
     """Returns one process' share of a step: whole contexts, with all their draws."""
     contexts = [samples[first : first + draws] for first in range(0, len(samples), draws)]
     return [sample for context in contexts[rank::processes] for sample in context]
@@ -208,19 +260,29 @@ def sample_ratio(config: TrainConfig, rng: random.Random) -> float:
     return math.exp(rng.uniform(math.log(config.ratio_min), math.log(config.ratio_max)))
 
 
-def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig) -> None:
-    """Refuses contexts too long for the model or too short for one restore token; names the line they are from.
+def check_lengths(
+    model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig
+) -> None:
+    """Refuses contexts too long for the model or too short for one restore token; names the line
+    they are from.
 
-    Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread over processes needs
-    a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
+    Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread
+    over processes needs a restore token at every ratio: without one there is no backward pass, and
+    the others would wait for its shards.
     """
     limit, few, conventions = usable_positions(model), 0, config.evictions()[0].conventions
     ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
         asked = max(encode(tokenizer, question).shape[-1] for question in example.questions)
-        answer = max(map(len, example.answer_ids), default=0) if example.answer_ids else config.max_new_tokens
-        needed = context.positions + config.restore_tokens + asked + context.suffix.shape[-1] + answer
+        answer = (
+            max(map(len, example.answer_ids), default=0)
+            if example.answer_ids
+            else config.max_new_tokens
+        )
+        needed = (
+            context.positions + config.restore_tokens + asked + context.suffix.shape[-1] + answer
+        )
         if needed > limit:
             raise RestoreKVError(
                 f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
@@ -231,7 +293,9 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
                 f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
                 "them; leave it out."
             )
-        fitting = conventions.budget(config.ratio_min, context, 1, 1, config.restore_tokens).restore_tokens
+        fitting = conventions.budget(
+            config.ratio_min, context, 1, 1, config.restore_tokens
+        ).restore_tokens
         few += fitting < config.restore_tokens
     if few:
         warn(

@@ -1,8 +1,10 @@
-"""What a gate learns from: attention inputs and an evictor's scores, for some tokens of every context.
+"""What a gate learns from: attention inputs and an evictor's scores, for some tokens of every
+context.
 
-The scores are those of the evictor as it is run (restorekv's kvzip or kvzip+, passes of 2,048 tokens). Fast KVzip's
-authors used passes of 2,000 in bfloat16; KVzap's trained on one pass over the whole text, with the softmax over all
-tokens and the rows of the repeated text alone. Each context has its own file, so an interruption loses at most one.
+The scores are those of the evictor as it is run (restorekv's kvzip or kvzip+, passes of 2,048
+tokens). Fast KVzip's authors used passes of 2,000 in bfloat16; KVzap's trained on one pass over the
+whole text, with the softmax over all tokens and the rows of the repeated text alone. Each context
+has its own file, so an interruption loses at most one.
 """
 
 import hashlib
@@ -34,7 +36,9 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 
 @dataclass(frozen=True)
 class Features:
-    """N tokens: hidden (N, L, d) in the model's dtype, target (N, L, H) float32, document (N,) the context's number."""
+    """N tokens: hidden (N, L, d) in the model's dtype, target (N, L, H) float32, document (N,) the
+    context's number.
+    """
 
     hidden: Tensor
     target: Tensor
@@ -70,16 +74,23 @@ def collect(
     resume: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> Features:
-    """Returns the features of at most `tokens` random tokens per text; `resume` reuses those in `folder`."""
+    """Returns the features of at most `tokens` random tokens per text; `resume` reuses those in
+    `folder`.
+    """
     if folder.is_dir() and any(folder.glob("*.safetensors")) and not resume:
-        raise RestoreKVError(f"{folder} holds features already; use them with --resume or name another --features.")
+        raise RestoreKVError(
+            f"{folder} holds features already; use them with --resume or name another --features."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     support.install(model)
     shape = CacheShape.of(model)
     facts = [model_fingerprint(model), str(model.dtype), target, tokens, seed]
     parts = []
     for index, text in enumerate(texts):
-        context, path = fit(model, make_context(tokenizer, text))[0], folder / f"{index:05d}.safetensors"
+        context, path = (
+            fit(model, make_context(tokenizer, text))[0],
+            folder / f"{index:05d}.safetensors",
+        )
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
             columns = sample_columns(context, tokens, f"{seed} {index}")
@@ -92,14 +103,21 @@ def collect(
         }
         parts.append(read(path, origin, sizes))
         progress(index + 1, len(texts), f"{target} scores")
-    hidden, scores = torch.cat([part["hidden"] for part in parts]), torch.cat([part["target"] for part in parts])
-    document = torch.cat([torch.full((len(part["target"]),), index) for index, part in enumerate(parts)])
+    hidden, scores = (
+        torch.cat([part["hidden"] for part in parts]),
+        torch.cat([part["target"] for part in parts]),
+    )
+    document = torch.cat(
+        [torch.full((len(part["target"]),), index) for index, part in enumerate(parts)]
+    )
     return Features(hidden, scores, document)
 
 
 def sample_columns(context: Context, tokens: int, seed: str) -> Tensor:
     """Draws columns of the text and returns them in ascending order."""
-    generator = torch.Generator().manual_seed(int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16))
+    generator = torch.Generator().manual_seed(
+        int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
+    )
     return torch.randperm(context.tokens, generator=generator)[:tokens].sort().values
 
 
@@ -109,7 +127,9 @@ def observe(
 ) -> dict[str, Tensor]:
     """Returns attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
     shape, columns = CacheShape.of(model), columns.to(model.device)
-    hidden = torch.empty(shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device)
+    hidden = torch.empty(
+        shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device
+    )
 
     def on_layer(view: LayerView) -> None:
         end = view.key.shape[1]
@@ -129,7 +149,9 @@ def read(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
     what = f"The file of features {path}"
     metadata, tensors = seal.read(path, KIND, what, finite=True)
     if metadata.get("origin") != origin:
-        raise RestoreKVError(f"{path} is from other data, settings or another model; name another --features.")
+        raise RestoreKVError(
+            f"{path} is from other data, settings or another model; name another --features."
+        )
     if not seal.has_sizes(tensors, sizes):
         raise RestoreKVError(f"{what} holds other tensors than such a file; {FIX}.")
     return tensors

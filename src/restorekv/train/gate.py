@@ -1,11 +1,13 @@
-"""Training a gate: Fast KVzip's (arXiv:2601.17668) on KVzip's scores, KVzap's (arXiv:2601.07891) on log KVzip+.
+"""Training a gate: Fast KVzip's (arXiv:2601.17668) on KVzip's scores, KVzap's (arXiv:2601.07891) on
+log KVzip+.
 
 fastkvzip     soft-target binary cross-entropy, mean over tokens, summed over heads and layers; SGD, momentum 0.9
 kvzap-linear  ridge regression with an intercept, in closed form
 kvzap-mlp     mean squared error; AdamW, cosine per epoch, gradient norm clipped to 1
 
-All layers are trained at once, as parameters with a leading layer axis; the model is not changed. The bias b of a Fast
-KVzip gate counts once, in training as in inference: both are the one function `FastKVzip.predict`.
+All layers are trained at once, as parameters with a leading layer axis; the model is not changed.
+The bias b of a Fast KVzip gate counts once, in training as in inference: both are the one function
+`FastKVzip.predict`.
 """
 
 import math
@@ -54,13 +56,19 @@ class GateConfig:
     rank: int = setting(16, "Dimensions of fastkvzip's queries and keys.")
     sinks: int = setting(16, "Sink keys of fastkvzip.")
     epochs: int = setting(15, "Epochs of kvzap-mlp.")
-    width: int | None = setting(None, "Hidden units of kvzap-mlp: d / 8 and at least 64 by default.")
+    width: int | None = setting(
+        None, "Hidden units of kvzap-mlp: d / 8 and at least 64 by default."
+    )
     alpha: float = setting(1.0, "Penalty of kvzap-linear.")
-    floor: float = setting(1e-8, "Lowest score whose logarithm kvzap learns; lower scores count as this.")
+    floor: float = setting(
+        1e-8, "Lowest score whose logarithm kvzap learns; lower scores count as this."
+    )
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise GateError(f"There is no gate of the kind {self.kind!r}; use one of {', '.join(KINDS)}.")
+            raise GateError(
+                f"There is no gate of the kind {self.kind!r}; use one of {', '.join(KINDS)}."
+            )
         require_at_least(1, self, ("tokens", "batch", "steps", "rank", "sinks", "epochs", "width"))
         for name in ("lr", "alpha", "floor"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
@@ -79,7 +87,9 @@ class GateConfig:
 
     def used(self) -> dict[str, object]:
         """Returns the settings that decide a gate of this kind, for its card."""
-        return {name: getattr(self, name) for name in ("tokens", "held_out", "seed", *USED[self.kind])}
+        return {
+            name: getattr(self, name) for name in ("tokens", "held_out", "seed", *USED[self.kind])
+        }
 
 
 def train_gate(
@@ -92,32 +102,49 @@ def train_gate(
     resume: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> Gate:
-    """Collects features in a folder, trains, measures on held-out contexts, writes the gate to `out` and returns it."""
+    """Collects features in a folder, trains, measures on held-out contexts, writes the gate to
+    `out` and returns it.
+    """
     if len(texts) < 2:
-        raise RestoreKVError("A gate needs at least two contexts, one of them to check it on; give more.")
+        raise RestoreKVError(
+            "A gate needs at least two contexts, one of them to check it on; give more."
+        )
     target, shape = TARGETS[config.kind], CacheShape.of(model)
     config = config.resolved(shape)
-    data = collect(model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress)
+    data = collect(
+        model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress
+    )
     train, held = data.held_out(config.held_out)
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
     figures = measured(held, stacked, predict, config, model.device)
-    card = GateCard.of(model, config.kind, target, settings={**config.used(), "contexts": len(texts)}, figures=figures)
+    card = GateCard.of(
+        model,
+        config.kind,
+        target,
+        settings={**config.used(), "contexts": len(texts)},
+        figures=figures,
+    )
     gate = Gate(unstacked(stacked), card)
     gate_file.write(out, gate)
     return gate
 
 
-def linear(generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int) -> dict[str, Tensor]:
+def linear(
+    generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int
+) -> dict[str, Tensor]:
     """Draws PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
     shapes = {"weight": (layers, outputs, inputs), "bias": (layers, outputs)}
-    uniform = {part: 2 * torch.rand(*shape, generator=generator) - 1 for part, shape in shapes.items()}
+    uniform = {
+        part: 2 * torch.rand(*shape, generator=generator) - 1 for part, shape in shapes.items()
+    }
     return {f"{name}.{part}": values / math.sqrt(inputs) for part, values in uniform.items()}
 
 
 def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
-    """Returns the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal gradients, so they stay
-    equal: one sink that counts s times. Random ones learned no more on the tiny model (held-out loss 1.983, 1.984).
+    """Returns the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal
+    gradients, so they stay equal: one sink that counts s times. Random ones learned no more on the
+    tiny model (held-out loss 1.983, 1.984).
     """
     generator = torch.Generator().manual_seed(config.seed)
     layers, heads, groups, rank = shape.layers, shape.heads, shape.groups, config.rank
@@ -133,7 +160,9 @@ def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor
 
 
 def factor(step: int, steps: int) -> float:
-    """Returns the learning rate's factor: step / 100 for 50 steps, then 1; 1/2 from half of the steps, 1/4 from 3/4."""
+    """Returns the learning rate's factor: step / 100 for 50 steps, then 1; 1/2 from half of the
+    steps, 1/4 from 3/4.
+    """
     if step < 50:
         return 0.01 * step
     return 1.0 if step < steps / 2 else 0.5 if step < 3 * steps / 4 else 0.25
@@ -143,7 +172,10 @@ def fit_fastkvzip(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
     """Takes `steps` steps on random tokens, the same ones for all layers."""
-    gate = {name: tensor.to(device).requires_grad_() for name, tensor in initial_fastkvzip(shape, config).items()}
+    gate = {
+        name: tensor.to(device).requires_grad_()
+        for name, tensor in initial_fastkvzip(shape, config).items()
+    }
     optimizer = torch.optim.SGD(gate.values(), lr=0.0, momentum=0.9)
     generator = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
@@ -161,14 +193,18 @@ def fit_fastkvzip(
 def fit_linear(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
-    """Minimizes the squared error plus alpha * |W|^2, the intercept unpenalized: normal equations in float64."""
+    """Minimizes the squared error plus alpha * |W|^2, the intercept unpenalized: normal equations
+    in float64.
+    """
     layers: dict[str, list[Tensor]] = {"weight": [], "bias": []}
     for layer in range(shape.layers):
         hidden = data.hidden[:, layer].to(device, torch.float64)
         target = logarithm(data.target[:, layer].to(device, torch.float64), config.floor)
         center, mean = hidden.mean(0), target.mean(0)
         hidden = hidden - center
-        gram = hidden.T @ hidden + config.alpha * torch.eye(shape.hidden, dtype=torch.float64, device=device)
+        gram = hidden.T @ hidden + config.alpha * torch.eye(
+            shape.hidden, dtype=torch.float64, device=device
+        )
         weight = torch.linalg.solve(gram, hidden.T @ (target - mean)).T  # (H, d)
         layers["weight"].append(weight.float())
         layers["bias"].append((mean - weight @ center).float())
@@ -176,15 +212,23 @@ def fit_linear(
     return {name: torch.stack(parts) for name, parts in layers.items()}
 
 
-def fit_mlp(data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress) -> Stacked:
-    """Goes `epochs` times through all tokens in a new order; the learning rate falls as a cosine, epoch by epoch."""
+def fit_mlp(
+    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
+) -> Stacked:
+    """Goes `epochs` times through all tokens in a new order; the learning rate falls as a cosine,
+    epoch by epoch.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     layers, width = shape.layers, config.width
-    start = linear(generator, "0", layers, width, shape.hidden) | linear(generator, "2", layers, shape.heads, width)
+    start = linear(generator, "0", layers, width, shape.hidden) | linear(
+        generator, "2", layers, shape.heads, width
+    )
     gate = {name: tensor.to(device).requires_grad_() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(gate.values(), weight_decay=0.01)
     for epoch in range(config.epochs):
-        optimizer.param_groups[0]["lr"] = config.lr * 0.5 * (1 + math.cos(math.pi * epoch / config.epochs))
+        optimizer.param_groups[0]["lr"] = (
+            config.lr * 0.5 * (1 + math.cos(math.pi * epoch / config.epochs))
+        )
         losses = []
         for rows in torch.randperm(len(data.target), generator=generator).split(config.batch):
             inputs, target = data.by_layer(rows, device)
@@ -210,14 +254,19 @@ def logarithm(scores: Tensor, floor: float) -> Tensor:
 
 
 def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
-    """Returns the binary cross-entropy with soft targets: (L, H, M) both -> mean over tokens, sum over the rest."""
+    """Returns the binary cross-entropy with soft targets: (L, H, M) both -> mean over tokens, sum
+    over the rest.
+    """
     return F.binary_cross_entropy(scores, target, reduction="none").mean(-1).sum()
 
 
 def unstacked(stacked: Stacked) -> list[dict[str, Tensor]]:
     """Splits parameters (L, ...) into one mapping per layer."""
     layers = len(next(iter(stacked.values())))
-    return [{name: tensor[index].detach().cpu() for name, tensor in stacked.items()} for index in range(layers)]
+    return [
+        {name: tensor[index].detach().cpu() for name, tensor in stacked.items()}
+        for index in range(layers)
+    ]
 
 
 def measured(
@@ -225,8 +274,11 @@ def measured(
 ) -> dict[str, float]:
     """Returns the mean over contexts of the loss, and of how alike gate and evictor rank the pairs."""
     rows: dict[str, list[Tensor]] = {
-        "held_out_loss": [], "spearman": [], "spearman_within_heads": [], "overlap_of_top_tenth": []
-    }  # fmt: skip
+        "held_out_loss": [],
+        "spearman": [],
+        "spearman_within_heads": [],
+        "overlap_of_top_tenth": [],
+    }
     for document in data.document.unique():
         hidden, target = data.by_layer(data.document == document, device)
         with torch.no_grad():
@@ -237,13 +289,17 @@ def measured(
         else:
             rows["held_out_loss"].append(F.mse_loss(scores, logarithm(target, config.floor)))
         rows["spearman"].append(spearman(scores, target))
-        rows["spearman_within_heads"].append(torch.stack([spearman(*pair) for pair in heads]).mean())
+        rows["spearman_within_heads"].append(
+            torch.stack([spearman(*pair) for pair in heads]).mean()
+        )
         rows["overlap_of_top_tenth"].append(overlap(scores, target))
     return {name: float(torch.stack(values).mean()) for name, values in rows.items()}
 
 
 def spearman(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the rank correlation over all entries; equal scores share a rank, a constant tensor gives 0."""
+    """Returns the rank correlation over all entries; equal scores share a rank, a constant tensor
+    gives 0.
+    """
     return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].nan_to_num()
 
 

@@ -1,9 +1,9 @@
 """The training loop (Eqs. 7-9 and "Training Setup Details"), top to bottom.
 
-One step: for each of a few contexts, prefill and score without gradients, run the restore pass with them, draw
-r ~ U(r_min, r_max), evict to the budget, and let the student answer from what is left. Teacher and student see the
-same question and the teacher's own greedy answer; only embeddings and LoRA are trained. The teacher's question starts
-at position T, the student's at T + n.
+One step: for each of a few contexts, prefill and score without gradients, run the restore pass with
+them, draw r ~ U(r_min, r_max), evict to the budget, and let the student answer from what is left.
+Teacher and student see the same question and the teacher's own greedy answer; only embeddings and
+LoRA are trained. The teacher's question starts at position T, the student's at T + n.
 """
 
 import csv
@@ -30,7 +30,14 @@ from restorekv.train import checkpoint
 from restorekv.train.checkpoint import Run
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.examples import Example, StepSample, check_lengths, own_samples, sample_step, sources
+from restorekv.train.examples import (
+    Example,
+    StepSample,
+    check_lengths,
+    own_samples,
+    sample_step,
+    sources,
+)
 from restorekv.train.loss import answer_pass, from_hidden, matching, reduced
 from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
 from restorekv.train.teacher import TeacherTarget
@@ -40,16 +47,21 @@ Progress = Callable[[int, int, float], None]
 
 
 def sample_loss(
-    adapter: RestoreAdapter, prepared: ScoredContext, targets: list[TeacherTarget], sample: StepSample,
+    adapter: RestoreAdapter,
+    prepared: ScoredContext,
+    targets: list[TeacherTarget],
+    sample: StepSample,
     config: TrainConfig,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns the loss of one context over the answer tokens of the sampled questions."""
     chosen = [targets[question] for question in sample.questions]
     student = prepared.with_restore_cache(adapter).evict(sample.ratio, sample.restore_tokens)
     weights, model = config.state_weights(), prepared.model
     rows, answers = [target.ids for target in chosen], [target.answer for target in chosen]
     output = answer_pass(model, student, rows, answers, tuple(weights))
-    losses = from_hidden(model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl)
+    losses = from_hidden(
+        model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl
+    )
     for name, weight in weights.items():
         states = torch.cat([target.states[name] for target in chosen], 1)
         losses = losses + weight * matching(states, output.states[name])
@@ -70,28 +82,40 @@ def train(
     group: ProcessGroup = SINGLE_PROCESS,
     notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
-    """Trains an adapter, writes it to `folder`/adapter and returns it; `notice` gets the figures before the first step.
+    """Trains an adapter, writes it to `folder`/adapter and returns it; `notice` gets the figures
+    before the first step.
 
-    Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`. `resume` continues from the checkpoint
-    with the losses an uninterrupted run would have had. `store` is a folder for what runs share (`TeacherCache`).
-    Raises RestoreKVError when `folder` holds another run.
+    Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`. `resume` continues
+    from the checkpoint with the losses an uninterrupted run would have had. `store` is a folder for
+    what runs share (`TeacherCache`). Raises RestoreKVError when `folder` holds another run.
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
-    optional("torch.utils.tensorboard", "train")  # refuses here, and not after the first hours of work
+    # Refuses here, and not after the first hours of work.
+    optional("torch.utils.tensorboard", "train")
     if model.dtype == torch.float16:
-        raise RestoreKVError("Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32.")
+        raise RestoreKVError(
+            "Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32."
+        )
     checkpoint.check_folders(folder, resume, store)
     model.requires_grad_(False)
     adapter = initial_adapter(model, tokenizer, config)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
-    run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, config, group.size))
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay
+    )
+    run = Run(
+        config,
+        adapter,
+        optimizer,
+        checkpoint.origin(model, tokenizer, examples, config, group.size),
+    )
     group.assert_same(config.text() + json.dumps(run.origin))
     check_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
     start = first_step(folder, run, teachers, resume, group, notice)
-    with nullcontext() if group.rank else alone(folder):  # which makes the folder, after all that may be refused
+    # Which makes the folder, after all that may be refused.
+    with nullcontext() if group.rank else alone(folder):
         if group.rank == 0:
             checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
         take_steps(run, teachers, folder, start, progress, group)
@@ -141,7 +165,9 @@ def first_step(
     group: ProcessGroup,
     notice: Callable[[str], None],
 ) -> int:
-    """Returns the step to begin with, at which the setup is checked; changes no file but the store's."""
+    """Returns the step to begin with, at which the setup is checked; changes no file but the
+    store's.
+    """
     start = checkpoint.restart(folder, run) if resume else 0
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
@@ -153,7 +179,9 @@ def first_step(
 
 
 def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
-    """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the mean loss."""
+    """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the
+    mean loss.
+    """
     config, parameters = run.config, run.optimizer.param_groups[0]["params"]
     samples = sample_step(config, step, teachers.examples, group.size)
     samples = own_samples(samples, config.draws, group.rank, group.size)
@@ -178,7 +206,8 @@ def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGro
 def ratio_weight(config: TrainConfig, ratio: float) -> float:
     """Returns what the loss of a context at `ratio` counts.
 
-    The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide what is learned.
+    The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide
+    what is learned.
     """
     return (ratio / config.ratio_max) ** config.ratio_weight
 
@@ -190,16 +219,29 @@ def update(run: Run, step: int) -> None:
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig) -> RestoreAdapter:
-    """Returns an untrained adapter, or the one that `config.init` names, which must have the settings' shape."""
+def initial_adapter(
+    model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
+) -> RestoreAdapter:
+    """Returns an untrained adapter, or the one that `config.init` names, which must have the
+    settings' shape.
+    """
     if not config.init:
         fixed = int(encode(tokenizer, "\n")[0, -1]) if config.embeddings == "fixed" else None
         return RestoreAdapter.create(
-            model, config.restore_tokens, rank=config.rank, alpha=config.alpha, targets=config.targets,
-            seed=config.seed, fixed=fixed,
-        )  # fmt: skip
+            model,
+            config.restore_tokens,
+            rank=config.rank,
+            alpha=config.alpha,
+            targets=config.targets,
+            seed=config.seed,
+            fixed=fixed,
+        )
     adapter = RestoreAdapter.from_pretrained(model, config.init)
-    shape = {"restore_tokens": adapter.restore_tokens, "rank": adapter.config.r, "alpha": adapter.config.lora_alpha}
+    shape = {
+        "restore_tokens": adapter.restore_tokens,
+        "rank": adapter.config.r,
+        "alpha": adapter.config.lora_alpha,
+    }
     shape["embeddings"] = adapter.card.embeddings
     for name, value in shape.items():
         if value != getattr(config, name):
@@ -208,18 +250,26 @@ def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainC
                 f"train with --{name.replace('_', '-')} {value}."
             )
     if set(adapter.config.target_modules or ()) != set(config.targets):
-        raise AdapterError(f"The adapter {config.init} has LoRA on other layers than --targets; name the same ones.")
+        raise AdapterError(
+            f"The adapter {config.init} has LoRA on other layers than --targets; name the same ones."
+        )
     return adapter
 
 
-def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group: ProcessGroup) -> None:
-    """Saves the adapter with what it was trained with, which includes the data of the adapter it started from."""
+def finish(
+    adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group: ProcessGroup
+) -> None:
+    """Saves the adapter with what it was trained with, which includes the data of the adapter it
+    started from.
+    """
     config, before = teachers.config, adapter.card
     own = sources(teachers.examples)
     inherited = [
-        row | {"source": f"{row.get('source') or 'unnamed data'}, through the adapter it began with"}
+        row
+        | {"source": f"{row.get('source') or 'unnamed data'}, through the adapter it began with"}
         for row in before.data or []
-        if row.get("source") is None or row not in own  # the very same data, trained on again, is named once
+        # The very same data, trained on again, is named once.
+        if row.get("source") is None or row not in own
     ]
     adapter.describe(
         evictor=checkpoint.scores_identity(config, teachers.model),
@@ -237,12 +287,18 @@ def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group:
 
 
 @contextmanager
-def step_log(folder: Path, start: int, rank: int) -> Iterator[Callable[[int, float, float, float], None]]:
-    """Yields a function that logs a step to loss.csv and TensorBoard; only the first process writes."""
+def step_log(
+    folder: Path, start: int, rank: int
+) -> Iterator[Callable[[int, float, float, float], None]]:
+    """Yields a function that logs a step to loss.csv and TensorBoard; only the first process
+    writes.
+    """
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
-    writer = optional("torch.utils.tensorboard", "train").SummaryWriter(str(folder), purge_step=start)
+    writer = optional("torch.utils.tensorboard", "train").SummaryWriter(
+        str(folder), purge_step=start
+    )
     with open_own(folder / checkpoint.LOG) as raw, writer as board:
         file = io.TextIOWrapper(raw, newline="", write_through=True)
 

@@ -24,8 +24,8 @@ States = dict[str, Tensor]  # (layers, M, d) each
 def divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
     """Logits (M, V) of teacher p (detached) and student q -> (M,) float32, in nats.
 
-    symmetric: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p - q)(log p - log q), which needs no entropy and is exactly 0 for equal
-    logits; forward: KL(p‖q); reverse: KL(q‖p).
+    symmetric: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p - q)(log p - log q), which needs no entropy and is
+    exactly 0 for equal logits; forward: KL(p‖q); reverse: KL(q‖p).
     """
     log_p = teacher.detach().float().log_softmax(-1)
     log_q = student.float().log_softmax(-1)
@@ -38,11 +38,14 @@ def divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") ->
     return (weight * (log_p - log_q)).sum(-1)
 
 
-def from_hidden(model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
-    """Returns the `divergence` of the model's logits for hidden states (M, d): (M,), a block of rows at a time.
+def from_hidden(
+    model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Direction = "symmetric"
+) -> Tensor:
+    """Returns the `divergence` of the model's logits for hidden states (M, d): (M,), a block of
+    rows at a time.
 
-    The backward pass recomputes the logits of a block: with a vocabulary of 150,000 ids, those of one answer would
-    otherwise take several times M x 600 kB.
+    The backward pass recomputes the logits of a block: with a vocabulary of 150,000 ids, those of
+    one answer would otherwise take several times M x 600 kB.
     """
     rows = max(LOGITS // model.config.get_text_config().vocab_size, 1)
 
@@ -56,13 +59,18 @@ def from_hidden(model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Di
 
 
 def matching(teacher: Tensor, student: Tensor) -> Tensor:
-    """States (layers, M, d) -> (M,) float32: squared distance over the teacher's squared length, mean over layers."""
+    """States (layers, M, d) -> (M,) float32: squared distance over the teacher's squared length,
+    mean over layers.
+    """
     teacher, student = teacher.detach().float(), student.float()
-    return ((student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=1e-12)).mean(0)
+    return ((student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=1e-12)).mean(
+        0
+    )
 
 
 def reduced(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
-    """(M,) -> scalar. mean: over the answer tokens (Eq. 8); sum: over the tokens, mean over the questions.
+    """(M,) -> scalar. mean: over the answer tokens (Eq. 8); sum: over the tokens, mean over the
+    questions.
 
     RestoreKV's public code sums (github.com/cvsp-lab/RestoreKV): long answers then weigh more.
     """
@@ -72,7 +80,8 @@ def reduced(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
 def answer_rows(lengths: list[tuple[int, int]], width: int) -> Tensor:
     """Returns which positions of padded rows predict an answer token: (rows, width) bool.
 
-    `lengths` holds (question, answer) lengths; the last question token predicts the first answer token.
+    `lengths` holds (question, answer) lengths; the last question token predicts the first answer
+    token.
     """
     rows = torch.zeros(len(lengths), width, dtype=torch.bool)
     for row, (question, answer) in zip(rows, lengths, strict=True):
@@ -82,33 +91,51 @@ def answer_rows(lengths: list[tuple[int, int]], width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AnswerPass:
-    """The last hidden states (M, d) at the M positions that predict an answer token, and the recorded states."""
+    """The last hidden states (M, d) at the M positions that predict an answer token, and the
+    recorded states.
+    """
 
     hidden: Tensor
     states: States
 
 
 def answer_pass(
-    model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int], record: tuple[str, ...] = ()
+    model: PreTrainedModel,
+    cache: RaggedCache,
+    rows: list[Tensor],
+    answers: list[int],
+    record: tuple[str, ...] = (),
 ) -> AnswerPass:
-    """Runs ids of question + answer, `answers` of which are the answer, over a shared cache, with gradients to it."""
+    """Runs ids of question + answer, `answers` of which are the answer, over a shared cache, with
+    gradients to it.
+    """
     width = max(len(row) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]).to(model.device)
+    ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]).to(
+        model.device
+    )
     lengths = [(len(row) - answer, answer) for row, answer in zip(rows, answers, strict=True)]
     chosen = answer_rows(lengths, width).to(model.device)
     with recording(model, chosen, record) as states:
         # Padding is to the right of every answer, so the causal mask alone hides it.
-        hidden = decoder(model)(input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True).last_hidden_state
-    return AnswerPass(hidden[chosen], {name: torch.stack(layers) for name, layers in states.items()})
+        hidden = decoder(model)(
+            input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True
+        ).last_hidden_state
+    return AnswerPass(
+        hidden[chosen], {name: torch.stack(layers) for name, layers in states.items()}
+    )
 
 
-def answer_logits(model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]) -> Tensor:
+def answer_logits(
+    model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]
+) -> Tensor:
     """Returns the logits (M, V) that predict the answers."""
     return logits(model, answer_pass(model, cache, rows, answers).hidden)
 
 
 @contextmanager
-def recording(model: PreTrainedModel, chosen: Tensor, names: tuple[str, ...]) -> Iterator[dict[str, list[Tensor]]]:
+def recording(
+    model: PreTrainedModel, chosen: Tensor, names: tuple[str, ...]
+) -> Iterator[dict[str, list[Tensor]]]:
     """Collects the rows `chosen` (B, Q) of every layer's states `names`."""
     states: dict[str, list[Tensor]] = {name: [] for name in names}
 

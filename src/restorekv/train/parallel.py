@@ -1,9 +1,10 @@
-"""The processes of a run: one, or several that share every step, each with the whole backbone or a part of it.
+"""The processes of a run: one, or several that share every step, each with the whole backbone or a
+part of it.
 
-`accelerate launch` or `torchrun` start them and describe them in the environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT). Every process holds the whole adapter, which is small. A backbone too large for one GPU is
-spread with FSDP2 (torch.distributed.fsdp.fully_shard): a process holds its share of every decoder layer and gathers a
-layer while it runs.
+`accelerate launch` or `torchrun` start them and describe them in the environment (RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Every process holds the whole adapter, which is small. A
+backbone too large for one GPU is spread with FSDP2 (torch.distributed.fsdp.fully_shard): a process
+holds its share of every decoder layer and gathers a layer while it runs.
 """
 
 import os
@@ -23,14 +24,15 @@ from restorekv.model.shape import decoder
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 LAUNCH = "`accelerate launch -m restorekv train`"
-TIMEOUT = timedelta(minutes=30)  # how long a process waits for one that is stuck; the longest step has to fit
+# How long a process waits for one that is stuck; the longest step has to fit.
+TIMEOUT = timedelta(minutes=30)
 
 
 class ProcessGroup:
     """Processes that run the same steps on different contexts and average their gradients.
 
-    `device` is this process's in the default group of torch.distributed. Without one, this process is alone, and no
-    method does anything.
+    `device` is this process's in the default group of torch.distributed. Without one, this process
+    is alone, and no method does anything.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -48,7 +50,9 @@ class ProcessGroup:
         if not self.compared:
             self.compare(parameters)
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=self.device)
+        present = torch.tensor(
+            [p.grad is not None for p in parameters], dtype=torch.float32, device=self.device
+        )
         flat = torch.cat([*(part.float().flatten() for part in parts), present])
         dist.all_reduce(flat)
         *sums, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
@@ -57,7 +61,9 @@ class ProcessGroup:
                 parameter.grad = (total / self.size).view_as(parameter).to(parameter.dtype)
 
     def compare(self, parameters: list[nn.Parameter]) -> None:
-        """Refuses adapters that differ before the first step: averaged gradients would mean nothing."""
+        """Refuses adapters that differ before the first step: averaged gradients would mean
+        nothing.
+        """
         own = torch.cat([p.detach().float().flatten() for p in parameters])
         first = own.clone()
         dist.broadcast(first, 0)
@@ -82,7 +88,9 @@ class ProcessGroup:
         return total.item() / self.size
 
     def assert_same(self, text: str) -> None:
-        """Raises RestoreKVError unless all processes have the same text: settings and data must be the same."""
+        """Raises RestoreKVError unless all processes have the same text: settings and data must be
+        the same.
+        """
         if self.size == 1:
             return
         first = [text if self.rank == 0 else None]
@@ -99,10 +107,11 @@ class ProcessGroup:
 
     @contextmanager
     def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
-        """Lets processes run the backbone unequally often in the block; does nothing for whole backbones.
+        """Lets processes run the backbone unequally often in the block; does nothing for whole
+        backbones.
 
-        With shards, a process announces every pass, and idle ones join it. Counting the passes and making up for them
-        later would be too late: a pass waits for its shards at once.
+        With shards, a process announces every pass, and idle ones join it. Counting the passes and
+        making up for them later would be too late: a pass waits for its shards at once.
         """
         backbone = decoder(model)
         if self.size == 1 or not is_spread(backbone):
@@ -123,7 +132,9 @@ class ProcessGroup:
                 backbone(input_ids=ids, use_cache=False)
 
     def announce(self, passes: int) -> Tensor:
-        """Returns how many processes are about to run the backbone; only idle ones read it, so that no GPU waits."""
+        """Returns how many processes are about to run the backbone; only idle ones read it, so that
+        no GPU waits.
+        """
         running = torch.full((1,), passes, device=self.device)
         dist.all_reduce(running)
         return running
@@ -142,14 +153,18 @@ def own_device(device: str) -> torch.device:
         return usable_device(device)
     kind = device.partition(":")[0]
     if kind not in BACKENDS or device != kind:
-        raise RestoreKVError(f"Several processes train on --device cuda, each on its own GPU, or cpu, not {device}.")
+        raise RestoreKVError(
+            f"Several processes train on --device cuda, each on its own GPU, or cpu, not {device}."
+        )
     return usable_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
 
 
 def wants_shards(asked: bool) -> bool:
     """Returns whether --shard or `accelerate launch --use_fsdp` asks for a shared backbone."""
     if asked and processes() == 1:
-        raise RestoreKVError(f"Only several processes can share a backbone; start them with {LAUNCH}.")
+        raise RestoreKVError(
+            f"Only several processes can share a backbone; start them with {LAUNCH}."
+        )
     return processes() > 1 and (asked or os.environ.get("ACCELERATE_USE_FSDP") == "true")
 
 
@@ -180,10 +195,11 @@ def process_group(device: torch.device) -> Iterator[ProcessGroup]:
 
 
 def spread(model: PreTrainedModel, device: torch.device) -> None:
-    """Spreads the decoder layers of `model`, which lies on the CPU, over all processes and moves the rest to `device`.
+    """Spreads the decoder layers of `model`, which lies on the CPU, over all processes and moves
+    the rest to `device`.
 
-    Layer by layer, so that no GPU ever holds the whole backbone. Embeddings, last norm and LM head stay whole; so do
-    LoRA layers, which are put into the model later.
+    Layer by layer, so that no GPU ever holds the whole backbone. Embeddings, last norm and LM head
+    stay whole; so do LoRA layers, which are put into the model later.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -207,8 +223,8 @@ def is_spread(backbone: nn.Module) -> bool:
 def gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
     """Gathers the last layer for the backward pass of the restore pass.
 
-    FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output of a restore pass:
-    gradients reach the layer only through its keys and values.
+    FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output
+    of a restore pass: gradients reach the layer only through its keys and values.
     """
     cache = kwargs.get("past_key_values")
     own = None if cache is None else cache.layers[layer.self_attn.layer_idx]

@@ -1,8 +1,10 @@
-"""The full-cache teacher: its greedy answers and what it predicts at them (Eq. 7, left), computed once per context.
+"""The full-cache teacher: its greedy answers and what it predicts at them (Eq. 7, left), computed
+once per context.
 
-Its distributions are kept as last hidden states: the frozen LM head turns them into all logits again, exactly, and they
-are sixty times smaller (2,560 numbers instead of 151,936). With the 256 likeliest ids and the mass of the others, the
-loss was 2 to 5 % too low on the tiny model (paper/log.md).
+Its distributions are kept as last hidden states: the frozen LM head turns them into all logits
+again, exactly, and they are sixty times smaller (2,560 numbers instead of 151,936). With the 256
+likeliest ids and the mass of the others, the loss was 2 to 5 % too low on the tiny model
+(paper/log.md).
 """
 
 from collections.abc import Sequence
@@ -26,8 +28,9 @@ from restorekv.train.loss import States, answer_pass
 class TeacherTarget:
     """What the student shall predict for one question.
 
-    ids: question and the teacher's answer; answer: how many of them are the answer (M); hidden (M, d): the teacher's
-    last hidden states, from which the LM head makes its logits; states by name, (layers, M, d) each.
+    ids: question and the teacher's answer; answer: how many of them are the answer (M); hidden (M,
+    d): the teacher's last hidden states, from which the LM head makes its logits; states by name,
+    (layers, M, d) each.
     """
 
     ids: Tensor
@@ -49,16 +52,23 @@ class Teacher:
     def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Returns a target for every question of a context.
 
-        Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft whose every id is
-        the argmax of the teacher's logits *is* the greedy answer; other answers are generated.
+        Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft
+        whose every id is the argmax of the teacher's logits *is* the greedy answer; other answers
+        are generated.
         """
         cache = prepared.evict(1)
-        asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
+        asked = [
+            question_ids(self.tokenizer, prepared.context, text, empty=True)[0]
+            for text in example.questions
+        ]
         if example.answer_ids is not None:
             answers = [torch.tensor(ids) for ids in example.answer_ids]
             return [target for target, _ in self.assess(cache, asked, answers, range(len(asked)))]
         stops = stop_ids(self.model, self.tokenizer)
-        answers = [None if draft is None or not stops else self.closed(draft, min(stops)) for draft in example.drafts]
+        answers = [
+            None if draft is None or not stops else self.closed(draft, min(stops))
+            for draft in example.drafts
+        ]
         drafted = [index for index, answer in enumerate(answers) if answer is not None]
         assessed = zip(drafted, self.assess(cache, asked, answers, drafted), strict=True)
         targets = {index: target for index, (target, greedy) in assessed if greedy}
@@ -68,17 +78,29 @@ class Teacher:
             written = answer_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
             for index, ids in zip(others, written, strict=True):
                 answers[index] = ids
-            targets |= zip(others, (target for target, _ in self.assess(cache, asked, answers, others)), strict=True)
+            targets |= zip(
+                others,
+                (target for target, _ in self.assess(cache, asked, answers, others)),
+                strict=True,
+            )
         return [targets[index] for index in range(len(asked))]
 
     def closed(self, draft: str, stop: int) -> Tensor:
         """Returns a draft's ids and an EOS id, cut off at the limit."""
-        return torch.tensor([*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens])
+        return torch.tensor(
+            [*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens]
+        )
 
     def assess(
-        self, cache: RaggedCache, asked: list[Tensor], answers: list[Tensor | None], indices: Sequence[int]
+        self,
+        cache: RaggedCache,
+        asked: list[Tensor],
+        answers: list[Tensor | None],
+        indices: Sequence[int],
     ) -> list[tuple[TeacherTarget, bool]]:
-        """Returns the targets of the questions `indices`, and whether each answer is the greedy one."""
+        """Returns the targets of the questions `indices`, and whether each answer is the greedy
+        one.
+        """
         targets, stops = [], stop_ids(self.model, self.tokenizer)
         for first in range(0, len(indices), BATCH):
             batch = indices[first : first + BATCH]
@@ -92,5 +114,7 @@ class Teacher:
                 best = logits(self.model, hidden).argmax(-1).cpu()
                 if {int(best[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
                     row = torch.cat([row[:-1], best[-1:]])
-                targets.append((TeacherTarget(row, count, hidden, states), torch.equal(best, row[-count:])))
+                targets.append(
+                    (TeacherTarget(row, count, hidden, states), torch.equal(best, row[-count:]))
+                )
         return targets

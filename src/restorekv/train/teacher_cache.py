@@ -1,8 +1,9 @@
 """Prepared contexts with their teacher's targets, computed once and kept in memory or on disk.
 
-An entry on disk is one safetensors file, named by a hash of all that it depends on (model, RoPE, template, text, ...):
-runs with other settings, seeds or evictors share what they have in common, and nothing stale is ever read. Files are
-written whole or not at all; deleting them costs time only.
+An entry on disk is one safetensors file, named by a hash of all that it depends on (model, RoPE,
+template, text, ...): runs with other settings, seeds or evictors share what they have in common,
+and nothing stale is ever read. Files are written whole or not at all; deleting them costs time
+only.
 """
 
 import hashlib
@@ -37,7 +38,14 @@ from restorekv.train.teacher import Teacher, TeacherTarget
 VERSION = 2
 SPARE = 2**30  # bytes of the disk that are left free
 # what a config says about its origin, not about what the model computes
-IRRELEVANT = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
+IRRELEVANT = (
+    "name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+)
 FIX = "delete it to have it computed again"
 KIND = FileKind("restorekv-teacher", "1", "a file of a teacher's cache", FIX)
 Tensors = dict[str, Tensor]
@@ -47,7 +55,9 @@ Prepared = tuple[ScoredContext, list[TeacherTarget]]
 
 @dataclass
 class Store:
-    """A folder of entries; `facts` is what every entry depends on. Once its disk is `full`, it is only read."""
+    """A folder of entries; `facts` is what every entry depends on. Once its disk is `full`, it is
+    only read.
+    """
 
     folder: Path
     facts: dict[str, object] = field(default_factory=dict)
@@ -57,8 +67,12 @@ class Store:
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
         return self.folder / part / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
 
-    def get(self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]) -> Tensors:
-        """Returns an entry's tensors, which are computed and written if it does not exist; refuses other tensors."""
+    def get(
+        self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]
+    ) -> Tensors:
+        """Returns an entry's tensors, which are computed and written if it does not exist; refuses
+        other tensors.
+        """
         path = self.path(part, key)
         if not path.exists():
             tensors = compute()
@@ -67,7 +81,9 @@ class Store:
         what = f"The cached file {path}"
         _, tensors = seal.read(path, KIND, what, finite=True)
         if not whole(tensors):
-            raise RestoreKVError(f"{what} is damaged, it holds other tensors than such a file; {FIX}.")
+            raise RestoreKVError(
+                f"{what} is damaged, it holds other tensors than such a file; {FIX}."
+            )
         return tensors
 
     def write(self, path: Path, tensors: Tensors) -> None:
@@ -76,7 +92,10 @@ class Store:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            size, free = sum(value.nbytes for value in tensors.values()), shutil.disk_usage(path.parent).free
+            size, free = (
+                sum(value.nbytes for value in tensors.values()),
+                shutil.disk_usage(path.parent).free,
+            )
             self.full = size + SPARE > free
             if self.full:
                 return warn(
@@ -85,14 +104,17 @@ class Store:
                 )
             seal.write(path, KIND, tensors, follow=False)
         except OSError as error:
-            raise RestoreKVError(f"Cannot write to {self.folder}; choose a writable folder ({error}).") from error
+            raise RestoreKVError(
+                f"Cannot write to {self.folder}; choose a writable folder ({error})."
+            ) from error
 
 
 class TeacherCache:
-    """`get(index, evictor)`: a context with an evictor's scores, without a restore cache, and its teacher's targets.
+    """`get(index, evictor)`: a context with an evictor's scores, without a restore cache, and its
+    teacher's targets.
 
-    The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and with
-    `store_prefill` the full caches too, which is affordable for small models only.
+    The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and
+    with `store_prefill` the full caches too, which is affordable for small models only.
     """
 
     def __init__(
@@ -106,11 +128,14 @@ class TeacherCache:
     ) -> None:
         self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
         self.evictions = config.evictions()
-        self.teacher = Teacher(model, tokenizer, config.max_new_tokens, tuple(config.state_weights()))
+        self.teacher = Teacher(
+            model, tokenizer, config.max_new_tokens, tuple(config.state_weights())
+        )
         self.store_prefill = store_prefill
         self.store = None if store is None else Store(store, facts(model, tokenizer))
         self.kept: dict[tuple[int, int], Prepared] = {}
-        self.latest: tuple[tuple[int, int], Prepared] | None = None  # the context that further draws ask for
+        # The context that further draws ask for.
+        self.latest: tuple[tuple[int, int], Prepared] | None = None
         support.install(model)
 
     @torch.no_grad()
@@ -122,7 +147,9 @@ class TeacherCache:
             return self.latest[1]
         self.latest = None  # frees its full cache before the next one is made
         example = self.examples[index]
-        prepared = self.prepared(make_context(self.tokenizer, example.context), self.evictions[evictor])
+        prepared = self.prepared(
+            make_context(self.tokenizer, example.context), self.evictions[evictor]
+        )
         targets = self.targets(prepared, example)
         if len(self.kept) < self.config.keep:
             self.kept[index, evictor] = prepared, targets
@@ -149,9 +176,15 @@ class TeacherCache:
         stored = self.store.get("scores", key, partial(seal.has_sizes, sizes=size), scores)
         if self.store_prefill:
             row = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
-            rows = {f"{name}.{index}": row for index in range(shape.layers) for name in ("keys", "values")}
+            rows = {
+                f"{name}.{index}": row
+                for index in range(shape.layers)
+                for name in ("keys", "values")
+            }
             whole = partial(seal.has_sizes, sizes=rows)
-            entry = self.store.get("prefill", text, whole, lambda: packed(full or prefill(self.model, context.ids)))
+            entry = self.store.get(
+                "prefill", text, whole, lambda: packed(full or prefill(self.model, context.ids))
+            )
             full = unpacked(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
         of_pairs = stored["scores"].to(self.model.device)
@@ -162,13 +195,21 @@ class TeacherCache:
         if self.store is None:
             return self.teacher.targets(prepared, example)
         key = {
-            "ids": ids_hash(prepared.context.ids), "questions": list(example.questions), "drafts": list(example.drafts),
+            "ids": ids_hash(prepared.context.ids),
+            "questions": list(example.questions),
+            "drafts": list(example.drafts),
             "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
-            "limit": self.teacher.max_new_tokens, "watch": list(self.teacher.record),
-        }  # fmt: skip
-        asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
+            "limit": self.teacher.max_new_tokens,
+            "watch": list(self.teacher.record),
+        }
+        asked = [
+            question_ids(self.tokenizer, prepared.context, text, empty=True)[0]
+            for text in example.questions
+        ]
         whole = partial(are_targets, asked=asked, model=self.model, record=self.teacher.record)
-        entry = self.store.get("teacher", key, whole, lambda: to_tensors(self.teacher.targets(prepared, example)))
+        entry = self.store.get(
+            "teacher", key, whole, lambda: to_tensors(self.teacher.targets(prepared, example))
+        )
         return from_tensors(entry, len(example.questions), self.model.device)
 
 
@@ -177,11 +218,16 @@ def facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
     settings = model.config.get_text_config().to_diff_dict()
     config = {key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT}
     return {
-        "model": model_fingerprint(model), "dtype": str(model.dtype), "rope": rope_fingerprint(model.config),
-        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        "template": template_hash(tokenizer), "tokenizer": tokenizer_hash(tokenizer),
+        "model": model_fingerprint(model),
+        "dtype": str(model.dtype),
+        "rope": rope_fingerprint(model.config),
+        "config": hashlib.sha256(
+            json.dumps(config, sort_keys=True, default=str).encode()
+        ).hexdigest()[:16],
+        "template": template_hash(tokenizer),
+        "tokenizer": tokenizer_hash(tokenizer),
         "stops": sorted(stop_ids(model, tokenizer)),
-    }  # fmt: skip
+    }
 
 
 def ids_hash(ids: Tensor) -> str:
@@ -192,31 +238,45 @@ def ids_hash(ids: Tensor) -> str:
 def packed(full: DynamicCache) -> Tensors:
     """Returns keys and values of every layer, (1, H, S + T, D) each."""
     layers = enumerate(full.layers)
-    return {f"{name}.{index}": getattr(layer, name) for index, layer in layers for name in ("keys", "values")}
+    return {
+        f"{name}.{index}": getattr(layer, name)
+        for index, layer in layers
+        for name in ("keys", "values")
+    }
 
 
 def unpacked(tensors: Tensors, device: torch.device) -> DynamicCache:
     full = DynamicCache()
     for index in range(len(tensors) // 2):
-        full.update(tensors[f"keys.{index}"].to(device), tensors[f"values.{index}"].to(device), index)
+        full.update(
+            tensors[f"keys.{index}"].to(device), tensors[f"values.{index}"].to(device), index
+        )
     return full
 
 
 def to_tensors(targets: list[TeacherTarget]) -> Tensors:
     tensors = {}
     for number, target in enumerate(targets):
-        parts = {"row": target.ids.int(), "answer": torch.tensor(target.answer), "hidden": target.hidden}
+        parts = {
+            "row": target.ids.int(),
+            "answer": torch.tensor(target.answer),
+            "hidden": target.hidden,
+        }
         parts |= {f"state.{name}": value for name, value in target.states.items()}
         tensors |= {f"{number}.{name}": value for name, value in parts.items()}
     return tensors
 
 
-def are_targets(tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]) -> bool:
+def are_targets(
+    tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]
+) -> bool:
     """Returns whether these are this model's targets for the questions whose ids are `asked`."""
     shape, sizes = CacheShape.of(model), {}
     vocabulary = model.get_input_embeddings().num_embeddings
     for number, question in enumerate(asked):
-        row, answer = (tensors.get(f"{number}.{name}", torch.tensor(0)) for name in ("row", "answer"))
+        row, answer = (
+            tensors.get(f"{number}.{name}", torch.tensor(0)) for name in ("row", "answer")
+        )
         tokens = int(answer) if answer.shape == () and answer.dtype == torch.int64 else 0
         if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
             return False
@@ -224,7 +284,9 @@ def are_targets(tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedMode
             return False
         own = {"row": (torch.int32, (len(row),)), "answer": (torch.int64, ())}
         own |= {"hidden": (model.dtype, (tokens, shape.hidden))}
-        own |= {f"state.{name}": (model.dtype, (shape.layers, tokens, shape.hidden)) for name in record}
+        own |= {
+            f"state.{name}": (model.dtype, (shape.layers, tokens, shape.hidden)) for name in record
+        }
         sizes |= {f"{number}.{name}": size for name, size in own.items()}
     return seal.has_sizes(tensors, sizes)
 
@@ -232,7 +294,17 @@ def are_targets(tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedMode
 def from_tensors(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:
     targets = []
     for number in range(count):
-        own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
-        states = {name.removeprefix("state."): x.to(device) for name, x in own.items() if name.startswith("state.")}
-        targets.append(TeacherTarget(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states))
+        own = {
+            name.partition(".")[2]: x
+            for name, x in tensors.items()
+            if name.partition(".")[0] == str(number)
+        }
+        states = {
+            name.removeprefix("state."): x.to(device)
+            for name, x in own.items()
+            if name.startswith("state.")
+        }
+        targets.append(
+            TeacherTarget(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states)
+        )
     return targets

@@ -1,7 +1,8 @@
-"""Compressed documents inside an unpatched vLLM: `restorekv.vllm.RestoreKVConnector`, and prompts for it.
+"""Compressed documents inside an unpatched vLLM: `restorekv.vllm.RestoreKVConnector`, and prompts
+for it.
 
-Start vLLM with the dictionary that `transfer_config` returns; a document is a file of `restorekv export` in the store's
-folder, and a request names it by beginning with its placeholders.
+Start vLLM with the dictionary that `transfer_config` returns; a document is a file of `restorekv
+export` in the store's folder, and a request names it by beginning with its placeholders.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from restorekv.storage.portable import Portable, load_portable
 def __getattr__(name: str) -> Any:
     if name != "RestoreKVConnector":
         raise AttributeError(f"module 'restorekv.vllm' has no attribute {name!r}")
-    from restorekv.vllm.connector import RestoreKVConnector  # needs vLLM, which nothing else here does
+    # Needs vLLM, which nothing else here does.
+    from restorekv.vllm.connector import RestoreKVConnector
 
     return RestoreKVConnector
 
@@ -24,16 +26,23 @@ def __getattr__(name: str) -> Any:
 def transfer_config(store: str | Path, **more: Any) -> dict[str, Any]:
     """Returns vLLM's kv_transfer_config for documents in the folder `store`."""
     return {
-        "kv_connector": "RestoreKVConnector", "kv_connector_module_path": "restorekv.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail", "kv_connector_extra_config": {"store": str(store), **more},
-    }  # fmt: skip
+        "kv_connector": "RestoreKVConnector",
+        "kv_connector_module_path": "restorekv.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"store": str(store), **more},
+    }
 
 
 def prompt(
-    document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "",
+    document: str | Path | Portable,
+    question: str,
+    tokenizer: Tokenizer,
+    answer_prefix: str = "",
     turns: Sequence[tuple[str, str]] = (),
-) -> list[int]:  # fmt: skip
-    """Returns the token ids that ask a document: its placeholders, earlier turns as (question, answer), the question.
+) -> list[int]:
+    """Returns the token ids that ask a document: its placeholders, earlier turns as (question,
+    answer), the question.
 
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
     """
@@ -42,17 +51,26 @@ def prompt(
 
 
 def chat(
-    document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "",
+    document: str | Path | Portable,
+    question: str,
+    tokenizer: Tokenizer,
+    answer_prefix: str = "",
     turns: Sequence[tuple[str, str]] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Returns `messages` and `kv_transfer_params` of a request to /v1/chat/completions that asks a document.
+) -> dict[str, Any]:
+    """Returns `messages` and `kv_transfer_params` of a request to /v1/chat/completions that asks a
+    document.
 
-    vLLM 0.31 and later take the prompt's ids from `kv_transfer_params` and leave the messages unread. A version that
-    does not know these ids ends the request with an error, because it names a document that its prompt lacks.
+    vLLM 0.31 and later take the prompt's ids from `kv_transfer_params` and leave the messages
+    unread. A version that does not know these ids ends the request with an error, because it names
+    a document that its prompt lacks.
     """
     portable = document if isinstance(document, Portable) else load_portable(document)
     ids = prompt(portable, question, tokenizer, answer_prefix, turns)
-    said = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+    said = [
+        (role, text)
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
     return {
         "messages": [{"role": role, "content": text} for role, text in [*said, ("user", question)]],
         "kv_transfer_params": {"prompt_token_ids": ids, "document": portable.name},

@@ -1,10 +1,10 @@
 """The KV connector that gives vLLM compressed documents; vLLM calls this interface experimental.
 
-The scheduler's half finds the document that a prompt's placeholders stand for and promises its m tokens; the worker's
-half writes the document's keys and values into the blocks that the scheduler chose, through the attention backend's own
-method, so that no cache layout is ours. A document that a process has not read yet is read and written in a thread,
-beside the steps of other requests. One that cannot be had is promised and reported as not loaded, which ends that
-request alone.
+The scheduler's half finds the document that a prompt's placeholders stand for and promises its m
+tokens; the worker's half writes the document's keys and values into the blocks that the scheduler
+chose, through the attention backend's own method, so that no cache layout is ours. A document that
+a process has not read yet is read and written in a thread, beside the steps of other requests. One
+that cannot be had is promised and reported as not loaded, which ends that request alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import rope_fingerprint
@@ -40,7 +47,8 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Load:
-    """The positions `first` to `end` - 1 of a document go to a request's blocks; without one, `problem` says why.
+    """The positions `first` to `end` - 1 of a document go to a request's blocks; without one,
+    `problem` says why.
 
     `beside` says that the request waits for it, while steps of other requests go on.
     """
@@ -66,18 +74,25 @@ class Loads(KVConnectorMetadata):
 
 
 class RestoreKVConnector(KVConnectorBase_V1):
-    """Options in kv_connector_extra_config: `store`, a folder; `fingerprint` of the weights that documents must have
-    been made with; `memory`, bytes of documents that each process keeps."""
+    """Options in kv_connector_extra_config: `store`, a folder; `fingerprint` of the weights that
+    documents must have been made with; `memory`, bytes of documents that each process keeps.
+    """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         if "store" not in options:
-            raise RestoreKVError("kv_connector_extra_config lacks `store`, the folder of portable documents.")
+            raise RestoreKVError(
+                "kv_connector_extra_config lacks `store`, the folder of portable documents."
+            )
         expected = expected_of(vllm_config, options.get("fingerprint"))
         parallel = vllm_config.parallel_config
         if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
-            raise RestoreKVError("Documents cannot be spread over context parallel ranks; use tensor parallel ones.")
+            raise RestoreKVError(
+                "Documents cannot be spread over context parallel ranks; use tensor parallel ones."
+            )
         self.store = Store(options["store"], expected, int(options.get("memory", MEMORY)))
         if role == KVConnectorRole.SCHEDULER:
             self.store.scan()
@@ -95,9 +110,16 @@ class RestoreKVConnector(KVConnectorBase_V1):
 
     # The scheduler's half.
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns how many tokens of the prompt the document brings beyond those that vLLM still has."""
-        ids, wanted = list(request.prompt_token_ids or ()), (request.kv_transfer_params or {}).get("document")
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Returns how many tokens of the prompt the document brings beyond those that vLLM still
+        has.
+        """
+        ids, wanted = (
+            list(request.prompt_token_ids or ()),
+            (request.kv_transfer_params or {}).get("document"),
+        )
         try:
             document, problem = self.store.find(ids, wanted), ""
         except RestoreKVError as error:
@@ -108,19 +130,28 @@ class RestoreKVConnector(KVConnectorBase_V1):
         tokens = max((len(document.ids) if document else len(ids) - 1) - num_computed_tokens, 0)
         return tokens, bool(tokens and document and document.name not in self.read)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Remembers which blocks the document goes to."""
         document, problem = self.found.pop(request.request_id, (None, ""))
         if num_external_tokens > 0:
             end = len(document.ids) if document else len(request.prompt_token_ids) - 1
             ids = tuple(blocks.get_block_ids()[0])
-            first, beside = end - num_external_tokens, bool(document and document.name not in self.read)
-            self.pending[request.request_id] = Load(request.request_id, document, problem, first, end, ids, beside)
+            first, beside = (
+                end - num_external_tokens,
+                bool(document and document.name not in self.read),
+            )
+            self.pending[request.request_id] = Load(
+                request.request_id, document, problem, first, end, ids, beside
+            )
             if beside:
                 self.awaited[request.request_id] = document
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learns which documents the workers have read; a later request gets them with its first step."""
+        """Learns which documents the workers have read; a later request gets them with its first
+        step.
+        """
         done = connector_output.finished_recving or ()
         self.read |= {self.awaited.pop(name).name for name in done if name in self.awaited}
 
@@ -135,25 +166,38 @@ class RestoreKVConnector(KVConnectorBase_V1):
     # The worker's half.
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Writes this step's documents into vLLM's cache, and begins with those that requests wait for."""
+        """Writes this step's documents into vLLM's cache, and begins with those that requests wait
+        for.
+        """
         loads = self._get_connector_metadata().loads
         layers = attention_layers(forward_context) if loads else {}
         for load in loads:
             if load.beside:
-                self.reading[load.request] = self.reader.submit(self.load, load, layers, after(layers))
+                self.reading[load.request] = self.reader.submit(
+                    self.load, load, layers, after(layers)
+                )
             else:
                 self.failed |= self.load(load, layers)
 
     @torch.inference_mode()
-    def load(self, load: Load, layers: dict[int, Any], stream: torch.cuda.Stream | None = None) -> set[int]:
+    def load(
+        self, load: Load, layers: dict[int, Any], stream: torch.cuda.Stream | None = None
+    ) -> set[int]:
         """Writes a document; returns the blocks that lack it because it cannot be had."""
         try:
             if load.document is None:
                 raise RestoreKVError(load.problem)
             with on(stream):
                 write(load, *self.store.pairs(load.document), layers, self.block_size)
-        except Exception as error:  # in a thread it would be lost, and the request would wait for ever
-            log.error("Request %s ends: %s", load.request, error, exc_info=not isinstance(error, RestoreKVError))
+        except (
+            Exception
+        ) as error:  # in a thread it would be lost, and the request would wait for ever
+            log.error(
+                "Request %s ends: %s",
+                load.request,
+                error,
+                exc_info=not isinstance(error, RestoreKVError),
+            )
             return load.touched(self.block_size)
         return set()
 
@@ -189,9 +233,14 @@ def expected_of(vllm_config: VllmConfig, fingerprint: str | None) -> Expected:
     config = model.hf_text_config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return Expected(
-        config.num_hidden_layers, heads, model.get_head_size(), rope_fingerprint(config),
-        str(model.dtype).removeprefix("torch."), config.vocab_size, fingerprint,
-    )  # fmt: skip
+        config.num_hidden_layers,
+        heads,
+        model.get_head_size(),
+        rope_fingerprint(config),
+        str(model.dtype).removeprefix("torch."),
+        config.vocab_size,
+        fingerprint,
+    )
 
 
 def attention_layers(forward_context: ForwardContext) -> dict[int, Any]:
@@ -228,8 +277,12 @@ def cache_of(layer: Any) -> torch.Tensor:
     return layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
 
 
-def write(load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int, Any], block_size: int) -> None:
-    """Writes keys and values (L, H, m, D) of the load's positions; a rank takes the heads that its layers have."""
+def write(
+    load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int, Any], block_size: int
+) -> None:
+    """Writes keys and values (L, H, m, D) of the load's positions; a rank takes the heads that its
+    layers have.
+    """
     if not set(layers) <= set(range(len(keys))) or len(layers) == 0:
         raise RestoreKVError("The engine's layers are not those of the document.")
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -238,5 +291,10 @@ def write(load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int
     for number, layer in layers.items():
         cache = cache_of(layer)
         heads = heads_of(rank, ranks, keys.shape[1], layer.num_kv_heads)
-        pair = (x[number, heads, load.first : load.end].transpose(0, 1).contiguous() for x in (keys, values))
-        layer.impl.do_kv_cache_update(layer, *(x.to(cache.device) for x in pair), cache, slots.to(cache.device))
+        pair = (
+            x[number, heads, load.first : load.end].transpose(0, 1).contiguous()
+            for x in (keys, values)
+        )
+        layer.impl.do_kv_cache_update(
+            layer, *(x.to(cache.device) for x in pair), cache, slots.to(cache.device)
+        )

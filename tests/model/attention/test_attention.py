@@ -1,4 +1,6 @@
-"""Ragged attention against dense masked attention in float64, every backend: outputs, and gradients if it has them."""
+"""Ragged attention against dense masked attention in float64, every backend: outputs, and gradients
+if it has them.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ def dense(query, keep, keys, values, tail_keys, tail_values, bias, tail_mask, sc
     logits = torch.einsum("bhgqd,bhkd->bhgqk", query, all_keys) * scale
     if bias is not None:
         logits = torch.cat([logits[..., :SEEN] + bias[None, :, None, None], logits[..., SEEN:]], -1)
-    visible = torch.cat([keep[None, :, None].expand(batch, -1, queries, -1), tail_mask.expand(-1, heads, -1, -1)], -1)
+    visible = torch.cat(
+        [keep[None, :, None].expand(batch, -1, queries, -1), tail_mask.expand(-1, heads, -1, -1)],
+        -1,
+    )
     weights = logits.masked_fill(~visible[:, :, None], -torch.inf).softmax(-1)
     return torch.einsum("bhgqk,bhkd->bhgqd", weights, all_values)
 
@@ -46,7 +51,10 @@ def cases(draw):
 @pytest.mark.parametrize("backend", EXACT)
 def test_equals_dense_attention_forward_and_backward(backend, case):
     keep, leaves, fixed, bias, mask = build(case)
-    gradient, learning = torch.randn(leaves["query"].shape, dtype=torch.float64), backend not in WITHOUT_GRADIENTS
+    gradient, learning = (
+        torch.randn(leaves["query"].shape, dtype=torch.float64),
+        backend not in WITHOUT_GRADIENTS,
+    )
 
     def run(attend):
         inputs = {name: leaf.clone().requires_grad_(learning) for name, leaf in leaves.items()}
@@ -57,7 +65,9 @@ def test_equals_dense_attention_forward_and_backward(backend, case):
 
     def ragged(query, tail_keys, tail_values):
         layer = make_layer(keep, **fixed, tail_keys=tail_keys, tail_values=tail_values, bias=bias)
-        passed = None if mask.equal(torch.ones_like(mask).tril(case["tail"] - case["queries"])) else mask
+        passed = (
+            None if mask.equal(torch.ones_like(mask).tril(case["tail"] - case["queries"])) else mask
+        )
         return BACKENDS[backend](query, layer, passed, 0.3)
 
     expected = run(lambda **x: dense(keep=keep, **fixed, bias=bias, tail_mask=mask, scale=0.3, **x))
@@ -68,7 +78,15 @@ def test_equals_dense_attention_forward_and_backward(backend, case):
 @pytest.mark.parametrize("backend", EXACT)
 def test_a_query_that_sees_nothing_stays_finite(backend):
     """A padding row without a restore cache has no key at all in a head that kept nothing."""
-    case = {"seed": 0, "lengths": [0, 0, 3], "batch": 2, "queries": 3, "tail": 3, "bias": False, "padding": False}
+    case = {
+        "seed": 0,
+        "lengths": [0, 0, 3],
+        "batch": 2,
+        "queries": 3,
+        "tail": 3,
+        "bias": False,
+        "padding": False,
+    }
     keep, leaves, fixed, _, mask = build(case)
     mask[0, :, :2] = False
     mask[0, :, 2, :2] = False
@@ -88,7 +106,9 @@ def test_frozen_in_every_shape_and_dtype(case, block):
     query, layer, mask = random_layer(case)
     layer.keys, layer.values = (x.detach().clone() for x in layer.pair)
     leaves = [x.requires_grad_() for x in (query, *layer.pair)]
-    gradient = torch.randn(query.shape, generator=torch.Generator().manual_seed(case["seed"])).to(query.dtype)
+    gradient = torch.randn(query.shape, generator=torch.Generator().manual_seed(case["seed"])).to(
+        query.dtype
+    )
     tolerance = TOLERANCE[query.dtype]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frozen, "BLOCK", 1 << block)
@@ -104,7 +124,15 @@ def test_frozen_in_every_shape_and_dtype(case, block):
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_stays_close(backend, dtype):
-    case = {"seed": 1, "lengths": [5, 0, SEEN], "batch": 2, "queries": 2, "tail": 4, "bias": False, "padding": True}
+    case = {
+        "seed": 1,
+        "lengths": [5, 0, SEEN],
+        "batch": 2,
+        "queries": 2,
+        "tail": 4,
+        "bias": False,
+        "padding": True,
+    }
     keep, leaves, fixed, _, mask = build(case)
     expected = dense(keep=keep, **fixed, bias=None, tail_mask=mask, scale=0.3, **leaves)
     leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}

@@ -1,4 +1,6 @@
-"""Attention in blocks of rows against the matrix written out in float64; which columns share a softmax; memory."""
+"""Attention in blocks of rows against the matrix written out in float64; which columns share a
+softmax; memory.
+"""
 
 import math
 
@@ -26,15 +28,23 @@ def run(query, own, context, scale, inside=()):
         weights.fill_(math.nan)  # free to be changed
 
     pairs = [x.unbind(0) for x in context]
-    return blocked.attend(query, own, lambda head: tuple(x[head] for x in pairs), scale, inside, see), seen
+    return blocked.attend(
+        query, own, lambda head: tuple(x[head] for x in pairs), scale, inside, see
+    ), seen
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    heads=st.integers(1, 3), groups=st.integers(1, 8), rows=st.integers(1, 40), held=st.integers(0, 60),
-    dim=st.sampled_from([32, 64, 80, 128, 256]), dtype=st.sampled_from(list(TOLERANCE)), block=st.integers(0, 14),
-    edges=st.lists(st.integers(0, 60), max_size=6), seed=st.integers(0, 99),
-)  # fmt: skip
+    heads=st.integers(1, 3),
+    groups=st.integers(1, 8),
+    rows=st.integers(1, 40),
+    held=st.integers(0, 60),
+    dim=st.sampled_from([32, 64, 80, 128, 256]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    block=st.integers(0, 14),
+    edges=st.lists(st.integers(0, 60), max_size=6),
+    seed=st.integers(0, 99),
+)
 def test_it_is_the_matrix(heads, groups, rows, held, dim, dtype, block, edges, seed):
     edges = sorted(min(edge, held) for edge in edges[: len(edges) // 2 * 2])
     inside = [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
@@ -46,9 +56,9 @@ def test_it_is_the_matrix(heads, groups, rows, held, dim, dtype, block, edges, s
     exact, exact_weights = written_out(*case, dim**-0.5, columns)
     assert output.dtype == dtype
     assert (output.double() - exact).abs().max() <= TOLERANCE[dtype] * 4
-    assert (weights - exact_weights).abs().max() <= max(TOLERANCE[torch.float32], TOLERANCE[dtype]) * (
-        1 if dtype in (torch.float32, torch.float64) else 1e-3
-    )
+    assert (weights - exact_weights).abs().max() <= max(
+        TOLERANCE[torch.float32], TOLERANCE[dtype]
+    ) * (1 if dtype in (torch.float32, torch.float64) else 1e-3)
 
 
 def test_tiles_of_what_takes_no_part(monkeypatch):
@@ -56,7 +66,11 @@ def test_tiles_of_what_takes_no_part(monkeypatch):
     case = make(2, 2, 30, 60, 32, torch.float32, 0)
     for inside in ([], [slice(0, 4), slice(21, 50)], [slice(4, 4), slice(53, 60)]):
         columns = [column for part in inside for column in range(part.start, part.stop)]
-        rest = [column for part in blocked.outside(inside, 60) for column in range(part.start, part.stop)]
+        rest = [
+            column
+            for part in blocked.outside(inside, 60)
+            for column in range(part.start, part.stop)
+        ]
         assert sorted(columns + rest) == list(range(60))
         output, weights = run(*case, 0.2, inside)
         exact, exact_weights = written_out(*case, 0.2, columns)
@@ -65,7 +79,9 @@ def test_tiles_of_what_takes_no_part(monkeypatch):
 
 
 def test_logits_of_any_size():
-    """Far apart, so that one softmax has all its weight where the other has none: 2^x must not underflow to 0 / 0."""
+    """Far apart, so that one softmax has all its weight where the other has none: 2^x must not
+    underflow to 0 / 0.
+    """
     query, own, (keys, values) = make(1, 1, 5, 20, 32, torch.float32, 0)
     case = query.fill_(10.0), (own[0].fill_(-10.0), own[1]), (keys.fill_(10.0), values)
     output, weights = run(*case, 1.0, [slice(0, 0)])
@@ -75,7 +91,9 @@ def test_logits_of_any_size():
 
 
 class Largest(TorchDispatchMode):
-    """The most entries any tensor had that was made inside the block; views of `known` ones were not made."""
+    """The most entries any tensor had that was made inside the block; views of `known` ones were
+    not made.
+    """
 
     entries = 0
 
@@ -85,8 +103,13 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.known:
-            self.entries = max(self.entries, result.untyped_storage().nbytes() // result.element_size())
+        if (
+            isinstance(result, torch.Tensor)
+            and result.untyped_storage().data_ptr() not in self.known
+        ):
+            self.entries = max(
+                self.entries, result.untyped_storage().nbytes() // result.element_size()
+            )
         return result
 
 
@@ -108,10 +131,17 @@ def test_a_pass_behind_a_cache(tiny_model, held):
 
     def on_layer(view):
         assert view.key.shape[1] == 9
-        columns = [x[0] for x in (full.layers[view.layer].keys, full.layers[view.layer].values)] if held else None
+        columns = (
+            [x[0] for x in (full.layers[view.layer].keys, full.layers[view.layer].values)]
+            if held
+            else None
+        )
         nothing = [view.key[:, :0], view.value[:, :0]]
         return blocked.attend(
-            view.query, (view.key, view.value), lambda head: tuple(x[head] for x in columns or nothing), view.scale
+            view.query,
+            (view.key, view.value),
+            lambda head: tuple(x[head] for x in columns or nothing),
+            view.scale,
         )
 
     expected = tiny_model(ids).logits[:, held:]

@@ -1,4 +1,6 @@
-"""The CPU's backend against the definition: every shape and dtype, long heads in pieces, and what it refuses."""
+"""The CPU's backend against the definition: every shape and dtype, long heads in pieces, and what
+it refuses.
+"""
 
 from unittest.mock import patch
 
@@ -17,7 +19,9 @@ def check(case):
         found = cascade.attend(query, layer, mask, case["dim"] ** -0.5)
     assert found.dtype == case["dtype"] and found.shape == query.shape
     tolerance = TOLERANCE[case["dtype"]]
-    torch.testing.assert_close(found.double(), defined(query, layer, mask), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found.double(), defined(query, layer, mask), rtol=tolerance, atol=tolerance
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -31,7 +35,14 @@ def test_equals_the_definition(case):
 @pytest.mark.parametrize("bias", [False, True])
 def test_pieces_as_long_as_the_kernel_takes(dtype, bias):
     """Beside a head that keeps nothing, one of one pair and one of a piece and a row."""
-    case = CASE | {"lengths": [0, 1, 513, 1600], "groups": 8, "dim": 128, "batch": 1, "dtype": dtype, "bias": bias}
+    case = CASE | {
+        "lengths": [0, 1, 513, 1600],
+        "groups": 8,
+        "dim": 128,
+        "batch": 1,
+        "dtype": dtype,
+        "bias": bias,
+    }
     with patch.object(cascade, "fused", wraps=cascade.fused) as fused:
         check(case)
     read = [call.args[1].shape[1:3] for call in fused.call_args_list]
@@ -39,9 +50,19 @@ def test_pieces_as_long_as_the_kernel_takes(dtype, bias):
 
 
 CASE = {
-    "seed": 3, "dtype": torch.float32, "lengths": [31, 90], "groups": 2, "dim": 32, "batch": 2, "queries": 1, "tail": 4,
-    "bias": False, "mask": "none", "threads": 4, "room": 0,
-}  # fmt: skip
+    "seed": 3,
+    "dtype": torch.float32,
+    "lengths": [31, 90],
+    "groups": 2,
+    "dim": 32,
+    "batch": 2,
+    "queries": 1,
+    "tail": 4,
+    "bias": False,
+    "mask": "none",
+    "threads": 4,
+    "room": 0,
+}
 
 
 def test_long_heads_are_cut_into_pieces_that_are_views():

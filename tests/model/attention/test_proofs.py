@@ -1,4 +1,6 @@
-"""Code that is broken on purpose, on a CPU that plays a GPU: it is found, told once, and never answers."""
+"""Code that is broken on purpose, on a CPU that plays a GPU: it is found, told once, and never
+answers.
+"""
 
 import json
 import os
@@ -14,7 +16,16 @@ from restorekv.cache import quantized
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import pass_trials
 from restorekv.model import attention
-from restorekv.model.attention import blocked, cascade, frozen, naive, proof_files, proofs, stored, trials
+from restorekv.model.attention import (
+    blocked,
+    cascade,
+    frozen,
+    naive,
+    proof_files,
+    proofs,
+    stored,
+    trials,
+)
 from restorekv.model.attention.proofs import Component, Measured, Target
 from tests.helpers import fake_device
 
@@ -42,9 +53,9 @@ def sample(dtype=torch.float32, trial=trials.TRIALS[1]):
 
 def answer(given):
     """What attention answers, through the function that transformers calls."""
-    return attention.attend(None, given.query.flatten(1, 2), given.layer, given.layer, given.mask, scaling=given.scale)[
-        0
-    ]
+    return attention.attend(
+        None, given.query.flatten(1, 2), given.layer, given.layer, given.mask, scaling=given.scale
+    )[0]
 
 
 def definition(given):
@@ -61,7 +72,11 @@ def wrong_scale(attend, query, layer, mask, scale):
 def dropped_tail(attend, query, layer, mask, scale):
     """The last column is never read."""
     hidden = torch.ones(len(query), 1, query.shape[3], layer.columns, dtype=torch.bool)
-    mask = naive.causal(query.shape[3], layer.columns, query.device) & hidden if mask is None else mask.clone()
+    mask = (
+        naive.causal(query.shape[3], layer.columns, query.device) & hidden
+        if mask is None
+        else mask.clone()
+    )
     mask[..., -1] = layer.columns == 1
     return attend(query, layer, mask, scale)
 
@@ -74,22 +89,34 @@ def seen_too_early(attend, query, layer, mask, scale):
     """Every query sees one column more than it may."""
     queries = query.shape[3]
     if mask is None and queries > 1:
-        mask = torch.ones(queries, layer.columns, dtype=torch.bool).tril(layer.columns - queries + 1)
+        mask = torch.ones(queries, layer.columns, dtype=torch.bool).tril(
+            layer.columns - queries + 1
+        )
         mask = mask.expand(len(query), 1, -1, -1)
     return attend(query, layer, mask, scale)
 
 
 def dropped_pair(attend, query, layer, mask, scale):
     """The last pair of every head of the context counts for nothing."""
-    ends = [end - 1 for start, end in zip(layer.bounds, layer.bounds[1:], strict=False) if end > start]
-    bias = torch.zeros(layer.bounds[-1], dtype=torch.float32) if layer.bias is None else layer.bias.clone()
+    ends = [
+        end - 1 for start, end in zip(layer.bounds, layer.bounds[1:], strict=False) if end > start
+    ]
+    bias = (
+        torch.zeros(layer.bounds[-1], dtype=torch.float32)
+        if layer.bias is None
+        else layer.bias.clone()
+    )
     bias[ends] = -1e4
-    plain = trials.ragged_layer(layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias)
+    plain = trials.ragged_layer(
+        layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
+    )
     return attend(query, plain, mask, scale)
 
 
 def forgotten_bias(attend, query, layer, mask, scale):
-    plain = trials.ragged_layer(layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, None)
+    plain = trials.ragged_layer(
+        layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, None
+    )
     return attend(query, plain, mask, scale)
 
 
@@ -116,9 +143,18 @@ def no_compiler(attend, query, layer, mask, scale):
 
 
 FAULTS = [
-    wrong_scale, dropped_tail, forgotten_mask, seen_too_early, dropped_pair, forgotten_bias, swapped_questions,
-    swapped_groups, not_a_number, wrong_shape, no_compiler,
-]  # fmt: skip
+    wrong_scale,
+    dropped_tail,
+    forgotten_mask,
+    seen_too_early,
+    dropped_pair,
+    forgotten_bias,
+    swapped_questions,
+    swapped_groups,
+    not_a_number,
+    wrong_shape,
+    no_compiler,
+]
 
 
 def break_backend(monkeypatch, module, fault):
@@ -138,7 +174,9 @@ def break_backend(monkeypatch, module, fault):
 def test_a_broken_backend_never_answers(fake, fault, dtype):
     calls = break_backend(fake, cascade, fault)
     given = sample(dtype)
-    with pytest.warns(RestoreKVWarning, match="cascade.*cannot be used on Fake 9000.*driver 1.2.*doctor -o") as told:
+    with pytest.warns(
+        RestoreKVWarning, match="cascade.*cannot be used on Fake 9000.*driver 1.2.*doctor -o"
+    ) as told:
         found = answer(given)
     checked = len(calls)
     assert len(told) == 1
@@ -152,7 +190,9 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
 
 
 def one_small_number(attend, query, layer, mask, scale):
-    """Fault 75 of tests/hostile/kernels.py: a number near 0 becomes another, of which a long row hides the error."""
+    """Fault 75 of tests/hostile/kernels.py: a number near 0 becomes another, of which a long row
+    hides the error.
+    """
     found = attend(query, layer, mask, scale).contiguous()
     if len(query) == 1:
         found.view(-1)[5443 % found.numel()] = 7e-6
@@ -174,17 +214,23 @@ def test_a_wrong_number_of_a_pass_is_found(fake):
         return found
 
     fake.setattr(blocked, "attend", wrong)
-    worst = max(proofs.closeness(each) for each in pass_trials.measure_blocked(target(torch.float16)))
+    worst = max(
+        proofs.closeness(each) for each in pass_trials.measure_blocked(target(torch.float16))
+    )
     assert worst > 1
 
 
 FORMS = {
     "a first token": lambda query, layer, mask: len(query) == query.shape[3] == layer.columns == 1,
-    "first tokens of one question": lambda query, layer, mask: len(query) == 1 < query.shape[3] == layer.columns,
+    "first tokens of one question": lambda query, layer, mask: (
+        len(query) == 1 < query.shape[3] == layer.columns
+    ),
     "one token, a bias and no mask": lambda query, layer, mask: (
         len(query) == query.shape[3] == 1 and layer.bias is not None and mask is None
     ),
-    "one token under a mask": lambda query, layer, mask: len(query) == query.shape[3] == 1 and mask is not None,
+    "one token under a mask": lambda query, layer, mask: (
+        len(query) == query.shape[3] == 1 and mask is not None
+    ),
     "one question with a bias, without a mask": lambda query, layer, mask: (
         len(query) == 1 < query.shape[3] and layer.bias is not None and mask is None
     ),
@@ -241,7 +287,9 @@ def test_a_device_that_computes_nothing_right_is_refused(fake):
     for module in (cascade, frozen, naive):
         attend = module.attend
         fake.setattr(
-            module, "attend", lambda q, *more, attend=attend: attend(q, *more) * (1 + (q.dtype != torch.double))
+            module,
+            "attend",
+            lambda q, *more, attend=attend: attend(q, *more) * (1 + (q.dtype != torch.double)),
         )
     with (
         pytest.raises(RestoreKVError, match=r"Fake 9000.*wrongly even with PyTorch's own"),
@@ -288,14 +336,22 @@ def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
 
 
 @pytest.mark.parametrize("storage", list(quantized.KINDS))
-@pytest.mark.parametrize("fault", [wrong_scale, dropped_tail, forgotten_bias, not_a_number, no_compiler])
+@pytest.mark.parametrize(
+    "fault", [wrong_scale, dropped_tail, forgotten_bias, not_a_number, no_compiler]
+)
 def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage, fault):
     given = sample()
-    packed = quantized.pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage)
-    layer = trials.ragged_layer(*packed, list(given.layer.bounds), *given.layer.pair, given.layer.bias)
+    packed = quantized.pack(
+        given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
+    )
+    layer = trials.ragged_layer(
+        *packed, list(given.layer.bounds), *given.layer.pair, given.layer.bias
+    )
     given = trials.Sample(given.query, layer, given.mask, given.scale, given.largest)
     break_backend(fake, stored, fault)
-    with pytest.warns(RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU") as told:
+    with pytest.warns(
+        RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU"
+    ) as told:
         found = answer(given)
     assert len(told) == 1
     torch.testing.assert_close(found, definition(given), rtol=1e-4, atol=1e-4)
@@ -311,7 +367,11 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
             for each in pack(keys, values, bounds, storage)
         )
 
-    cache = type("Cache", (), {"layers": [given.layer], "store": lambda self, storage: pytest.fail("not proven")})()
+    cache = type(
+        "Cache",
+        (),
+        {"layers": [given.layer], "store": lambda self, storage: pytest.fail("not proven")},
+    )()
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
     with fake.context() as here:
         here.setattr(quantized, "pack", wrong)
@@ -334,7 +394,11 @@ def counted(fake):
         calls.append(target)
         yield Measured("the only one", told[0], 0.1)
 
-    fake.setitem(proofs.COMPONENTS, "counted", Component("counted", "Counting", "None", trials.everywhere, measure))
+    fake.setitem(
+        proofs.COMPONENTS,
+        "counted",
+        Component("counted", "Counting", "None", trials.everywhere, measure),
+    )
     return told, calls
 
 
@@ -348,7 +412,9 @@ def test_a_check_is_made_once_and_its_file_read_by_the_next_process(counted, err
     right = error <= 0.1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert [proofs.is_proven("counted", *KEY) for _ in range(3)] == [right] * 3 and len(calls) == 1
+        assert [proofs.is_proven("counted", *KEY) for _ in range(3)] == [right] * 3 and len(
+            calls
+        ) == 1
         proofs.forget()  # as in a new process
         assert proofs.is_proven("counted", *KEY) is right and len(calls) == 1
         for changed in ((KEY[0], 4, *KEY[2:]), (*KEY[:4], torch.bfloat16)):
@@ -409,7 +475,9 @@ def empty(path):
 
 
 @pytest.mark.parametrize(
-    "harm", [cut, turned, sealed_lie, of_another_key, writable_by_others, fifo, empty], ids=lambda each: each.__name__
+    "harm",
+    [cut, turned, sealed_lie, of_another_key, writable_by_others, fifo, empty],
+    ids=lambda each: each.__name__,
 )
 def test_a_damaged_file_is_made_again(counted, harm):
     told, calls = counted
@@ -424,14 +492,18 @@ def test_a_damaged_file_is_made_again(counted, harm):
         assert not proofs.is_proven("counted", *KEY)
     assert len(calls) == 2
     if harm is not fifo:
-        assert proof_files.load({**target().key(), "component": "counted"}, proofs.Proof) is not None
+        assert (
+            proof_files.load({**target().key(), "component": "counted"}, proofs.Proof) is not None
+        )
 
 
 def test_without_a_cache_folder_a_proof_lasts_as_long_as_the_process(counted, fake, tmp_path):
     _, calls = counted
     (tmp_path / "file").write_text("")
     fake.setenv("RESTOREKV_CACHE", str(tmp_path / "file"))  # no folder can be made there
-    assert proofs.is_proven("counted", *KEY) and proofs.is_proven("counted", *KEY) and len(calls) == 1
+    assert (
+        proofs.is_proven("counted", *KEY) and proofs.is_proven("counted", *KEY) and len(calls) == 1
+    )
 
 
 def test_what_ended_its_process_is_not_tried_again(counted, fake):
@@ -441,7 +513,8 @@ def test_what_ended_its_process_is_not_tried_again(counted, fake):
     gone.wait()
     with proof_files.marking(key):
         text = the_file().read_text()
-        assert proof_files.load(key, proofs.Proof) is None  # this process is alive, so the mark says nothing
+        # This process is alive, so the mark says nothing.
+        assert proof_files.load(key, proofs.Proof) is None
         record = json.loads(text)
     assert not list((proof_files.cache_folder() / proof_files.FOLDER).iterdir())
     record["process"] = f"{proof_files.HOST}-{gone.pid}"
@@ -460,7 +533,11 @@ def test_too_little_memory_is_forgotten_with_the_process(fake):
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    fake.setitem(proofs.COMPONENTS, "greedy", Component("greedy", "Greed", "None", trials.everywhere, measure))
+    fake.setitem(
+        proofs.COMPONENTS,
+        "greedy",
+        Component("greedy", "Greed", "None", trials.everywhere, measure),
+    )
     with pytest.warns(RestoreKVWarning, match="out of memory"):
         assert not proofs.is_proven("greedy", *KEY)
     assert not list((proof_files.cache_folder() / proof_files.FOLDER).iterdir())
@@ -489,7 +566,11 @@ def test_a_check_that_needs_itself_ends(fake):
     def measure(target):
         yield Measured("inner", float(proofs.is_proven("circular", *KEY)), 0.0)
 
-    fake.setitem(proofs.COMPONENTS, "circular", Component("circular", "A circle", "None", trials.everywhere, measure))
+    fake.setitem(
+        proofs.COMPONENTS,
+        "circular",
+        Component("circular", "A circle", "None", trials.everywhere, measure),
+    )
     assert proofs.is_proven("circular", *KEY)
 
 
@@ -504,7 +585,11 @@ def test_nothing_is_checked_while_a_graph_is_captured(counted, fake):
 def test_a_check_disturbs_neither_random_numbers_nor_observers_nor_modes(fake):
     seen, given = [], sample()
     state = torch.get_rng_state()
-    with attention.observing(lambda *args: seen.append(args)), torch.inference_mode(), torch.autocast("cpu"):
+    with (
+        attention.observing(lambda *args: seen.append(args)),
+        torch.inference_mode(),
+        torch.autocast("cpu"),
+    ):
         answer(given)
         assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
     assert torch.get_rng_state().equal(state) and len(seen) == 1
@@ -532,7 +617,8 @@ def test_a_device_that_a_check_broke_is_refused_with_a_sentence(fake):
         with pytest.raises(RestoreKVError, match=r"stopped answering.*start again"):
             attention.choose(given.query, given.layer)
     proofs.forget()
-    with pytest.warns(RestoreKVWarning, match="illegal memory access"):  # remembered: the next process does not try
+    # Remembered: the next process does not try.
+    with pytest.warns(RestoreKVWarning, match="illegal memory access"):
         assert attention.choose(given.query, given.layer) is frozen.attend
 
 

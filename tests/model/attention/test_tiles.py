@@ -1,4 +1,5 @@
-"""The GPU backend in Triton's interpreter: its work lists, and its kernels against the definition in float64.
+"""The GPU backend in Triton's interpreter: its work lists, and its kernels against the definition
+in float64.
 
 With TRITON_INTERPRET=0 on a machine with a GPU the same tests run the compiled kernels.
 """
@@ -40,9 +41,15 @@ def make_layer(lengths, batch, tail, width, dtype, bias, seed=0):
     offsets, heads = torch.tensor([0, *lengths]).cumsum(0).int(), len(lengths)
     count, empty = int(offsets[-1]), draw(1, heads, 0, width)
     layer = RaggedLayer(
-        draw(count, width), draw(count, width), offsets.to(DEVICE), torch.zeros(count).int(), max(lengths), empty,
-        empty, draw(count) if bias else None,
-    )  # fmt: skip
+        draw(count, width),
+        draw(count, width),
+        offsets.to(DEVICE),
+        torch.zeros(count).int(),
+        max(lengths),
+        empty,
+        empty,
+        draw(count) if bias else None,
+    )
     layer.keys, layer.values = draw(batch, heads, tail, width), draw(batch, heads, tail, width)
     return layer, draw
 
@@ -54,7 +61,11 @@ def make_query(draw, batch, heads, groups, queries, width):
 
 def padded_mask(batch, queries, tail):
     """Causal; question 0 has a column of padding on the left, where every query still sees another."""
-    mask = torch.ones(queries, tail, dtype=torch.bool, device=DEVICE).tril(tail - queries).expand(batch, 1, -1, -1)
+    mask = (
+        torch.ones(queries, tail, dtype=torch.bool, device=DEVICE)
+        .tril(tail - queries)
+        .expand(batch, 1, -1, -1)
+    )
     mask = mask.clone()
     mask[0, :, :, 0] = tail == queries
     return mask
@@ -64,7 +75,9 @@ def exactly(layer):
     """The same layer in float64."""
     exact = [x.double() for x in (layer.context_keys, layer.context_values)]
     bias = None if layer.bias is None else layer.bias.double()
-    made = RaggedLayer(*exact, layer.offsets, layer.positions, layer.seen, layer.keys, layer.values, bias)
+    made = RaggedLayer(
+        *exact, layer.offsets, layer.positions, layer.seen, layer.keys, layer.values, bias
+    )
     made.keys, made.values = layer.keys.double(), layer.values.double()
     return made
 
@@ -73,7 +86,9 @@ def exactly(layer):
 def cases(draw, dims, longest):
     queries = draw(st.sampled_from([1, 1, 3]))
     return {
-        "lengths": draw(st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, longest]), min_size=1, max_size=3)),
+        "lengths": draw(
+            st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, longest]), min_size=1, max_size=3)
+        ),
         "batch": draw(st.integers(1, 3)),
         "groups": draw(st.integers(1, 8)),
         "queries": queries,
@@ -90,7 +105,9 @@ def cases(draw, dims, longest):
 def check(case):
     """The kernels against the definition; memory that no kernel writes is NaN."""
     case = dict(case)
-    groups, queries, masked, wanted = (case.pop(name) for name in ("groups", "queries", "masked", "wanted"))
+    groups, queries, masked, wanted = (
+        case.pop(name) for name in ("groups", "queries", "masked", "wanted")
+    )
     layer, draw = make_layer(**case)
     heads = len(case["lengths"])
     query = make_query(draw, case["batch"], heads, groups, queries, case["width"])
@@ -123,18 +140,42 @@ def test_equals_the_definition_in_every_shape(case):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [32, 80, 256])
 def test_every_dtype_and_width(width, dtype):
-    check({
-        "lengths": [70, 0, 1], "batch": 2, "groups": 8, "queries": 2, "tail": 5, "width": width, "dtype": dtype,
-        "bias": True, "masked": True, "wanted": 4, "seed": 1,
-    })  # fmt: skip
+    check(
+        {
+            "lengths": [70, 0, 1],
+            "batch": 2,
+            "groups": 8,
+            "queries": 2,
+            "tail": 5,
+            "width": width,
+            "dtype": dtype,
+            "bias": True,
+            "masked": True,
+            "wanted": 4,
+            "seed": 1,
+        }
+    )
 
 
 def test_many_rows_take_blocks_of_their_own():
-    """Blocks of 64 rows, whose last is not full, of all questions for the context and of each for its tail's pieces."""
-    check({
-        "lengths": [130, 3], "batch": 2, "groups": 2, "queries": 35, "tail": 150, "width": 32,
-        "dtype": torch.float16, "bias": False, "masked": True, "wanted": 32, "seed": 2,
-    })  # fmt: skip
+    """Blocks of 64 rows, whose last is not full, of all questions for the context and of each for
+    its tail's pieces.
+    """
+    check(
+        {
+            "lengths": [130, 3],
+            "batch": 2,
+            "groups": 2,
+            "queries": 35,
+            "tail": 150,
+            "width": 32,
+            "dtype": torch.float16,
+            "bias": False,
+            "masked": True,
+            "wanted": 32,
+            "seed": 2,
+        }
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,20 +186,31 @@ def test_every_list_covers_every_row_once(lengths):
     assert made.entries.dtype == made.first.dtype == torch.int32
     spans = [tiles.BASE << level for level in range(len(made.counts))]
     assert spans[-1] >= max(lengths) and all(span < max(lengths) for span in spans[:-1])
-    for span, first, entries in zip(spans, made.first.tolist(), made.entries.split(made.counts), strict=True):
+    for span, first, entries in zip(
+        spans, made.first.tolist(), made.entries.split(made.counts), strict=True
+    ):
         covered = torch.zeros(bounds[-1], dtype=torch.int)
         for number, (head, start, end, _) in enumerate(entries.tolist()):
             assert bounds[head] <= start < end <= bounds[head + 1] and end - start <= span
             assert first[head] <= number < first[head + 1]
             covered[start:end] += 1
         assert (covered == 1).all() and first[-1] == len(entries)
-        assert [high - low for low, high in pairwise(first)] == [-(-length // span) for length in lengths]
+        assert [high - low for low, high in pairwise(first)] == [
+            -(-length // span) for length in lengths
+        ]
 
 
 def test_many_queries_take_longer_tiles():
     made = tiles.cut((0, 1000, 1000, 1064))
     assert made.counts == (17, 9, 5, 3, 2)
-    assert [tiles.choose(made.counts, blocks, 17) for blocks in (1, 2, 3, 4, 8, 100)] == [0, 2, 2, 3, 4, 4]
+    assert [tiles.choose(made.counts, blocks, 17) for blocks in (1, 2, 3, 4, 8, 100)] == [
+        0,
+        2,
+        2,
+        3,
+        4,
+        4,
+    ]
 
 
 def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
@@ -174,8 +226,12 @@ def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
     assert cache.nbytes == bare + sum(x.nbytes for x in lists)
     held = [tiles.of(layer) for layer in cache.layers]
     with patch.object(tiles, "cut", side_effect=AssertionError("made twice")):
-        assert all(tiles.of(layer) is plan for layer, plan in zip(cache.fork().layers, held, strict=True))
-        assert all(tiles.of(layer) is plan for layer, plan in zip(fork.fork(3).layers, held, strict=True))
+        assert all(
+            tiles.of(layer) is plan for layer, plan in zip(cache.fork().layers, held, strict=True)
+        )
+        assert all(
+            tiles.of(layer) is plan for layer, plan in zip(fork.fork(3).layers, held, strict=True)
+        )
     assert all(tuple(plan.first[-1].diff().tolist()) == (1, 1) for plan in held)
 
 
@@ -224,14 +280,18 @@ def test_one_mask_may_serve_all_questions_and_a_tail_may_be_a_view():
     mask = torch.zeros(1, 1, 2, 9, dtype=torch.bool, device=DEVICE)
     mask[..., :6] = torch.ones(2, 6, device=DEVICE).tril(4).bool()
     layer.keys, layer.values = keys, values
-    torch.testing.assert_close(triton_attend.attend(query, layer, mask, 0.3), wished, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        triton_attend.attend(query, layer, mask, 0.3), wished, rtol=1e-5, atol=1e-6
+    )
     layer.keys, layer.values = keys[:, :, :6], values[:, :, :6]
     assert torch.equal(triton_attend.attend(query, layer, None, 0.3), wished)
 
 
 @pytest.mark.parametrize("width", [7, 16, 32])
 def test_a_context_may_be_a_view(width):
-    """Rows that lie apart, of keys and values each in their own way, and every other number as bias."""
+    """Rows that lie apart, of keys and values each in their own way, and every other number as
+    bias.
+    """
     layer, draw = make_layer([13, 0, 4], 2, 6, width, torch.float32, True)
     query = make_query(draw, 2, 3, 2, 1, width)
     layer.context_keys = draw(17, 2 * width)[:, :width]
@@ -243,17 +303,32 @@ def test_a_context_may_be_a_view(width):
 
 def arguments(query, layer, mask):
     plan = tiles.of(layer)
-    return (query, layer.context_keys, layer.context_values, layer.bias, layer.keys, layer.values, mask,
-            plan.entries, plan.first, list(plan.counts), 0.3)  # fmt: skip
+    return (
+        query,
+        layer.context_keys,
+        layer.context_values,
+        layer.bias,
+        layer.keys,
+        layer.values,
+        mask,
+        plan.entries,
+        plan.first,
+        list(plan.counts),
+        0.3,
+    )
 
 
 @pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_operator_keeps_the_rules_of_operators(masked):
-    torch.library.opcheck(torch.ops.restorekv.attend_tiles.default, arguments(*example(torch.float32, 1, 1, masked)))
+    torch.library.opcheck(
+        torch.ops.restorekv.attend_tiles.default, arguments(*example(torch.float32, 1, 1, masked))
+    )
 
 
 def test_a_step_reads_nothing_from_the_device():
-    """Launching calls no operator that waits for a value, and tensors without values pass through the operator."""
+    """Launching calls no operator that waits for a value, and tensors without values pass through
+    the operator.
+    """
 
     class Heard(TorchDispatchMode):
         def __init__(self):
@@ -276,14 +351,19 @@ def test_a_step_reads_nothing_from_the_device():
         triton_attend.launch(*given_arguments)
     assert len(launched) == 2 and heard.names <= {"aten::new_empty", "aten::empty.memory_format"}
     with FakeTensorMode() as mode:
-        unreal = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given_arguments]
+        unreal = [
+            mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given_arguments
+        ]
         assert triton_attend.attend_tiles(*unreal).shape == (2, 2, 3, 2, 16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_compiled_model_answers_alike_in_one_graph(family, monkeypatch):
-    model, generator = build_model(family, num_hidden_layers=1).to(DEVICE), torch.Generator().manual_seed(0)
+    model, generator = (
+        build_model(family, num_hidden_layers=1).to(DEVICE),
+        torch.Generator().manual_seed(0),
+    )
     full = prefill(model, torch.randint(320, (1, 30), generator=generator).to(DEVICE))
     keep = torch.rand(1, 2, 30, generator=generator) < 0.5
     cache = RaggedCache.from_dense(full, keep)
@@ -306,8 +386,13 @@ def test_what_it_cannot_do_is_refused_and_never_chosen():
     for strange in (query.double(), query.clone().requires_grad_()):
         with pytest.raises(RestoreKVError, match="float16, bfloat16 or float32"):
             triton_attend.attend(strange, layer, mask, 0.3)
-    assert attention.choose(query, layer) is (cascade.attend if DEVICE == "cpu" else triton_attend.attend)
-    with pytest.raises(RestoreKVError, match="no attention backend 'best'"), attention.using("best"):
+    assert attention.choose(query, layer) is (
+        cascade.attend if DEVICE == "cpu" else triton_attend.attend
+    )
+    with (
+        pytest.raises(RestoreKVError, match="no attention backend 'best'"),
+        attention.using("best"),
+    ):
         pass
 
 

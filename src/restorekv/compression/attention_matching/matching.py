@@ -1,17 +1,20 @@
-"""Attention Matching (arXiv:2602.16284) for one layer: what the compact pairs must reproduce, and the two fits.
+"""Attention Matching (arXiv:2602.16284) for one layer: what the compact pairs must reproduce, and
+the two fits.
 
-With the reference queries q_i, i < n, and the article's keys and values k_j, v_j, j < T, of one KV head,
+With the reference queries q_i, i < n, and the article's keys and values k_j, v_j, j < T, of one KV
+head,
 
     l_ij = q_i k_j * scale     m_i = max_j l_ij     A_ij = softmax_j(l_ij)
     y_i = sum_j exp(l_ij - m_i)     Y_i = sum_j A_ij v_j     score_j = sqrt(mean_i A_ij^2)
 
-are the mass y, the output Y and the score of the full cache. For kept keys c_1 ... c_t, which stay as they are,
+are the mass y, the output Y and the score of the full cache. For kept keys c_1 ... c_t, which stay
+as they are,
 
     bias    min_B |M B - y|^2,  M_is = exp(q_i c_s * scale - m_i),  e^-box <= B_s <= e^box,     bias = log B
     values  min_C |X C - Y|^2,  X = softmax_s(q_i c_s * scale + bias_s)
 
-Everything is float32 of model-dtype queries and keys. On the tiny model double precision changes neither fit
-(condition numbers up to 2e4), so it is left to the fallback.
+Everything is float32 of model-dtype queries and keys. On the tiny model double precision changes
+neither fit (condition numbers up to 2e4), so it is left to the fallback.
 """
 
 from dataclasses import dataclass
@@ -39,8 +42,12 @@ class Targets:
     scale: float
 
 
-def observe(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK) -> tuple[Targets, Tensor]:
-    """Returns targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits at a time."""
+def observe(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK
+) -> tuple[Targets, Tensor]:
+    """Returns targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits
+    at a time.
+    """
     heads, count, _ = query.shape
     keys, values = key.float(), value.float()
     highest, mass = (torch.empty(heads, count, device=key.device) for _ in range(2))
@@ -59,7 +66,8 @@ def observe(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int 
 
 
 def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tuple[Tensor, Tensor]:
-    """Returns bias (t,) and values (t, D) for kept keys (t, D) of one head, both in the keys' dtype.
+    """Returns bias (t,) and values (t, D) for kept keys (t, D) of one head, both in the keys'
+    dtype.
 
     The values are fitted to the bias as it is stored, so rounding the bias costs them nothing.
     """
@@ -71,10 +79,11 @@ def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tup
 
 
 def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
-    """Returns B (t,), about the minimum of |M B - y| with e^-box <= B <= e^box, for M (n, t) and y (n,).
+    """Returns B (t,), about the minimum of |M B - y| with e^-box <= B <= e^box, for M (n, t) and y
+    (n,).
 
-    The unconstrained solution is clamped, then improved by projected gradient steps of length 1 / sigma_max(M)^2.
-    M is positive, so the power iteration for sigma_max may start from ones.
+    The unconstrained solution is clamped, then improved by projected gradient steps of length 1 /
+    sigma_max(M)^2. M is positive, so the power iteration for sigma_max may start from ones.
     """
     low, high = (matrix.new_tensor(bound).exp() for bound in (-box, box))
     factors = least_squares(matrix, target[:, None])[:, 0].clamp(low, high)
@@ -89,7 +98,9 @@ def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) ->
 
 
 def least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """Returns the C (t, d) of min |X C - Y|, X (n, t), Y (n, d), by QR; by `ridge` where X has not full rank."""
+    """Returns the C (t, d) of min |X C - Y|, X (n, t), Y (n, d), by QR; by `ridge` where X has not
+    full rank.
+    """
     try:
         solution = torch.linalg.lstsq(matrix, target, driver="gels").solution
     except torch.linalg.LinAlgError:  # a GPU returns NaN instead
@@ -98,7 +109,9 @@ def least_squares(matrix: Tensor, target: Tensor) -> Tensor:
 
 
 def ridge(matrix: Tensor, target: Tensor) -> Tensor:
-    """Returns (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost below float64."""
+    """Returns (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost
+    below float64.
+    """
     exact, wanted = matrix.double(), target.double()
     wide = len(exact) < exact.shape[1]
     gram = exact @ exact.T if wide else exact.T @ exact

@@ -1,12 +1,15 @@
-"""Attention Matching (Zweiger et al., arXiv:2602.16284): kept keys, a bias and fitted values for every head.
+"""Attention Matching (Zweiger et al., arXiv:2602.16284): kept keys, a bias and fitted values for
+every head.
 
-The model reads the article once more, as the answer to "repeat it", on top of the full cache. The queries of that pass
-are the reference; `matching` chooses the keys they attend to most and fits a bias to the attention mass and values to
-the attention outputs that they get from the whole article. Keys keep their RoPE; later positions continue at S + T.
+The model reads the article once more, as the answer to "repeat it", on top of the full cache. The
+queries of that pass are the reference; `matching` chooses the keys they attend to most and fits a
+bias to the attention mass and values to the attention outputs that they get from the whole article.
+Keys keep their RoPE; later positions continue at S + T.
 
-RestoreKV compares with "AM-fast" and does not define it. Here it is what the authors call AM-HighestAttnKeys-fast:
-repetition queries of the full cache ("repeat", not on-policy), RMS attention, two projected-gradient steps in the box
-[-3, 3], least squares without ridge, the whole context at once. Where this differs from the authors' conversation:
+RestoreKV compares with "AM-fast" and does not define it. Here it is what the authors call
+AM-HighestAttnKeys-fast: repetition queries of the full cache ("repeat", not on-policy), RMS
+attention, two projected-gradient steps in the box [-3, 3], least squares without ridge, the whole
+context at once. Where this differs from the authors' conversation:
 
 - They close the user's turn after the article and ask in a second one. A context here leaves its turn open, since
   questions follow in it, so the instruction does too: article, "\\n\\n", instruction, end of turn, assistant's opener,
@@ -31,7 +34,14 @@ from restorekv import spec
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, read_shares
 from restorekv.compression.attention_matching.matching import Targets, fit, observe
-from restorekv.compression.prepared import CompressionConfig, Compressor, Progress, Ratio, ScoredContext, timed
+from restorekv.compression.prepared import (
+    CompressionConfig,
+    Compressor,
+    Progress,
+    Ratio,
+    ScoredContext,
+    timed,
+)
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
@@ -47,8 +57,9 @@ INSTRUCTION = "Repeat the previous context verbatim."
 class AttentionMatching(Compressor):
     """The settings of the method, and the conventions of the cache that it makes.
 
-    `queries` caps the reference queries of a KV head; `steps` and `box` belong to the bias; `heads` is "uniform" or a
-    JSON file of head budgets. The chat prefix stays as it is, so only the prefix policy "free" is known.
+    `queries` caps the reference queries of a KV head; `steps` and `box` belong to the bias; `heads`
+    is "uniform" or a JSON file of head budgets. The chat prefix stays as it is, so only the prefix
+    policy "free" is known.
     """
 
     name: ClassVar[str] = "am-fast"
@@ -69,14 +80,23 @@ class AttentionMatching(Compressor):
                 "am-fast takes queries >= 1, steps >= 0 and a box from 0 to 20, "
                 f"not {self.queries}, {self.steps} and {self.box}."
             )
-        if "," in self.instruction + self.heads or not (self.instruction + self.heads).isprintable():
-            raise RestoreKVError("am-fast's instruction and file of head budgets are one line without commas.")
+        if (
+            "," in self.instruction + self.heads
+            or not (self.instruction + self.heads).isprintable()
+        ):
+            raise RestoreKVError(
+                "am-fast's instruction and file of head budgets are one line without commas."
+            )
         if self.conventions.prefix_policy != "free":
-            raise RestoreKVError("am-fast compresses the article alone; use the prefix policy free.")
+            raise RestoreKVError(
+                "am-fast compresses the article alone; use the prefix policy free."
+            )
         if self.conventions.restore_from != "full":
             raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
         if self.conventions.allocation != GLOBAL:
-            raise RestoreKVError("am-fast divides the budget among heads itself; set heads=FILE, not an allocation.")
+            raise RestoreKVError(
+                "am-fast divides the budget among heads itself; set heads=FILE, not an allocation."
+            )
         if self.heads != UNIFORM:
             read_shares(self.heads)
 
@@ -87,16 +107,22 @@ class AttentionMatching(Compressor):
 
     @torch.no_grad()
     def prepare(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: str | Context,
+        progress: Progress | None = None,
         offload: bool = False,
-    ) -> MatchedContext:  # fmt: skip
+    ) -> MatchedContext:
         """Does the prefill, and one more pass for queries, masses and outputs."""
         if offload:
             raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out offload.")
         tell = progress or (lambda phase: None)
         support.install(model)
         shape = CacheShape.of(model)
-        conventions = replace(self.conventions, allocation=HeadShares.of(self.heads, shape.layers, shape.heads))
+        conventions = replace(
+            self.conventions, allocation=HeadShares.of(self.heads, shape.layers, shape.heads)
+        )
         if isinstance(context, str):
             context = make_context(tokenizer, context)
         seconds: dict[str, float] = {}
@@ -106,22 +132,34 @@ class AttentionMatching(Compressor):
         tell("score")
         with timed(seconds, "score"):
             article = context.ids[:, context.prefix :]
-            ids = torch.cat([encode(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1)
+            ids = torch.cat(
+                [encode(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1
+            )
             chosen = subset(ids.shape[-1] * shape.groups, self.queries, self.seed)
             columns = slice(context.prefix, context.positions)
             observed = [
                 observe(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
-                for (query, scale), layer in zip(reference(model, full, ids, chosen), full.layers, strict=True)
+                for (query, scale), layer in zip(
+                    reference(model, full, ids, chosen), full.layers, strict=True
+                )
             ]
         targets, scores = zip(*observed, strict=True)
         return MatchedContext(
-            model, context, full, torch.stack(scores), conventions, seconds=seconds, targets=targets, method=self
+            model,
+            context,
+            full,
+            torch.stack(scores),
+            conventions,
+            seconds=seconds,
+            targets=targets,
+            method=self,
         )
 
 
 @dataclass(frozen=True)
 class MatchedContext(ScoredContext):
-    """A context with its full cache: `scores` are RMS attention, `targets` what each layer has to reproduce.
+    """A context with its full cache: `scores` are RMS attention, `targets` what each layer has to
+    reproduce.
 
     The targets hold n queries in the model's dtype and n outputs in float32 for every KV head.
     """
@@ -138,30 +176,44 @@ class MatchedContext(ScoredContext):
         raise AdapterError("am-fast restores nothing; leave out the adapter.")
 
     @torch.no_grad()
-    def evict(self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False) -> RaggedCache:
-        """Returns the kept keys of each head with bias and fitted values; a head that loses nothing is unchanged."""
+    def evict(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> RaggedCache:
+        """Returns the kept keys of each head with bias and fitted values; a head that loses nothing
+        is unchanged.
+        """
         cache = super().evict(budget, restore_tokens, consume)
         for layer, targets in zip(cache.layers, self.targets, strict=True):
             self.match(layer, targets)
         return cache
 
     def match(self, layer: RaggedLayer, targets: Targets) -> None:
-        """Writes bias and values; a loop over heads, because least squares of different sizes do not batch."""
+        """Writes bias and values; a loop over heads, because least squares of different sizes do
+        not batch.
+        """
         bias = layer.context_keys.new_zeros(len(layer.context_keys))
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
             if 0 < rows.stop - rows.start < self.context.tokens:
-                fitted = fit(targets, head, layer.context_keys[rows], self.method.steps, self.method.box)
+                fitted = fit(
+                    targets, head, layer.context_keys[rows], self.method.steps, self.method.box
+                )
                 bias[rows], layer.context_values[rows] = fitted
         if not layer.context_values.isfinite().all():
-            raise RestoreKVError("The fitted values are too large for float16; load the model in bfloat16 or float32.")
+            raise RestoreKVError(
+                "The fitted values are too large for float16; load the model in bfloat16 or float32."
+            )
         layer.bias = bias if bias.any() else None
 
 
-def reference(model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor) -> list[tuple[Tensor, float]]:
-    """Reads ids (1, Q) over `full`, which stays as it is; returns each layer's queries (H, n, D) after RoPE and scale.
+def reference(
+    model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor
+) -> list[tuple[Tensor, float]]:
+    """Reads ids (1, Q) over `full`, which stays as it is; returns each layer's queries (H, n, D)
+    after RoPE and scale.
 
-    Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q * G are kept.
+    Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q *
+    G are kept.
     """
     reading = copy.copy(full)
     reading.layers = [copy.copy(layer) for layer in full.layers]

@@ -1,11 +1,12 @@
 """The attention function "restorekv", registered with transformers.
 
-It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA, or a `RaggedLayer`
-twice, which goes to one of the backends here, or a `MultiContextLayer` or `FlatLayer` twice, whose documents go there
-one by one.
-A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
+It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA,
+or a `RaggedLayer` twice, which goes to one of the backends here, or a `MultiContextLayer` or
+`FlatLayer` twice, whose documents go there one by one. A backend computes softmax(q [K_context;
+K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
 
-On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that definition there.
+On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that
+definition there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,11 @@ NAME = "restorekv"
 Pairs = Tensor | RaggedLayer
 Callback = Callable[[nn.Module, Tensor, Pairs, Pairs, Tensor | None, float], Tensor | None]
 Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
-BACKENDS: dict[str, Backend] = {"naive": naive.attend, "cascade": cascade.attend, "frozen": frozen.attend}
+BACKENDS: dict[str, Backend] = {
+    "naive": naive.attend,
+    "cascade": cascade.attend,
+    "frozen": frozen.attend,
+}
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend
 LADDER = {  # on a device that is not a CPU: the first that can answer and has proven itself
@@ -46,7 +51,8 @@ LADDER = {  # on a device that is not a CPU: the first that can answer and has p
     "frozen": frozen,
     "naive": naive,
 }
-WORKSPACE = 16 << 20  # bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits
+# Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
+WORKSPACE = 16 << 20
 
 _callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
@@ -56,10 +62,12 @@ _open: list[str] = []  # open blocks of `observing` and `using` in all threads
 
 @contextmanager
 def observing(callback: Callback) -> Iterator[None]:
-    """Calls callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's attention.
+    """Calls callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's
+    attention.
 
-    Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result; or both are the
-    RaggedLayer, whose result is computed in any case. `model.observer.observe_layers` is easier to use.
+    Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result;
+    or both are the RaggedLayer, whose result is computed in any case.
+    `model.observer.observe_layers` is easier to use.
     """
     with setting(_callback, callback):
         yield
@@ -69,14 +77,19 @@ def observing(callback: Callback) -> Iterator[None]:
 def using(backend: str) -> Iterator[None]:
     """Forces one of BACKENDS for ragged layers, instead of the one that `choose` picks."""
     if backend not in BACKENDS:
-        raise RestoreKVError(f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}.")
+        raise RestoreKVError(
+            f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}."
+        )
     with setting(_backend, backend):
         yield
 
 
 @contextmanager
-def inspecting(on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]) -> Iterator[None]:
-    """Shows every call of `attend` and every mask that transformers makes, with the function it is made from.
+def inspecting(
+    on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]
+) -> Iterator[None]:
+    """Shows every call of `attend` and every mask that transformers makes, with the function it is
+    made from.
 
     on_call(module, query, key, value, mask, scale, options) is called before a layer's attention.
     """
@@ -86,14 +99,18 @@ def inspecting(on_call: Callable[..., object], on_mask: Callable[[Tensor, Callab
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Runs the block without the observer and the forced backend of the blocks around it, as a proof does."""
+    """Runs the block without the observer and the forced backend of the blocks around it, as a
+    proof does.
+    """
     with setting(_callback, None), setting(_backend, None), setting(_inspectors, None):
         yield
 
 
 @contextmanager
 def setting(variable: ContextVar, value: object) -> Iterator[None]:
-    """Sets a variable in the block. torch.compile cannot read it, so it is read only while some block is open."""
+    """Sets a variable in the block. torch.compile cannot read it, so it is read only while some
+    block is open.
+    """
     token = variable.set(value)
     _open.append(variable.name)
     try:
@@ -114,7 +131,9 @@ def current_observer() -> Callback | None:
 
 
 def choose(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has gradients everywhere."""
+    """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has
+    gradients everywhere.
+    """
     if name := current(_backend):
         if proofs.needed(query.device):
             proofs.require(name, *proof_key(query))
@@ -144,7 +163,9 @@ def proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
 
 
 def store(cache: RaggedCache, storage: str, groups: int) -> None:
-    """Stores the context of a cache in 8 bits, on the CPU where its device has not proven that it can."""
+    """Stores the context of a cache in 8 bits, on the CPU where its device has not proven that it
+    can.
+    """
     first = cache.layers[0]
     key = first.device, first.heads, groups, first.restore_keys.shape[-1], first.dtype
     if storage == "model" or not proofs.needed(first.device) or proofs.is_proven(storage, *key):
@@ -157,7 +178,8 @@ def store(cache: RaggedCache, storage: str, groups: int) -> None:
 
 
 def unpacked(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
-    """Returns a layer for one call: an 8-bit context is unpacked if the backend cannot read it (see `unpacks`).
+    """Returns a layer for one call: an 8-bit context is unpacked if the backend cannot read it (see
+    `unpacks`).
 
     A device that has not proven that it can read 8 bits gets numbers that the CPU has unpacked.
     """
@@ -175,13 +197,17 @@ def storage_of(layer: RaggedLayer) -> str:
 
 
 def prepare(layers: Sequence[RaggedLayer]) -> None:
-    """Makes the GPU backend's work lists for all layers and their forks, before a CUDA graph records a step."""
+    """Makes the GPU backend's work lists for all layers and their forks, before a CUDA graph
+    records a step.
+    """
     if triton_attend is not None and layers[0].device.type == "cuda":
         tiles.plan(layers)
 
 
 def unpacks(layer: RaggedLayer) -> bool:
-    """Returns whether to unpack a whole 8-bit context: for a forced backend, and on a GPU if WORKSPACE suffices."""
+    """Returns whether to unpack a whole 8-bit context: for a forced backend, and on a GPU if
+    WORKSPACE suffices.
+    """
     if not stored.is_packed(layer):
         return False
     nbytes = 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
@@ -198,17 +224,24 @@ def attend(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """query (B, H*G, Q, D) -> (B, Q, H*G, D), with the signature of transformers' AttentionInterface."""
+    """query (B, H*G, Q, D) -> (B, Q, H*G, D), with the signature of transformers'
+    AttentionInterface.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, FlatLayer):
-        parts = [attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in key.split(query)]
+        parts = [
+            attend(module, rows, own, own, mask, scaling=scale)[0]
+            for own, rows, mask in key.split(query)
+        ]
         flat = [part.flatten(0, 1) for part in parts]
         return (flat[0] if len(flat) == 1 else torch.cat(flat))[None], None
     if (inspectors := current(_inspectors)) is not None:
         inspectors[0](module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
         parts = key.split(query, attention_mask)
-        return torch.cat([attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in parts]), None
+        return torch.cat(
+            [attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in parts]
+        ), None
     ragged = isinstance(key, RaggedLayer)
     if (callback := current(_callback)) is not None:
         result = callback(module, query, key, value, attention_mask, scale)
@@ -217,7 +250,8 @@ def attend(
     if ragged:
         window = kwargs.get("sliding_window")
         if window is not None and attention_mask is None and key.get_seq_length() > window:
-            raise ModelError(  # model.generate over a fork comes here; the package's own loops refuse before
+            # model.generate over a fork comes here; the package's own loops refuse before.
+            raise ModelError(
                 f"The model sees at most {window:,} positions, and the cache has {key.get_seq_length():,}; ask less."
             )
         grouped = query.unflatten(1, (key.heads, -1))
@@ -227,11 +261,14 @@ def attend(
     if attention_mask is not None and shares_heads(query, dropout, kwargs):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
+    )
 
 
 def shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
-    """Returns whether SDPA can read a KV head once for all its query heads under a mask, as its CPU kernel does.
+    """Returns whether SDPA can read a KV head once for all its query heads under a mask, as its CPU
+    kernel does.
 
     The result is the same; transformers copies keys and values for every query head.
     """
@@ -240,7 +277,9 @@ def shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> b
 
 
 def install(model: PreTrainedModel) -> None:
-    """Routes every attention layer of `model` through `attend`; dense layers give the same result as with SDPA."""
+    """Routes every attention layer of `model` through `attend`; dense layers give the same result
+    as with SDPA.
+    """
     if model.config._attn_implementation == NAME:
         return
     try:
@@ -252,7 +291,9 @@ def install(model: PreTrainedModel) -> None:
 
 
 def make_mask(*args: object, **options: object) -> Tensor | None:
-    """Returns what transformers' mask for SDPA is; while somebody inspects, plain causal masks are made too."""
+    """Returns what transformers' mask for SDPA is; while somebody inspects, plain causal masks are
+    made too.
+    """
     if (inspectors := current(_inspectors)) is None:
         return sdpa_mask(*args, **options)
     mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})

@@ -1,14 +1,17 @@
-"""A pass's attention on a CPU over the pairs of a cache and its own pairs, with its weights for an observer.
+"""A pass's attention on a CPU over the pairs of a cache and its own pairs, with its weights for an
+observer.
 
-Every row sees all cached pairs and its own pairs up to itself. Rows are processed in blocks, the G query heads of one
-KV head together, so that a block's logits stay in the processor's cache and serve both the output and the weights.
-Logits are float32 in units of log 2 (2^x is three times as fast as e^x); weights are multiplied with values in the
-values' dtype, as in flash attention. Cached pairs outside the wanted softmax are processed in tiles, whose averages o
-and log-sum-exps l are merged one after the other:
+Every row sees all cached pairs and its own pairs up to itself. Rows are processed in blocks, the G
+query heads of one KV head together, so that a block's logits stay in the processor's cache and
+serve both the output and the weights. Logits are float32 in units of log 2 (2^x is three times as
+fast as e^x); weights are multiplied with values in the values' dtype, as in flash attention. Cached
+pairs outside the wanted softmax are processed in tiles, whose averages o and log-sum-exps l are
+merged one after the other:
 
     l = log(e^l1 + e^l2),    o = e^(l1 - l) o1 + e^(l2 - l) o2.
 
-Beyond the output this needs memory for one head's keys and values in that softmax and a few copies of one block.
+Beyond the output this needs memory for one head's keys and values in that softmax and a few copies
+of one block.
 """
 
 import math
@@ -33,10 +36,12 @@ def attend(
     inside: Sequence[slice] = (),
     on_weights: OnWeights = lambda *_: None,
 ) -> Tensor:
-    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q, H * G, D).
+    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q,
+    H * G, D).
 
-    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached columns in `inside`
-    (ordered, disjoint slices) followed by the own pairs: (G, high - low, W + high) float32, which it may change.
+    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached
+    columns in `inside` (ordered, disjoint slices) followed by the own pairs: (G, high - low, W +
+    high) float32, which it may change.
     """
     heads, groups, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -44,9 +49,13 @@ def attend(
     for head in range(heads):
         pairs = cached(head)
         keys, values = (
-            torch.cat([*(x[part] for part in inside), mine[head]]) for x, mine in zip(pairs, own, strict=True)
+            torch.cat([*(x[part] for part in inside), mine[head]])
+            for x, mine in zip(pairs, own, strict=True)
         )
-        keys, others = keys.to(exact), [tuple(x[part] for x in pairs) for part in outside(inside, len(pairs[0]))]
+        keys, others = (
+            keys.to(exact),
+            [tuple(x[part] for x in pairs) for part in outside(inside, len(pairs[0]))],
+        )
         scaled = query[head].to(exact) * (scale * math.log2(math.e))
         step = max(BLOCK // (groups * max(len(keys), TILE if others else 1)), 1)
         for low in range(0, rows, step):
@@ -61,7 +70,9 @@ def attend(
 
 
 def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[Tensor, Part]:
-    """rows (G * r, D) over K pairs, the last `own` = r causally -> weights (G * r, K), average and log-sum-exp."""
+    """rows (G * r, D) over K pairs, the last `own` = r causally -> weights (G * r, K), average and
+    log-sum-exp.
+    """
     weights = rows @ keys.mT
     if own:
         later = torch.ones(own, own, dtype=torch.bool, device=rows.device).triu(1)
@@ -82,4 +93,8 @@ def outside(inside: Sequence[slice], count: int) -> list[slice]:
     """Returns the columns of [0, count) that are not in `inside`, in tiles."""
     edges = [0, *(edge for part in inside for edge in (part.start, part.stop)), count]
     gaps = zip(edges[::2], edges[1::2], strict=True)
-    return [slice(low, min(low + TILE, stop)) for start, stop in gaps for low in range(start, stop, TILE)]
+    return [
+        slice(low, min(low + TILE, stop))
+        for start, stop in gaps
+        for low in range(start, stop, TILE)
+    ]

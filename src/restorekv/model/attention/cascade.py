@@ -1,8 +1,10 @@
-"""Ragged attention on a CPU for decoding and batches of questions, with PyTorch's fused kernel for each head.
+"""Ragged attention on a CPU for decoding and batches of questions, with PyTorch's fused kernel for
+each head.
 
-All queries of a batch, B questions times G group heads, read the rows of one head's context at once and in place:
-nothing is padded, widened or copied. A long head is cut into pieces, since the kernel divides heads and blocks of
-queries among its threads, not rows. Pieces and tail are joined by their log-sum-exps l_i into one softmax:
+All queries of a batch, B questions times G group heads, read the rows of one head's context at once
+and in place: nothing is padded, widened or copied. A long head is cut into pieces, since the kernel
+divides heads and blocks of queries among its threads, not rows. Pieces and tail are joined by their
+log-sum-exps l_i into one softmax:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
@@ -26,34 +28,56 @@ def usable(query: Tensor, layer: RaggedLayer) -> bool:
     """Returns whether this backend can answer: on a CPU, with one dtype, without gradients."""
     tensors = query, layer.keys, layer.values
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return query.device.type == "cpu" and query.dtype == layer.keys.dtype == layer.context_keys.dtype and not learning
+    return (
+        query.device.type == "cpu"
+        and query.dtype == layer.keys.dtype == layer.context_keys.dtype
+        and not learning
+    )
 
 
 def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no gradients."""
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no
+    gradients.
+    """
     if not usable(query, layer):
-        raise RestoreKVError("The backend 'cascade' runs on a CPU without gradients; leave out attention.using(...).")
+        raise RestoreKVError(
+            "The backend 'cascade' runs on a CPU without gradients; leave out attention.using(...)."
+        )
     batch, heads, groups, queries, width = query.shape
-    if batch * groups * queries == 1:  # with one row the kernel multiplies differently, at half the speed
+    # With one row the kernel multiplies differently, at half the speed.
+    if batch * groups * queries == 1:
         return attend(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
     rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
     most = max(min(layer.longest // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
-    outputs = query.new_zeros(most + 2, *rows.shape)  # one for each piece, one for the remaining rows, one for the tail
+    # One for each piece, one for the remaining rows, one for the tail.
+    outputs = query.new_zeros(most + 2, *rows.shape)
     lses = rows.new_full(outputs.shape[:-1], torch.finfo(exact(query)).min, dtype=exact(query))
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         pieces = max(min((end - start) // LEAST, most), 1)
         middle = end - (end - start) % pieces
-        for low, high, slots in ((start, middle, slice(pieces)), (middle, end, slice(most, most + 1))):
+        for low, high, slots in (
+            (start, middle, slice(pieces)),
+            (middle, end, slice(most, most + 1)),
+        ):
             if low < high:
-                outputs[slots, head], lses[slots, head] = attend_rows(rows[head], layer, low, high, slots, scale)
+                outputs[slots, head], lses[slots, head] = attend_rows(
+                    rows[head], layer, low, high, slots, scale
+                )
     tail, lse = attend_tail(query.flatten(2, 3), layer, tail_mask, groups, scale)
-    outputs[-1], lses[-1] = tail.transpose(0, 1).reshape(rows.shape), lse.transpose(0, 1).reshape(rows.shape[:-1])
+    outputs[-1], lses[-1] = (
+        tail.transpose(0, 1).reshape(rows.shape),
+        lse.transpose(0, 1).reshape(rows.shape[:-1]),
+    )
     output = (lses.softmax(0)[..., None] * outputs).sum(0).to(query.dtype)
     return output.view(heads, batch, groups, queries, width).transpose(0, 1)
 
 
-def attend_rows(rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: slice, scale: float) -> tuple:
-    """rows (R, D) over the pairs start:end of a head -> averages (pieces, R, D) and log-sum-exps (pieces, R)."""
+def attend_rows(
+    rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: slice, scale: float
+) -> tuple:
+    """rows (R, D) over the pairs start:end of a head -> averages (pieces, R, D) and log-sum-exps
+    (pieces, R).
+    """
     shape = (1, pieces.stop - (pieces.start or 0), -1, rows.shape[-1])
     keys, values = (x[start:end].view(shape) for x in (layer.context_keys, layer.context_values))
     bias = None
@@ -63,19 +87,30 @@ def attend_rows(rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: 
     return output[0], lse[0]
 
 
-def attend_tail(rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float) -> tuple:
-    """rows (B, H, G*Q, D) -> averages over the tail, of the same shape, and log-sum-exps (B, H, G*Q)."""
+def attend_tail(
+    rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float
+) -> tuple:
+    """rows (B, H, G*Q, D) -> averages over the tail, of the same shape, and log-sum-exps (B, H,
+    G*Q).
+    """
     queries = rows.shape[2] // groups
     if mask is None and queries > 1:
         mask = causal(queries, layer.columns, rows.device)[None, None]
-    if mask is not None:  # the lowest finite number: a padding query may see nothing, and NaN would spread
+    # The lowest finite number: a padding query may see nothing, and NaN would spread.
+    if mask is not None:
         lowest = torch.finfo(exact(rows)).min
-        mask = torch.zeros_like(mask, dtype=exact(rows)).masked_fill(~mask, lowest).repeat(1, 1, groups, 1)
+        mask = (
+            torch.zeros_like(mask, dtype=exact(rows))
+            .masked_fill(~mask, lowest)
+            .repeat(1, 1, groups, 1)
+        )
     return fused(rows, layer.keys, layer.values, attn_mask=mask, scale=scale)
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, **more: object) -> tuple[Tensor, Tensor]:
-    """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R), which SDPA does not return."""
+    """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R), which SDPA
+    does not return.
+    """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, **more)
 
 

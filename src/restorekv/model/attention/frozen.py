@@ -1,4 +1,5 @@
-"""Ragged attention for long contexts: computed in blocks of rows, it keeps only its inputs for the backward pass.
+"""Ragged attention for long contexts: computed in blocks of rows, it keeps only its inputs for the
+backward pass.
 
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
@@ -48,7 +49,9 @@ class Frozen(torch.autograd.Function):
         exact = torch.promote_types(query.dtype, torch.float32)
         for_query = torch.empty_like(query)
         for_keys, for_values = (torch.zeros_like(x, dtype=exact) for x in (tail_keys, tail_values))
-        for head, rows, scaled, keys, values, weights in blocks(*ctx.saved_tensors, ctx.bounds, ctx.scale):
+        for head, rows, scaled, keys, values, weights in blocks(
+            *ctx.saved_tensors, ctx.bounds, ctx.scale
+        ):
             arriving, kept = gradient[:, head, :, rows].to(exact), len(keys[0])
             slopes = products(arriving, values)
             slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
@@ -56,13 +59,22 @@ class Frozen(torch.autograd.Function):
             for_query[:, head, :, rows] = mix(slopes, keys) * ctx.scale
             for_keys[:, head] += slopes[..., kept:].flatten(1, 2).mT @ scaled.flatten(1, 2)
             for_values[:, head] += weights[..., kept:].flatten(1, 2).mT @ arriving.flatten(1, 2)
-        return for_query, for_keys.to(tail_keys.dtype), for_values.to(tail_values.dtype), *(None,) * 6
+        return (
+            for_query,
+            for_keys.to(tail_keys.dtype),
+            for_values.to(tail_values.dtype),
+            *(None,) * 6,
+        )
 
 
-def blocks(query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale) -> Iterator[tuple]:
-    """Yields (head, rows, scaled query, keys, values, weights) for every head and as many queries as BLOCK allows.
+def blocks(
+    query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale
+) -> Iterator[tuple]:
+    """Yields (head, rows, scaled query, keys, values, weights) for every head and as many queries
+    as BLOCK allows.
 
-    Scaled query (B, G, q, D) and weights (B, G, q, N + t) are float32, or the query's dtype if that is wider.
+    Scaled query (B, G, q, D) and weights (B, G, q, N + t) are float32, or the query's dtype if that
+    is wider.
     """
     batch, _, groups, queries, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)

@@ -1,6 +1,7 @@
 """The definition of ragged attention: one loop over heads and one softmax over context and tail.
 
-`attend_pass` defines what `blocked.py` computes: a pass over the pairs of a cache and its own, with its weights.
+`attend_pass` defines what `blocked.py` computes: a pass over the pairs of a cache and its own, with
+its weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ ROWS = 64  # rows of a pass whose weights exist at once
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Returns (Q, K) bool: the last query sees every key, the one before it all but the last, and so on."""
+    """Returns (Q, K) bool: the last query sees every key, the one before it all but the last, and
+    so on.
+    """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -30,12 +33,16 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
         rows = slice(layer.bounds[head], layer.bounds[head + 1])
         kept = layer.bounds[head + 1] - layer.bounds[head]
         keys = torch.cat([layer.context_keys[rows].expand(batch, -1, -1), layer.keys[:, head]], 1)
-        values = torch.cat([layer.context_values[rows].expand(batch, -1, -1), layer.values[:, head]], 1)
-        logits = query[:, head].to(exact) @ keys[:, None].transpose(-1, -2).to(exact) * scale  # (B, G, Q, K)
+        values = torch.cat(
+            [layer.context_values[rows].expand(batch, -1, -1), layer.values[:, head]], 1
+        )
+        # (B, G, Q, K)
+        logits = query[:, head].to(exact) @ keys[:, None].transpose(-1, -2).to(exact) * scale
         if layer.bias is not None:
             logits = logits + torch.cat([layer.bias[rows].to(exact), logits.new_zeros(tail)])
         hidden = torch.cat([tail_mask.new_zeros(batch, 1, queries, kept), ~tail_mask], -1)
-        # The lowest finite number: a padding query may see nothing, and NaN would spread through its values.
+        # The lowest finite number: a padding query may see nothing, and NaN would spread through
+        # its values.
         weights = logits.masked_fill(hidden, torch.finfo(exact).min).softmax(-1)
         outputs.append(weights @ values[:, None].to(exact))
     return torch.stack(outputs, 1).to(query.dtype)
@@ -49,10 +56,12 @@ def attend_pass(
     inside: Sequence[slice] = (),
     on_weights: Callable[[int, int, int, Tensor], None] = lambda *_: None,
 ) -> Tensor:
-    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q, H * G, D).
+    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q,
+    H * G, D).
 
-    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached columns in `inside`
-    followed by the own pairs up to `high`: (G, high - low, W + high) float32, which it may change.
+    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached
+    columns in `inside` followed by the own pairs up to `high`: (G, high - low, W + high) float32,
+    which it may change.
     """
     heads, _, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)

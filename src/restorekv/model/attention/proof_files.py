@@ -1,8 +1,10 @@
-"""Proofs on disk, in the user's cache folder: what a check found, so that the next process need not check again.
+"""Proofs on disk, in the user's cache folder: what a check found, so that the next process need not
+check again.
 
-A file is named by a hash of its key, which says what the proof holds for. It is data: a small JSON object with a
-checksum, which only this user can have written. One that is damaged, of another key or writable by others counts for
-nothing, and the check is done again. Where nothing can be written, proofs last as long as the process.
+A file is named by a hash of its key, which says what the proof holds for. It is data: a small JSON
+object with a checksum, which only this user can have written. One that is damaged, of another key
+or writable by others counts for nothing, and the check is done again. Where nothing can be written,
+proofs last as long as the process.
 """
 
 import hashlib
@@ -38,7 +40,9 @@ def load(key: Mapping[str, object], kind: type) -> object | None:
     if record["proof"] is None:
         return DIED if has_died(record["process"]) else None
     proof, hints = record["proof"], get_type_hints(kind)
-    if set(proof) != set(hints) or not all(has_type(proof[name], hint) for name, hint in hints.items()):
+    if set(proof) != set(hints) or not all(
+        has_type(proof[name], hint) for name, hint in hints.items()
+    ):
         return None
     return kind(**proof)
 
@@ -50,7 +54,9 @@ def save(key: Mapping[str, object], proof: object) -> None:
 
 @contextmanager
 def marking(key: Mapping[str, object]) -> Iterator[None]:
-    """Keeps a mark that a check has begun, until the block ends in any way but the end of the process."""
+    """Keeps a mark that a check has begun, until the block ends in any way but the end of the
+    process.
+    """
     write_record(key, None)
     try:
         yield
@@ -73,7 +79,10 @@ def read_record(path: Path) -> dict | None:
     wanted = {"format": str, "key": dict, "proof": dict | None, "process": str, "sum": str}
     if not isinstance(record, dict) or set(record) != set(wanted):
         return None
-    if not all(isinstance(record[name], kind) for name, kind in wanted.items()) or record["format"] != FORMAT:
+    if (
+        not all(isinstance(record[name], kind) for name, kind in wanted.items())
+        or record["format"] != FORMAT
+    ):
         return None
     return record if record.pop("sum") == digest(record) else None
 
@@ -83,13 +92,22 @@ def write_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
     path = path_of(key)
     if path is None:
         return
-    record = {"format": FORMAT, "key": dict(key), "proof": proof, "process": f"{HOST}-{os.getpid()}"}
+    record = {
+        "format": FORMAT,
+        "key": dict(key),
+        "proof": proof,
+        "process": f"{HOST}-{os.getpid()}",
+    }
     text = json.dumps({**record, "sum": digest(record)}, indent=1)
     with suppress(OSError, RestoreKVError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.parent.chmod(0o700)
         with replacing(path) as temporary:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+            descriptor = os.open(
+                temporary,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0),
+                0o600,
+            )
             with open(descriptor, "w", encoding="utf-8") as file:
                 os.fchmod(descriptor, 0o600) if hasattr(os, "fchmod") else None
                 file.write(text)
@@ -102,7 +120,9 @@ def has_died(process: str) -> bool:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Returns whether a file belongs to this user, and nobody else may write it; Windows has no such modes."""
+    """Returns whether a file belongs to this user, and nobody else may write it; Windows has no
+    such modes.
+    """
     if os.name != "posix":
         return True
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,10 +1,12 @@
-"""Code for a device answers only after it has shown there that it computes what its definition says.
+"""Code for a device answers only after it has shown there that it computes what its definition
+says.
 
-A component is code that could be wrong on a device and right elsewhere: a kernel, a backend of attention, a CUDA graph,
-a copy on a second stream. Each is registered with a `measure` that runs it on small inputs of the model's shapes and
-dtype, and compares the results with a slow definition in float64 on the CPU. The first use of a component on a device
-that is not a CPU runs it. A result beyond the tolerance, NaN or an exception means that the component is not used
-there: the caller takes the plain path instead, and one warning says so. The verdict is remembered in the process and,
+A component is code that could be wrong on a device and right elsewhere: a kernel, a backend of
+attention, a CUDA graph, a copy on a second stream. Each is registered with a `measure` that runs it
+on small inputs of the model's shapes and dtype, and compares the results with a slow definition in
+float64 on the CPU. The first use of a component on a device that is not a CPU runs it. A result
+beyond the tolerance, NaN or an exception means that the component is not used there: the caller
+takes the plain path instead, and one warning says so. The verdict is remembered in the process and,
 with proof_files.py, on disk.
 
 `restorekv doctor` runs every proof and shows what came of it.
@@ -36,12 +38,15 @@ REPORT = "run `restorekv doctor -o report.json` and attach the file to an issue 
 PACKAGE = Path(__file__).parents[2]
 DRIVER = Path("/proc/driver/nvidia/version")
 SINGLE = torch.finfo(torch.float32).eps
-TF32 = 2.0**-10  # what rounding the factors of a float32 product to TF32 changes, where a user allows it
+# What rounding the factors of a float32 product to TF32 changes, where a user allows it.
+TF32 = 2.0**-10
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a proof holds for: a device, and a model's KV heads, query heads for each, head dimension and dtype."""
+    """What a proof holds for: a device, and a model's KV heads, query heads for each, head
+    dimension and dtype.
+    """
 
     device: torch.device
     heads: int
@@ -65,7 +70,8 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Component:
-    """Code that has to prove itself; `title` names it in a sentence, `instead` what answers in its place.
+    """Code that has to prove itself; `title` names it in a sentence, `instead` what answers in its
+    place.
 
     `missing(device, dtype)` says why the component is not used there, or nothing if it is.
     """
@@ -79,9 +85,11 @@ class Component:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of a check: the trial that was closest to its tolerance or beyond it, or the exception that ended it.
+    """What came of a check: the trial that was closest to its tolerance or beyond it, or the
+    exception that ended it.
 
-    error and tolerance are None where there is no finite number. `lasting` is false for what another try may change.
+    error and tolerance are None where there is no finite number. `lasting` is false for what
+    another try may change.
     """
 
     component: str
@@ -107,7 +115,8 @@ class Proof:
 COMPONENTS: dict[str, Component] = {}
 
 _proofs: dict[tuple, Proof] = {}
-_lock = threading.RLock()  # one check at a time; the thread that checks a component may need another one first
+# One check at a time; the thread that checks a component may need another one first.
+_lock = threading.RLock()
 _running: list[str] = []  # components that the holder of the lock is checking
 _warned: set[tuple[str, torch.device]] = set()
 
@@ -118,12 +127,16 @@ def register(component: Component) -> None:
 
 
 def needed(device: torch.device) -> bool:
-    """Returns whether code has to prove itself there: not on a CPU, where it was tested, nor where nothing computes."""
+    """Returns whether code has to prove itself there: not on a CPU, where it was tested, nor where
+    nothing computes.
+    """
     return device.type not in ("cpu", "meta")
 
 
 @torch.compiler.assume_constant_result
-def is_proven(name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype) -> bool:
+def is_proven(
+    name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
+) -> bool:
     """Returns whether a component may answer; checks it now if nobody has.
 
     While a CUDA graph is captured nothing can be checked, so what is unknown then is not used.
@@ -142,7 +155,9 @@ def is_proven(name: str, device: torch.device, heads: int, groups: int, dim: int
     return found.right
 
 
-def require(name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype) -> None:
+def require(
+    name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
+) -> None:
     """Refuses a component that somebody asks for by name and that is wrong there."""
     if needed(device) and not is_proven(name, device, heads, groups, dim, dtype):
         component, target = COMPONENTS[name], Target(device, heads, groups, dim, dtype)
@@ -155,7 +170,9 @@ def require(name: str, device: torch.device, heads: int, groups: int, dim: int, 
 
 
 def prove(name: str, target: Target, again: bool = False) -> Proof:
-    """Returns what is known of a component, or else, and with `again`, checks it; several threads check it once."""
+    """Returns what is known of a component, or else, and with `again`, checks it; several threads
+    check it once.
+    """
     place = place_of(name, target)
     if not again and place in _proofs:
         return _proofs[place]
@@ -178,8 +195,8 @@ def prove(name: str, target: Target, again: bool = False) -> Proof:
 def remembered(component: Component, target: Target, again: bool) -> Proof:
     """Returns the proof on disk, or checks the component and keeps what comes of it there.
 
-    A mark on disk says that a check has begun: if that process died, as a wrong kernel can make it die, the component
-    is not tried again until the doctor is asked to.
+    A mark on disk says that a check has begun: if that process died, as a wrong kernel can make it
+    die, the component is not tried again until the doctor is asked to.
     """
     key = {**target.key(), "component": component.name}
     stored = None if again else proof_files.load(key, Proof)
@@ -208,16 +225,24 @@ def check(component: Component, target: Target) -> Proof:
                 if trials == 1 or closeness(measured) > closeness(worst):
                     worst = measured
             synchronize(target.device)
-    except Exception as error:  # a kernel that does not compile or launch, a driver that is too old: any kind
+    except (
+        Exception
+    ) as error:  # a kernel that does not compile or launch, a driver that is too old: any kind
         problem = f"{type(error).__name__}: {first_sentence(error)}"[:300]
         lasting = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
         worst = Measured(worst.trial, math.nan, math.nan)
     right = not problem and trials > 0 and worst.error <= worst.tolerance
     return Proof(
-        component=component.name, right=right, trials=trials, trial=worst.trial, error=finite(worst.error),
-        tolerance=finite(worst.tolerance), problem=problem or ("no trial" if not trials else ""),
-        seconds=round(time.perf_counter() - started, 3), lasting=lasting,
-    )  # fmt: skip
+        component=component.name,
+        right=right,
+        trials=trials,
+        trial=worst.trial,
+        error=finite(worst.error),
+        tolerance=finite(worst.tolerance),
+        problem=problem or ("no trial" if not trials else ""),
+        seconds=round(time.perf_counter() - started, 3),
+        lasting=lasting,
+    )
 
 
 def closeness(measured: Measured) -> float:
@@ -227,7 +252,8 @@ def closeness(measured: Measured) -> float:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Runs the block without what the caller may have switched on: gradients, inference mode and autocast.
+    """Runs the block without what the caller may have switched on: gradients, inference mode and
+    autocast.
 
     Nothing in the block draws from a global random generator, whose state stays as it is.
     """
@@ -284,7 +310,9 @@ def place_of(name: str, target: Target) -> tuple:
 
 def allows_tf32() -> bool:
     """Returns whether products of float32 matrices may be rounded to TF32, which a user can allow."""
-    return torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
+    return (
+        torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
+    )
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -299,12 +327,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
-    """Returns the error of a number of a softmax average that rounding explains, relative to its size.
+    """Returns the error of a number of a softmax average that rounding explains, relative to its
+    size.
 
-    The size is the weighted mean of the absolute values that the number averages. Weights, the result and partial
-    results that are merged are rounded to `dtype`, by eps / 2 of the size each, and eps / 2 is to spare. Logits of up
-    to `largest` and sums are float32: a logit that is off by d changes a weight by the factor e^d. `products` are
-    PyTorch's own, in which float32 factors may be rounded to TF32.
+    The size is the weighted mean of the absolute values that the number averages. Weights, the
+    result and partial results that are merged are rounded to `dtype`, by eps / 2 of the size each,
+    and eps / 2 is to spare. Logits of up to `largest` and sums are float32: a logit that is off by
+    d changes a weight by the factor e^d. `products` are PyTorch's own, in which float32 factors may
+    be rounded to TF32.
     """
     rounding = TF32 if products and allows_tf32() else 0.0
     return 2 * max(torch.finfo(dtype).eps, SINGLE) + (8 * SINGLE + 2 * rounding) * (1 + largest)
@@ -322,12 +352,22 @@ def lowered(title: str) -> str:
 
 @cache
 def identify(device: torch.device) -> dict[str, object]:
-    """Returns what determines how a device computes: its name and driver, the libraries, and our own code."""
-    known: dict[str, object] = {"kind": device.type, "name": platform.processor() or platform.machine()}
+    """Returns what determines how a device computes: its name and driver, the libraries, and our
+    own code.
+    """
+    known: dict[str, object] = {
+        "kind": device.type,
+        "name": platform.processor() or platform.machine(),
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = f"{properties.major}.{properties.minor}"
-        known |= {"name": properties.name, "capability": capability, "driver": driver(), "cuda": torch.version.cuda}
+        known |= {
+            "name": properties.name,
+            "capability": capability,
+            "driver": driver(),
+            "cuda": torch.version.cuda,
+        }
         known["hip"] = torch.version.hip
     elif device.type == "xpu":
         properties = torch.xpu.get_device_properties(device)
@@ -335,23 +375,35 @@ def identify(device: torch.device) -> dict[str, object]:
     elif device.type == "mps":
         known["driver"] = platform.mac_ver()[0]
     return {
-        **known, "torch": torch.__version__, "triton": package_version("triton"), "restorekv": __version__,
+        **known,
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "restorekv": __version__,
         "code": code_digest(),
-    }  # fmt: skip
+    }
 
 
 def describe(device: torch.device) -> str:
     """Returns a device with its versions, for a sentence."""
     known = identify(device)
-    parts = [str(device), f"driver {known['driver']}" if known.get("driver") else "", f"torch {known['torch']}"]
+    parts = [
+        str(device),
+        f"driver {known['driver']}" if known.get("driver") else "",
+        f"torch {known['torch']}",
+    ]
     parts.append(f"Triton {known['triton']}" if known["triton"] else "")
     return f"{known['name']} ({', '.join(filter(None, parts))})"
 
 
 def driver() -> str:
-    """Returns the version of NVIDIA's driver or, where the system does not say, the newest CUDA that it supports."""
+    """Returns the version of NVIDIA's driver or, where the system does not say, the newest CUDA
+    that it supports.
+    """
     try:
-        found = re.search(r"Module\s+(?:for \S+\s+)?([0-9.]+)", DRIVER.read_text(encoding="utf-8", errors="replace"))
+        found = re.search(
+            r"Module\s+(?:for \S+\s+)?([0-9.]+)",
+            DRIVER.read_text(encoding="utf-8", errors="replace"),
+        )
     except OSError:
         found = None
     if found:
@@ -370,9 +422,15 @@ def package_version(name: str) -> str:
 
 @cache
 def code_digest() -> str:
-    """Returns 16 hex digits for the code that proofs are about, so that a changed kernel is checked again."""
+    """Returns 16 hex digits for the code that proofs are about, so that a changed kernel is checked
+    again.
+    """
     digest = hashlib.sha256()
-    parts = [*PACKAGE.glob("cache/*.py"), *PACKAGE.glob("model/**/*.py"), *PACKAGE.glob("evictors/*.py")]
+    parts = [
+        *PACKAGE.glob("cache/*.py"),
+        *PACKAGE.glob("model/**/*.py"),
+        *PACKAGE.glob("evictors/*.py"),
+    ]
     parts += PACKAGE.glob("compression/*.py")
     for path in sorted(parts):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")

@@ -1,7 +1,9 @@
-"""Ragged attention over an 8-bit context, whose rows are unpacked one tile at a time, never a whole layer.
+"""Ragged attention over an 8-bit context, whose rows are unpacked one tile at a time, never a whole
+layer.
 
-For every head, the softmax average and log-sum-exp over the tail are merged with those of tile after tile, as in
-`blocked.py`. On a GPU a layer that fits into a small workspace is unpacked whole for the kernel there.
+For every head, the softmax average and log-sum-exp over the tail are merged with those of tile
+after tile, as in `blocked.py`. On a GPU a layer that fits into a small workspace is unpacked whole
+for the kernel there.
 """
 
 import copy
@@ -24,7 +26,9 @@ def is_packed(layer: RaggedLayer) -> bool:
 
 
 def unpacked(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
-    """Returns the layer with its context in the model's dtype, for one call; `on` names the device that unpacks it."""
+    """Returns the layer with its context in the model's dtype, for one call; `on` names the device
+    that unpacks it.
+    """
     plain = copy.copy(layer)
     rows = (layer.context_keys, layer.context_values)
     if on is not None:
@@ -58,7 +62,9 @@ def attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
 
 
 def attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
-    """Scaled query (B, H, G, Q, D) over the tail -> averages of the same shape and log-sum-exps (B, H, G, Q, 1)."""
+    """Scaled query (B, H, G, Q, D) over the tail -> averages of the same shape and log-sum-exps (B,
+    H, G, Q, 1).
+    """
     keys, values = (x[:, :, None].to(query.dtype) for x in layer.pair)
     if mask is None:
         mask = causal(query.shape[-2], keys.shape[-2], query.device)[None, None]

@@ -1,11 +1,14 @@
-"""The work lists of the GPU kernel: which rows of a ragged context each program reads, made once per cache.
+"""The work lists of the GPU kernel: which rows of a ragged context each program reads, made once
+per cache.
 
-A tile is up to `span` neighboring rows of one head, so it needs no mask but its end; an empty head has no tile. Every
-program writes one result per query: few queries need many small tiles to keep the device busy, many queries need few.
-So there is a list for every span BASE, 2 * BASE, 4 * BASE ... up to the first that covers each head whole. A tile has
-16 bytes, and all lists take 0.1 % of the memory of keys and values with 128 bfloat16 numbers.
+A tile is up to `span` neighboring rows of one head, so it needs no mask but its end; an empty head
+has no tile. Every program writes one result per query: few queries need many small tiles to keep
+the device busy, many queries need few. So there is a list for every span BASE, 2 * BASE, 4 * BASE
+... up to the first that covers each head whole. A tile has 16 bytes, and all lists take 0.1 % of
+the memory of keys and values with 128 bfloat16 numbers.
 
-Lengths are known on the host: making the lists reads nothing from a device, and a layer's go there in one transfer.
+Lengths are known on the host: making the lists reads nothing from a device, and a layer's go there
+in one transfer.
 """
 
 from collections.abc import Iterable
@@ -25,8 +28,9 @@ PLAN = "tiles"
 class Tiles:
     """The lists of a layer, one after the other.
 
-    entries (P, 4) int32: head, first row, end row, 0 (to fill 16 bytes); first (S, H + 1) int32: head h has the tiles
-    first[s, h]:first[s, h + 1] of list s, counted from that list's start; counts: the number of tiles of each list.
+    entries (P, 4) int32: head, first row, end row, 0 (to fill 16 bytes); first (S, H + 1) int32:
+    head h has the tiles first[s, h]:first[s, h + 1] of list s, counted from that list's start;
+    counts: the number of tiles of each list.
     """
 
     entries: Tensor
@@ -54,7 +58,9 @@ def cut(bounds: tuple[int, ...]) -> Tiles:
         edges = torch.cat([tiles.new_zeros(1), tiles.cumsum(0)])
         head = torch.arange(len(starts)).repeat_interleave(tiles)
         low = starts[head] + (torch.arange(len(head)) - edges[head]) * span
-        entries.append(torch.stack([head, low, (low + span).minimum(ends[head]), torch.zeros_like(head)], -1))
+        entries.append(
+            torch.stack([head, low, (low + span).minimum(ends[head]), torch.zeros_like(head)], -1)
+        )
         first.append(edges)
         if span >= longest:
             counts = tuple(len(each) for each in entries)
@@ -76,6 +82,8 @@ def of(layer: RaggedLayer) -> Tiles:
 
 
 def choose(counts: tuple[int, ...], blocks: int, programs: int) -> int:
-    """Returns the list of the smallest span that needs at most `programs` programs, `blocks` for each tile."""
+    """Returns the list of the smallest span that needs at most `programs` programs, `blocks` for
+    each tile.
+    """
     fitting = (index for index, count in enumerate(counts) if count * blocks <= programs)
     return next(fitting, len(counts) - 1)

@@ -1,9 +1,10 @@
-"""Small ragged inputs on which a backend of attention is compared with `naive.py` in float64 on the CPU.
+"""Small ragged inputs on which a backend of attention is compared with `naive.py` in float64 on the
+CPU.
 
-Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is random; the others
-point at one pair each, the first or last of a head or a tile, of the tail or just behind what the query may see, so
-that a pair that is missed or seen too early changes a row by as much as its values are long. What no query may see
-holds values a hundred times as large.
+Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is
+random; the others point at one pair each, the first or last of a head or a tile, of the tail or
+just behind what the query may see, so that a pair that is missed or seen too early changes a row by
+as much as its values are long. What no query may see holds values a hundred times as large.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ from restorekv.cache.quantized import Packed
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import cascade, frozen, naive, stored
 from restorekv.model.attention.naive import causal
-from restorekv.model.attention.proofs import SINGLE, Component, Measured, Target, register, tolerance
+from restorekv.model.attention.proofs import (
+    SINGLE,
+    Component,
+    Measured,
+    Target,
+    register,
+    tolerance,
+)
 
 try:
     from restorekv.model.attention import triton_attend
 except ImportError:  # an extra: pip install 'restorekv[triton]'
     triton_attend = None
 
-LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)  # pairs that heads keep; a trial's first head starts somewhere in here
+# Pairs that heads keep; a trial's first head starts somewhere in here.
+LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)
 SEEN = 8.0  # the logit of a pair that a query points at, about; random logits have a deviation of 2
 PACKINGS = 4  # contexts that are packed and read; the others of TRIALS differ in their questions
 HIDDEN = 100.0  # how much longer values are that no query may see
@@ -38,11 +47,12 @@ Attend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """B questions of Q tokens each over a context, with a tail of `tail` columns, which starts a buffer.
+    """B questions of Q tokens each over a context, with a tail of `tail` columns, which starts a
+    buffer.
 
-    With `masked`, questions are padded on the left after the first column. The buffer has `spare` more columns, which a
-    `fixed` tail shows and its mask hides, as for steps of fixed work. `first` is where in LENGTHS the first head
-    starts, or None for empty heads.
+    With `masked`, questions are padded on the left after the first column. The buffer has `spare`
+    more columns, which a `fixed` tail shows and its mask hides, as for steps of fixed work. `first`
+    is where in LENGTHS the first head starts, or None for empty heads.
     """
 
     name: str
@@ -57,39 +67,90 @@ class Trial:
 
 
 def every_form() -> Iterator[Trial]:
-    """Yields every combination of one or two questions, one or two tokens, tails, a mask and a bias.
+    """Yields every combination of one or two questions, one or two tokens, tails, a mask and a
+    bias.
 
-    A tail is the question alone, a whole tile, or neither. The first head is never short: it may be the only one. Few
-    rows keep them cheap, and the kernels that they compile are those of decoding.
+    A tail is the question alone, a whole tile, or neither. The first head is never short: it may be
+    the only one. Few rows keep them cheap, and the kernels that they compile are those of decoding.
     """
-    forms = product((1, 2), (1, 2), ("the question alone", "a whole tile", "a few more"), (False, True), (False, True))
+    forms = product(
+        (1, 2),
+        (1, 2),
+        ("the question alone", "a whole tile", "a few more"),
+        (False, True),
+        (False, True),
+    )
     for number, (batch, queries, end, masked, bias) in enumerate(forms):
         tail = {"the question alone": queries, "a whole tile": 64, "a few more": queries + 5}[end]
-        words = f"{batch} x {queries} tokens", f"tail: {end}", "mask" if masked else "", "bias" if bias else ""
+        words = (
+            f"{batch} x {queries} tokens",
+            f"tail: {end}",
+            "mask" if masked else "",
+            "bias" if bias else "",
+        )
         first = (0, 3, 4, 7)[(number + number // 4) % 4]
         yield Trial(", ".join(filter(None, words)), batch, queries, tail, first, masked, bias)
 
 
 TRIALS = (
     Trial("one token", batch=1, queries=1, tail=5, first=0),
-    Trial("padded answers with a bias", batch=3, queries=1, tail=70, first=3, masked=True, bias=True, spare=6),
+    Trial(
+        "padded answers with a bias",
+        batch=3,
+        queries=1,
+        tail=70,
+        first=3,
+        masked=True,
+        bias=True,
+        spare=6,
+    ),
     Trial("two questions", batch=2, queries=7, tail=9, first=6),
     Trial("long questions, padded", batch=2, queries=33, tail=66, first=7, masked=True),
-    Trial("a step of fixed work", batch=2, queries=1, tail=20, first=4, masked=True, spare=30, fixed=True),
+    Trial(
+        "a step of fixed work",
+        batch=2,
+        queries=1,
+        tail=20,
+        first=4,
+        masked=True,
+        spare=30,
+        fixed=True,
+    ),
     Trial("empty heads", batch=2, queries=2, tail=6, first=None, masked=True),
-    Trial("one long question, padded, with a bias", batch=1, queries=12, tail=82, first=2, masked=True, bias=True),
+    Trial(
+        "one long question, padded, with a bias",
+        batch=1,
+        queries=12,
+        tail=82,
+        first=2,
+        masked=True,
+        bias=True,
+    ),
     Trial("several short questions with a bias", batch=4, queries=3, tail=5, first=5, bias=True),
-    Trial("one token with a bias, behind a full tile", batch=1, queries=1, tail=65, first=1, bias=True),
-    Trial("one padded token", batch=1, queries=1, tail=6, first=5, masked=True, spare=4, fixed=True),
+    Trial(
+        "one token with a bias, behind a full tile", batch=1, queries=1, tail=65, first=1, bias=True
+    ),
+    Trial(
+        "one padded token", batch=1, queries=1, tail=6, first=5, masked=True, spare=4, fixed=True
+    ),
     Trial("one question of a full tile", batch=1, queries=64, tail=64, first=7),
-    Trial("a few tokens after a full tile, with a bias", batch=1, queries=3, tail=67, first=3, bias=True),
+    Trial(
+        "a few tokens after a full tile, with a bias",
+        batch=1,
+        queries=3,
+        tail=67,
+        first=3,
+        bias=True,
+    ),
     *every_form(),
 )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A trial's inputs on the CPU in the target's dtype; `largest` is the largest logit that a query can have."""
+    """A trial's inputs on the CPU in the target's dtype; `largest` is the largest logit that a
+    query can have.
+    """
 
     query: Tensor
     layer: RaggedLayer
@@ -102,28 +163,36 @@ class Sample:
         return naive.attend(self.query.double(), in_float64(self.layer), self.mask, self.scale)
 
     def sizes(self) -> Tensor:
-        """Returns, for each number of the result, the weighted mean of the absolute values that it averages.
+        """Returns, for each number of the result, the weighted mean of the absolute values that it
+        averages.
 
-        Rounding changes a number in proportion to what is added up, however small the sum is. Weights below the least
-        normal number of the dtype keep fewer digits, which all pairs together may feel.
+        Rounding changes a number in proportion to what is added up, however small the sum is.
+        Weights below the least normal number of the dtype keep fewer digits, which all pairs
+        together may feel.
         """
         layer = in_float64(self.layer)
         context, tail = layer.context_values.abs(), layer.values.abs()
         largest = max((float(x.max()) for x in (context, tail) if x.numel()), default=0.0)
-        absolute = ragged_layer(layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias)
+        absolute = ragged_layer(
+            layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias
+        )
         means = naive.attend(self.query.double(), absolute, self.mask, self.scale)
         pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
         return means + torch.finfo(self.query.dtype).tiny * pairs * largest
 
     def error(self, found: Tensor, wanted: Tensor) -> float:
-        """Returns the largest error of a number, relative to the size of what it averages; NaN counts as such."""
+        """Returns the largest error of a number, relative to the size of what it averages; NaN
+        counts as such.
+        """
         if found.shape != wanted.shape:
             return math.inf
         return float(((found.detach().cpu().double() - wanted).abs() / self.sizes()).max())
 
 
 def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample:
-    """Draws a trial's inputs, the same for every device; without a seed, that of its place in TRIALS."""
+    """Draws a trial's inputs, the same for every device; without a seed, that of its place in
+    TRIALS.
+    """
     if seed is None:
         seed = TRIALS.index(trial) if trial in TRIALS else 99
     generator = torch.Generator().manual_seed(seed)
@@ -133,7 +202,10 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
 
     heads, groups, dim, dtype = target.heads, target.groups, target.dim, target.dtype
     batch, queries, tail = trial.batch, trial.queries, trial.tail
-    lengths = [0 if trial.first is None else LENGTHS[(trial.first + head) % len(LENGTHS)] for head in range(heads)]
+    lengths = [
+        0 if trial.first is None else LENGTHS[(trial.first + head) % len(LENGTHS)]
+        for head in range(heads)
+    ]
     edges = [sum(lengths[:head]) for head in range(heads + 1)]
     context_keys, context_values = (draw(edges[-1], dim).to(dtype) for _ in range(2))
     columns = tail + trial.spare
@@ -146,15 +218,21 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
         places = [place for place in (0, 63, 64, len(context) - 1) if 0 <= place < len(context)]
         for row in range(batch):
             near = keys[row, head, max(tail - queries - 1, 0) : tail + 1].double()
-            point_at(query[row, head], torch.cat([context[places], keys[row, head, :1].double(), near]))
+            point_at(
+                query[row, head], torch.cat([context[places], keys[row, head, :1].double(), near])
+            )
     query = query.to(dtype)
     scale = dim**-0.5
     seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
     values = torch.where(seen, values, values * HIDDEN)
     layer = ragged_layer(
-        context_keys, context_values, edges, keys[:, :, :tail] if not trial.fixed else keys,
-        values[:, :, :tail] if not trial.fixed else values, bias,
-    )  # fmt: skip
+        context_keys,
+        context_values,
+        edges,
+        keys[:, :, :tail] if not trial.fixed else keys,
+        values[:, :, :tail] if not trial.fixed else values,
+        bias,
+    )
     shown = layer.columns
     mask = visible[..., :shown] if trial.masked else None
     largest = float((query.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max()) * scale)
@@ -163,7 +241,11 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
 
 def visible_columns(trial: Trial) -> Tensor:
     """Returns which columns of the buffer each query sees: (B, 1, Q, tail + spare) bool."""
-    visible = causal(trial.queries, trial.tail, torch.device("cpu")).expand(trial.batch, 1, -1, -1).clone()
+    visible = (
+        causal(trial.queries, trial.tail, torch.device("cpu"))
+        .expand(trial.batch, 1, -1, -1)
+        .clone()
+    )
     if trial.masked:
         for row in range(trial.batch):
             visible[row, :, :, 1 : 1 + min(row + 1, trial.tail - trial.queries)] = False
@@ -176,18 +258,26 @@ def point_at(query: Tensor, keys: Tensor) -> None:
     for number in range(len(rows)):
         if number % 3:
             key = keys[(number - number // 3 - 1) % len(keys)]
-            rows[number] = rows[number] / 8 + key * (SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6))
+            rows[number] = rows[number] / 8 + key * (
+                SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
+            )
 
 
 def ragged_layer(
-    context_keys: Tensor | Packed, context_values: Tensor | Packed, edges: list[int], keys: Tensor, values: Tensor,
+    context_keys: Tensor | Packed,
+    context_values: Tensor | Packed,
+    edges: list[int],
+    keys: Tensor,
+    values: Tensor,
     bias: Tensor | None,
-) -> RaggedLayer:  # fmt: skip
+) -> RaggedLayer:
     """Returns a layer with a context, whose head h has the rows edges[h]:edges[h + 1], and a tail."""
     offsets = torch.tensor(edges, dtype=torch.int32, device=keys.device)
     positions = torch.zeros(edges[-1], dtype=torch.int32, device=keys.device)
     nothing = keys[:1, :, :0]
-    layer = RaggedLayer(context_keys, context_values, offsets, positions, edges[-1], nothing, nothing, bias)
+    layer = RaggedLayer(
+        context_keys, context_values, offsets, positions, edges[-1], nothing, nothing, bias
+    )
     layer.keys, layer.values = keys, values
     return layer
 
@@ -195,13 +285,19 @@ def ragged_layer(
 def in_float64(layer: RaggedLayer) -> RaggedLayer:
     """Returns a layer with the same numbers in float64, on the CPU."""
     context = (layer.context_keys, layer.context_values)
-    exact = [x.rows(slice(None), torch.float64) if isinstance(x, Packed) else x.double() for x in context]
+    exact = [
+        x.rows(slice(None), torch.float64) if isinstance(x, Packed) else x.double() for x in context
+    ]
     bias = None if layer.bias is None else layer.bias.double()
-    return ragged_layer(*exact, list(layer.bounds), layer.keys.double(), layer.values.double(), bias)
+    return ragged_layer(
+        *exact, list(layer.bounds), layer.keys.double(), layer.values.double(), bias
+    )
 
 
 def on_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
-    """Returns a copy of a layer on a device; its tail is the beginning of a longer buffer of NaN, as views are."""
+    """Returns a copy of a layer on a device; its tail is the beginning of a longer buffer of NaN,
+    as views are.
+    """
     context = (layer.context_keys.to(device), layer.context_values.to(device))
     bias = None if layer.bias is None else layer.bias.to(device)
     tail = []
@@ -212,13 +308,17 @@ def on_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
     return ragged_layer(*context, list(layer.bounds), *tail, bias)
 
 
-def measure_backend(attend: Callable[[], Attend], target: Target, products: bool = True) -> Iterator[Measured]:
+def measure_backend(
+    attend: Callable[[], Attend], target: Target, products: bool = True
+) -> Iterator[Measured]:
     """Compares a backend with the definition in every trial."""
     for trial in TRIALS:
         sample = make_sample(target, trial)
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
-        found = attend()(sample.query.to(device), on_device(sample.layer, device), mask, sample.scale)
+        found = attend()(
+            sample.query.to(device), on_device(sample.layer, device), mask, sample.scale
+        )
         allowed = tolerance(target.dtype, sample.largest, products)
         yield Measured(trial.name, sample.error(found, sample.defined()), allowed)
 
@@ -227,7 +327,9 @@ def measure_frozen(target: Target) -> Iterator[Measured]:
     """Compares `frozen` with the definition, and its gradients with those of the definition."""
     yield from measure_backend(lambda: frozen.attend, target)
     sample = make_sample(target, TRIALS[1])
-    wanted = gradients(naive.attend, sample.query.double(), in_float64(sample.layer), sample.mask, sample.scale)
+    wanted = gradients(
+        naive.attend, sample.query.double(), in_float64(sample.layer), sample.mask, sample.scale
+    )
     layer, mask = on_device(sample.layer, target.device), sample.mask.to(target.device)
     found = gradients(frozen.attend, sample.query.to(target.device), layer, mask, sample.scale)
     for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
@@ -258,30 +360,46 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
         rows = plain.context_keys, plain.context_values
         packed = quantized.pack(*rows, bounds, storage)
         there = quantized.pack(*(x.to(target.device) for x in rows), bounds, storage)
-        packings = zip(("keys", "values"), rows, there, packed, strict=True) if number < PACKINGS else ()
+        packings = (
+            zip(("keys", "values"), rows, there, packed, strict=True) if number < PACKINGS else ()
+        )
         for name, exact, ours, theirs in packings:
             found = ours.to(torch.device("cpu"))
-            yield Measured(f"packing {name}, {trial.name}", packing_error(exact, found, storage), 1.0)
+            yield Measured(
+                f"packing {name}, {trial.name}", packing_error(exact, found, storage), 1.0
+            )
             read = theirs.to(target.device)[:].cpu()
             longest = float(theirs[:].double().abs().max()) if len(theirs) else 1.0
-            error = float((read.double() - theirs.rows(slice(None), torch.float64)).abs().max()) if len(theirs) else 0.0
+            error = (
+                float((read.double() - theirs.rows(slice(None), torch.float64)).abs().max())
+                if len(theirs)
+                else 0.0
+            )
             yield Measured(f"reading {name}, {trial.name}", error / longest, allowed)
         layer = ragged_layer(*packed, list(bounds), *plain.pair, plain.bias)
         exact = in_float64(layer)
         wanted = naive.attend(sample.query.double(), exact, sample.mask, sample.scale)
         mask = None if sample.mask is None else sample.mask.to(target.device)
-        found = stored.attend(sample.query.to(target.device), on_device(layer, target.device), mask, sample.scale)
-        yield Measured(trial.name, sample.error(found, wanted), tolerance(target.dtype, sample.largest))
+        found = stored.attend(
+            sample.query.to(target.device), on_device(layer, target.device), mask, sample.scale
+        )
+        yield Measured(
+            trial.name, sample.error(found, wanted), tolerance(target.dtype, sample.largest)
+        )
 
 
 def packing_error(exact: Tensor, packed: Packed, storage: str) -> float:
-    """Returns how far packed numbers (on the CPU) are from the exact ones, relative to what 8 bits allow."""
+    """Returns how far packed numbers (on the CPU) are from the exact ones, relative to what 8 bits
+    allow.
+    """
     if not len(exact):
         return 0.0
     read = packed.rows(slice(None), torch.float64)
     ones = Packed(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
     scales = ones.rows(slice(None), torch.float64)
-    allowed = scales / 2 if storage == "int8" else torch.maximum(exact.double().abs() / 16, scales / 1024)
+    allowed = (
+        scales / 2 if storage == "int8" else torch.maximum(exact.double().abs() / 16, scales / 1024)
+    )
     largest = float(exact.double().abs().max())
     return float(((read - exact.double()).abs() / (allowed + 4 * SINGLE * largest)).max())
 
@@ -305,23 +423,49 @@ def needs_kernels(device: torch.device, dtype: torch.dtype) -> str:
     return "it is for CUDA devices"
 
 
-register(Component(
-    "naive", "PyTorch's own operations", "Nothing else is there to answer", everywhere,
-    lambda target: measure_backend(lambda: naive.attend, target),
-))  # fmt: skip
-register(Component(
-    "triton", "The Triton kernels of attention", "PyTorch's own operations answer, more slowly", needs_kernels,
-    lambda target: measure_backend(lambda: triton_attend.attend, target, products=False),
-))  # fmt: skip
-register(Component(
-    "cascade", "The CPU's fused attention (cascade)", "Slower operations answer", on_cpu_alone,
-    lambda target: measure_backend(lambda: cascade.attend, target),
-))  # fmt: skip
-register(Component(
-    "frozen", "Attention in blocks of rows (frozen)", "Slower operations answer", everywhere, measure_frozen,
-))  # fmt: skip
+register(
+    Component(
+        "naive",
+        "PyTorch's own operations",
+        "Nothing else is there to answer",
+        everywhere,
+        lambda target: measure_backend(lambda: naive.attend, target),
+    )
+)
+register(
+    Component(
+        "triton",
+        "The Triton kernels of attention",
+        "PyTorch's own operations answer, more slowly",
+        needs_kernels,
+        lambda target: measure_backend(lambda: triton_attend.attend, target, products=False),
+    )
+)
+register(
+    Component(
+        "cascade",
+        "The CPU's fused attention (cascade)",
+        "Slower operations answer",
+        on_cpu_alone,
+        lambda target: measure_backend(lambda: cascade.attend, target),
+    )
+)
+register(
+    Component(
+        "frozen",
+        "Attention in blocks of rows (frozen)",
+        "Slower operations answer",
+        everywhere,
+        measure_frozen,
+    )
+)
 for storage in quantized.KINDS:
-    register(Component(
-        storage, f"8-bit storage as {storage}", "Numbers are packed and unpacked on the CPU, which takes longer",
-        everywhere, lambda target, storage=storage: measure_storage(storage, target),
-    ))  # fmt: skip
+    register(
+        Component(
+            storage,
+            f"8-bit storage as {storage}",
+            "Numbers are packed and unpacked on the CPU, which takes longer",
+            everywhere,
+            lambda target, storage=storage: measure_storage(storage, target),
+        )
+    )

@@ -1,10 +1,12 @@
-"""Ragged attention on a GPU in two kernel launches, attend_tile and merge, without waiting for the device.
+"""Ragged attention on a GPU in two kernel launches, attend_tile and merge, without waiting for the
+device.
 
-`attend_tile` runs one program per tile of the context (see tiles.py) and per piece of the tail. A context program
-multiplies its tile by the queries of all B questions, Q positions and G group heads of its head, as rows of one matrix
-(R = B * Q * G, in blocks of 16 to 64), and stores for each row the softmax average o over its tile and the log-sum-exp
-l of the logits; a tail program does so for the rows of one question. `merge` joins them per head and row, always in
-the order of the tiles, so that equal inputs give equal bits:
+`attend_tile` runs one program per tile of the context (see tiles.py) and per piece of the tail. A
+context program multiplies its tile by the queries of all B questions, Q positions and G group heads
+of its head, as rows of one matrix (R = B * Q * G, in blocks of 16 to 64), and stores for each row
+the softmax average o over its tile and the log-sum-exp l of the logits; a tail program does so for
+the rows of one question. `merge` joins them per head and row, always in the order of the tiles, so
+that equal inputs give equal bits:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
@@ -16,9 +18,9 @@ A layer with N kept pairs in P tiles and a tail of t rows in p pieces moves this
     8 (P R + p R H) (D+1) partial results in float32, written and read
     2 H R D size          queries and output
 
-Logits, weights and sums are float32; float32 inputs are multiplied as such, not as TF32. The launches depend on shapes
-and strides alone and read nothing from the device, so a CUDA graph can record them. There, and wherever the tail is a
-buffer of fixed size, the mask hides its unused rows.
+Logits, weights and sums are float32; float32 inputs are multiplied as such, not as TF32. The
+launches depend on shapes and strides alone and read nothing from the device, so a CUDA graph can
+record them. There, and wherever the tail is a buffer of fixed size, the mask hides its unused rows.
 """
 
 import torch
@@ -30,10 +32,19 @@ from triton.runtime import JITFunction
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import tiles
-from restorekv.model.attention.triton_kernels import BIAS, CAUSAL, LOG2E, MASK, NOTHING, attend_tile, merge
+from restorekv.model.attention.triton_kernels import (
+    BIAS,
+    CAUSAL,
+    LOG2E,
+    MASK,
+    NOTHING,
+    attend_tile,
+    merge,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED = not isinstance(attend_tile, JITFunction)  # TRITON_INTERPRET=1 runs kernels on the CPU, very slowly
+# TRITON_INTERPRET=1 runs kernels on the CPU, very slowly.
+INTERPRETED = not isinstance(attend_tile, JITFunction)
 PER_PROCESSOR = 4  # programs per multiprocessor
 WANTED_ELSEWHERE = 4  # programs in the interpreter
 STAGE = 16 << 10  # bytes of keys, and of values, that a program loads at once
@@ -42,14 +53,18 @@ MERGED = 32  # partial results that `merge` reads at once
 
 def usable(query: Tensor, layer: RaggedLayer) -> bool:
     """Returns whether this backend can answer: on a GPU, with one of DTYPES, without gradients."""
-    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (query, layer.keys, layer.values))
+    learning = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (query, layer.keys, layer.values)
+    )
     reachable = query.is_cuda or (INTERPRETED and query.device.type == "cpu")
     fitting = query.dtype in DTYPES and query.dtype == layer.context_keys.dtype == layer.keys.dtype
     return reachable and fitting and not learning
 
 
 def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no gradients."""
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no
+    gradients.
+    """
     if not usable(query, layer):
         raise RestoreKVError(
             "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device and gives no gradients; "
@@ -57,17 +72,36 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
         )
     plan = tiles.of(layer)
     result = attend_tiles(
-        query, layer.context_keys, layer.context_values, layer.bias, layer.keys, layer.values, tail_mask,
-        plan.entries, plan.first, list(plan.counts), scale,
-    )  # fmt: skip
+        query,
+        layer.context_keys,
+        layer.context_values,
+        layer.bias,
+        layer.keys,
+        layer.values,
+        tail_mask,
+        plan.entries,
+        plan.first,
+        list(plan.counts),
+        scale,
+    )
     return result.permute(0, 2, 3, 1, 4)
 
 
 def launch(
-    query: Tensor, context_keys: Tensor, context_values: Tensor, bias: Tensor | None, keys: Tensor, values: Tensor,
-    mask: Tensor | None, entries: Tensor, first: Tensor, counts: list[int], scale: float,
-) -> Tensor:  # fmt: skip
-    """query (B, H, G, Q, D), context (N, D), bias (N,), tail (B, H, t, D), mask (B or 1, 1, Q, t) -> (B, Q, H, G, D).
+    query: Tensor,
+    context_keys: Tensor,
+    context_values: Tensor,
+    bias: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    entries: Tensor,
+    first: Tensor,
+    counts: list[int],
+    scale: float,
+) -> Tensor:
+    """query (B, H, G, Q, D), context (N, D), bias (N,), tail (B, H, t, D), mask (B or 1, 1, Q, t)
+    -> (B, Q, H, G, D).
 
     entries, first and counts are those of `tiles.Tiles`.
     """
@@ -86,21 +120,66 @@ def launch(
     parts = query.new_empty(count + heads * pieces, batch * rows, width, dtype=torch.float32)
     sums = query.new_empty(parts.shape[:2], dtype=torch.float32)
     output = query.new_empty(batch, queries, heads, groups, width)
-    hiding = (0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), *mask.stride()[2:])
+    hiding = (
+        (0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), *mask.stride()[2:])
+    )
     with torch.cuda.device_of(query):
         attend_tile[(count * blocks[0] + batch * heads * pieces * blocks[1],)](
-            query, context_keys, context_values, bias, keys, values, mask, entries, parts, sums, sum(counts[:level]),
-            count * blocks[0], *blocks, pieces, piece, count, batch, queries, keys.shape[-2], batch * rows,
-            *query.stride()[:-1], *keys.stride()[:-1], *hiding, scale * LOG2E.value,
-            NOTHING if bias is None else BIAS, CAUSAL if mask is None else MASK, heads, groups, width, m,
-            pairs_at_once(block_d, query.dtype), block_d, factor_type(query.dtype), num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+            query,
+            context_keys,
+            context_values,
+            bias,
+            keys,
+            values,
+            mask,
+            entries,
+            parts,
+            sums,
+            sum(counts[:level]),
+            count * blocks[0],
+            *blocks,
+            pieces,
+            piece,
+            count,
+            batch,
+            queries,
+            keys.shape[-2],
+            batch * rows,
+            *query.stride()[:-1],
+            *keys.stride()[:-1],
+            *hiding,
+            scale * LOG2E.value,
+            NOTHING if bias is None else BIAS,
+            CAUSAL if mask is None else MASK,
+            heads,
+            groups,
+            width,
+            m,
+            pairs_at_once(block_d, query.dtype),
+            block_d,
+            factor_type(query.dtype),
+            num_warps=warps,
+            num_stages=stages,
+        )
         few = batch * rows * heads <= wanted
         m, columns = (1, min(block_d, 32)) if few else (8, min(block_d, 128))
         merge[(triton.cdiv(batch * rows, m), heads, triton.cdiv(width, columns))](
-            parts, sums, first, output, level * (heads + 1), count, pieces, queries, batch * rows, heads, groups,
-            width, m, MERGED if few else MERGED // 4, columns,
-        )  # fmt: skip
+            parts,
+            sums,
+            first,
+            output,
+            level * (heads + 1),
+            count,
+            pieces,
+            queries,
+            batch * rows,
+            heads,
+            groups,
+            width,
+            m,
+            MERGED if few else MERGED // 4,
+            columns,
+        )
     return output
 
 
@@ -123,7 +202,9 @@ def wanted_programs(device: torch.device) -> int:
 
 
 def resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
-    """Returns the rows of a program, its warps and its pipeline stages, chosen so that no register spills."""
+    """Returns the rows of a program, its warps and its pipeline stages, chosen so that no register
+    spills.
+    """
     m = min(max(triton.next_power_of_2(rows), 16), 16 if dtype == torch.float32 else 64)
     warps = 8 if dtype == torch.float32 or m * block_d >= 1 << 13 else 4
     return m, warps, 2 if m > 32 or block_d > 128 else 3
@@ -135,10 +216,14 @@ def pairs_at_once(block_d: int, dtype: torch.dtype) -> int:
 
 
 def factor_type(dtype: torch.dtype) -> tl.dtype:
-    """Returns the dtype of matrix factors: that of the inputs, but the interpreter cannot multiply bfloat16."""
+    """Returns the dtype of matrix factors: that of the inputs, but the interpreter cannot multiply
+    bfloat16.
+    """
     if INTERPRETED and dtype == torch.bfloat16:
         return tl.float32
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[
+        dtype
+    ]
 
 
 def piece_rows(tail: int, pieces: int) -> int:

@@ -1,8 +1,8 @@
 """The two kernels of `triton_attend.py`: a softmax average for each tile and row, and their merger.
 
-Rows are numbered (b * G + g) * Q + q. Logits are in units of log 2, since a GPU computes exp2; a sum of weights 2^s is
-kept as its log2. For a row that sees no pair this is -inf and the average is 0. Names in capitals are compile-time
-constants.
+Rows are numbered (b * G + g) * Q + q. Logits are in units of log 2, since a GPU computes exp2; a
+sum of weights 2^s is kept as its log2. For a row that sees no pair this is -inf and the average is
+0. Names in capitals are compile-time constants.
 """
 
 # ruff: noqa: N803, N806
@@ -10,10 +10,12 @@ constants.
 import triton
 import triton.language as tl
 
-NOTHING, BIAS, CAUSAL, MASK = (tl.constexpr(kind) for kind in range(4))  # how `extra` and `limit` apply to a pair
+# How `extra` and `limit` apply to a pair.
+NOTHING, BIAS, CAUSAL, MASK = (tl.constexpr(kind) for kind in range(4))
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Triton compiles a kernel anew for every pattern of 1s and multiples of 16 among its integers, except these.
+# Triton compiles a kernel anew for every pattern of 1s and multiples of 16 among its integers,
+# except these.
 VARYING = (
     "skipped context_programs context_blocks tail_blocks pieces piece_rows begin count batch queries tail total_rows "
     "mask_batch mask_query mask_pair"
@@ -21,12 +23,29 @@ VARYING = (
 
 
 @triton.jit
-def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, HOW: tl.constexpr, D: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """q (M, BLOCK_D), pairs start:end, `step` numbers apart -> average value (M, BLOCK_D), log2 of summed weights (M,).
+def average(
+    q,
+    keys,
+    values,
+    step,
+    start,
+    end,
+    extra,
+    limit,
+    pair_step,
+    scale,
+    HOW: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """q (M, BLOCK_D), pairs start:end, `step` numbers apart -> average value (M, BLOCK_D), log2 of
+    summed weights (M,).
 
-    BIAS: extra is added to the logits; CAUSAL: row i sees the pairs up to limit[i]; MASK: extra + limit[i] points to
-    row i's mask, whose columns are pair_step apart. FACTOR is the dtype of the factors in matrix products.
+    BIAS: extra is added to the logits; CAUSAL: row i sees the pairs up to limit[i]; MASK: extra +
+    limit[i] points to row i's mask, whose columns are pair_step apart. FACTOR is the dtype of the
+    factors in matrix products.
     """
     M: tl.constexpr = q.shape[0]
     best = tl.full([M], float("-inf"), tl.float32)
@@ -46,7 +65,9 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
         if HOW == CAUSAL:
             visible = visible & (pair[None, :] <= limit[:, None])
         if HOW == MASK:
-            visible = visible & tl.load(extra + limit[:, None] + pair[None, :] * pair_step, mask=visible, other=0)
+            visible = visible & tl.load(
+                extra + limit[:, None] + pair[None, :] * pair_step, mask=visible, other=0
+            )
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
@@ -54,7 +75,9 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
         share = tl.exp2(logits - finite[:, None])
         value = tl.load(values + place, mask=valid, other=0.0)
         share_of_value = share.to(value.dtype).to(FACTOR)
-        output = tl.dot(share_of_value, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
+        output = tl.dot(
+            share_of_value, value.to(FACTOR), output * fade[:, None], input_precision="ieee"
+        )
         weight = weight * fade + tl.sum(share, 1)
         best = higher
     seen = weight > 0
@@ -63,7 +86,9 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
 
 
 @triton.jit
-def store_partial(parts, sums, slot, total_rows, row, real, output, lse, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_partial(
+    parts, sums, slot, total_rows, row, real, output, lse, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Stores the rows of a program's result: parts (slots, R, D), sums (slots, R)."""
     place = slot.to(tl.int64) * total_rows + row
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -72,23 +97,73 @@ def store_partial(parts, sums, slot, total_rows, row, real, output, lse, D: tl.c
 
 
 @triton.jit
-def load_queries(query, row, real, queries, q_batch, q_group, q_query, G: tl.constexpr, D: tl.constexpr,
-                 BLOCK_D: tl.constexpr):  # fmt: skip
+def load_queries(
+    query,
+    row,
+    real,
+    queries,
+    q_batch,
+    q_group,
+    q_query,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Loads the queries (M, BLOCK_D) of one head's rows."""
     place = row // (G * queries) * q_batch + row // queries % G * q_group + row % queries * q_query
     column = tl.arange(0, BLOCK_D)[None, :]
-    return tl.load(query + place.to(tl.int64)[:, None] + column, mask=real[:, None] & (column < D), other=0.0)
+    return tl.load(
+        query + place.to(tl.int64)[:, None] + column, mask=real[:, None] & (column < D), other=0.0
+    )
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_tile(
-    query, context_keys, context_values, bias, keys, values, mask, entries, parts, sums, skipped, context_programs,
-    context_blocks, tail_blocks, pieces, piece_rows, count, batch, queries, tail, total_rows, q_batch, q_head, q_group,
-    q_query, t_batch, t_head, t_pair, mask_batch, mask_query, mask_pair, scale, CONTEXT: tl.constexpr,
-    TAIL: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """Attends from a block of a head's rows to a context tile, or from a question's rows to a piece of its tail."""
+    query,
+    context_keys,
+    context_values,
+    bias,
+    keys,
+    values,
+    mask,
+    entries,
+    parts,
+    sums,
+    skipped,
+    context_programs,
+    context_blocks,
+    tail_blocks,
+    pieces,
+    piece_rows,
+    count,
+    batch,
+    queries,
+    tail,
+    total_rows,
+    q_batch,
+    q_head,
+    q_group,
+    q_query,
+    t_batch,
+    t_head,
+    t_pair,
+    mask_batch,
+    mask_query,
+    mask_pair,
+    scale,
+    CONTEXT: tl.constexpr,
+    TAIL: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Attends from a block of a head's rows to a context tile, or from a question's rows to a piece
+    of its tail.
+    """
     program = tl.program_id(0)
     if program < context_programs:
         slot = program // context_blocks
@@ -96,9 +171,26 @@ def attend_tile(
         head = tl.load(entry)
         row = (program % context_blocks * M + tl.arange(0, M)).to(tl.int64)
         real = row < total_rows
-        q = load_queries(query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D)
-        output, lse = average(q, context_keys, context_values, D, tl.load(entry + 1), tl.load(entry + 2), bias, row, 1,
-                              scale, CONTEXT, D, BLOCK_N, BLOCK_D, FACTOR)  # fmt: skip
+        q = load_queries(
+            query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D
+        )
+        output, lse = average(
+            q,
+            context_keys,
+            context_values,
+            D,
+            tl.load(entry + 1),
+            tl.load(entry + 2),
+            bias,
+            row,
+            1,
+            scale,
+            CONTEXT,
+            D,
+            BLOCK_N,
+            BLOCK_D,
+            FACTOR,
+        )
         store_partial(parts, sums, slot, total_rows, row, real, output, lse, D, BLOCK_D)
     else:
         program -= context_programs
@@ -111,18 +203,63 @@ def attend_tile(
         limit = inner % queries + tail - queries
         if TAIL == MASK:
             limit = tl.where(real, question * mask_batch + inner % queries * mask_query, 0)
-        q = load_queries(query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D)
+        q = load_queries(
+            query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D
+        )
         first = question * t_batch + head * t_head
         start, end = piece * piece_rows, min(piece * piece_rows + piece_rows, tail)
-        output, lse = average(q, keys + first, values + first, t_pair, start, end, mask, limit, mask_pair,
-                              scale, TAIL, D, BLOCK_N, BLOCK_D, FACTOR)  # fmt: skip
-        store_partial(parts, sums, count + head * pieces + piece, total_rows, row, real, output, lse, D, BLOCK_D)
+        output, lse = average(
+            q,
+            keys + first,
+            values + first,
+            t_pair,
+            start,
+            end,
+            mask,
+            limit,
+            mask_pair,
+            scale,
+            TAIL,
+            D,
+            BLOCK_N,
+            BLOCK_D,
+            FACTOR,
+        )
+        store_partial(
+            parts,
+            sums,
+            count + head * pieces + piece,
+            total_rows,
+            row,
+            real,
+            output,
+            lse,
+            D,
+            BLOCK_D,
+        )
 
 
 @triton.jit(do_not_specialize=VARYING)
-def merge(parts, sums, first, output, begin, count, pieces, queries, total_rows, H: tl.constexpr, G: tl.constexpr,
-          D: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Merges the results of a head's tiles, then its tail's, for M rows and WIDTH columns of output (B, Q, H, G, D)."""
+def merge(
+    parts,
+    sums,
+    first,
+    output,
+    begin,
+    count,
+    pieces,
+    queries,
+    total_rows,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Merges the results of a head's tiles, then its tail's, for M rows and WIDTH columns of output
+    (B, Q, H, G, D).
+    """
     row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     head = tl.program_id(1)
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)

@@ -1,7 +1,9 @@
-"""Replicas of Ray Serve as an engine: each holds some of the documents and answers the questions about them.
+"""Replicas of Ray Serve as an engine: each holds some of the documents and answers the questions
+about them.
 
-Any replica can serve any document, since they share their caches. A request whose replica dies is sent to another one,
-which repeats it: an answer's seed decides its tokens, so those that were sent already are left out.
+Any replica can serve any document, since they share their caches. A request whose replica dies is
+sent to another one, which repeats it: an answer's seed decides its tokens, so those that were sent
+already are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from restorekv.cluster import LOCAL, connect
 from restorekv.errors import RestoreKVError
 from restorekv.files import HOST
 from restorekv.serve.caches import key_of
-from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, admit, settle, until_left
+from restorekv.serve.engine import (
+    AwayError,
+    Content,
+    Document,
+    Question,
+    Reply,
+    admit,
+    settle,
+    until_left,
+)
 from restorekv.serve.ray import spread as replicas
 from restorekv.serve.ray.spread import Spread
 from restorekv.serve.run import Settings
@@ -48,13 +59,18 @@ class Sent(Document):
 
 
 class RayEngine:
-    """Sends documents and questions to replicas through a handle; at most `waiting` questions are on their way."""
+    """Sends documents and questions to replicas through a handle; at most `waiting` questions are
+    on their way.
+    """
 
     farewell = FAREWELL
 
     def __init__(self, handle: Any, waiting: int) -> None:
         self.handle, self.waiting = handle, waiting
-        self.replica, self.errors = import_module("restorekv.serve.ray.replica"), import_module("ray.exceptions")
+        self.replica, self.errors = (
+            import_module("restorekv.serve.ray.replica"),
+            import_module("ray.exceptions"),
+        )
         self.tokenizer, self.stops, self.made_with = handle.described.remote().result()
         self.known: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
         self.making: dict[str, str] = {}  # phases of those that are being made
@@ -78,14 +94,18 @@ class RayEngine:
         return key_of(sha256, variant, self.made_with)
 
     async def document(self, sha256: str, variant: Variant, content: Content) -> Sent:
-        """See `Engine`; a document that was there is not asked for again until a question misses it."""
+        """See `Engine`; a document that was there is not asked for again until a question misses
+        it.
+        """
         tokens = self.known.get(self.key(sha256, variant))
         if tokens is not None:
             return Sent(sha256, variant, tokens, False, content)
         return await self.brought(Sent(sha256, variant, 0, False, content))
 
     async def brought(self, document: Sent, beside: Sent | None = None) -> Sent:
-        """Has a replica load a document, or make it of its content: its own replica, or that of another document."""
+        """Has a replica load a document, or make it of its content: its own replica, or that of
+        another document.
+        """
         key, near = (self.key(each.sha256, each.variant) for each in (document, beside or document))
         self.making.setdefault(key, "waiting")
         try:
@@ -101,10 +121,16 @@ class RayEngine:
             self.known.popitem(last=False)
         return Sent(document.sha256, document.variant, tokens, fresh, document.content)
 
-    async def placed(self, key: str, near: str, document: Sent, content: str | bytes | None) -> tuple[int, bool]:
-        """Returns tokens and freshness of a document that a replica loaded or made, and notes its phases."""
+    async def placed(
+        self, key: str, near: str, document: Sent, content: str | bytes | None
+    ) -> tuple[int, bool]:
+        """Returns tokens and freshness of a document that a replica loaded or made, and notes its
+        phases.
+        """
         found = 0, False
-        async for item in self.items("document", near, (document.sha256, document.variant), content):
+        async for item in self.items(
+            "document", near, (document.sha256, document.variant), content
+        ):
             if isinstance(item, str):
                 self.making[key] = item
             else:
@@ -112,7 +138,9 @@ class RayEngine:
         return found
 
     async def items(self, method: str, key: str, *arguments: object) -> AsyncIterator[Any]:
-        """Yields what a method of the replica yields to which a document's key belongs, but its reports."""
+        """Yields what a method of the replica yields to which a document's key belongs, but its
+        reports.
+        """
         chosen = self.handle.options(stream=True, multiplexed_model_id=key)
         stream = getattr(chosen, method).remote(*arguments)
         try:
@@ -156,13 +184,19 @@ class RayEngine:
             except self.replica.MissingError:
                 for document in question.documents:
                     await self.brought(document, question.documents[0])
-        raise AwayError("The documents went away again and again before the question was read; ask again.")
+        raise AwayError(
+            "The documents went away again and again before the question was read; ask again."
+        )
 
     async def written(self, question: Question, sent: list[list[int]]) -> Reply:
-        """Has a replica write the answers; passes on what is not among the tokens `sent` of each sample."""
+        """Has a replica write the answers; passes on what is not among the tokens `sent` of each
+        sample.
+        """
         places = [(each.sha256, each.variant) for each in question.documents]
         counts, reply = [0] * len(sent), None
-        async for item in self.items("ask", self.key(*places[0]), places, self.replica.asked_of(question)):
+        async for item in self.items(
+            "ask", self.key(*places[0]), places, self.replica.asked_of(question)
+        ):
             if isinstance(item, Reply):
                 reply = item
                 continue
@@ -172,7 +206,9 @@ class RayEngine:
                     sent[sample].append(token)
                     question.on_token(sample, token, *likely)
                 elif sent[sample][counts[sample] - 1] != token:
-                    raise AwayError("A replica ended, and another one would go on differently; ask again.")
+                    raise AwayError(
+                        "A replica ended, and another one would go on differently; ask again."
+                    )
         return reply
 
     def phase(self, sha256: str, variant: Variant) -> str:
@@ -211,10 +247,13 @@ def payload(content: Content) -> str | bytes:
 
 
 @contextmanager
-def deployed(settings: Settings, spread: Spread, model: str, dtype: str, device: str) -> Iterator[RayEngine]:
+def deployed(
+    settings: Settings, spread: Spread, model: str, dtype: str, device: str
+) -> Iterator[RayEngine]:
     """Yields an engine whose replicas have loaded the model; they end with the block.
 
-    They share caches at `settings.shared`; each has a folder of its own in the store's folder on its machine.
+    They share caches at `settings.shared`; each has a folder of its own in the store's folder on
+    its machine.
     """
     most, needed = max(spread.replicas, spread.max_replicas), spread.needed(device)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -226,14 +265,25 @@ def deployed(settings: Settings, spread: Spread, model: str, dtype: str, device:
         serve, replica = modules()
         own = settings.store.resolve()
         recipe = replica.Recipe(
-            model, dtype, device, spread.replica_cpus, str(own / "replicas"), settings.shared, settings.memory,
+            model,
+            dtype,
+            device,
+            spread.replica_cpus,
+            str(own / "replicas"),
+            settings.shared,
+            settings.memory,
             settings.disk,
-        )  # fmt: skip
+        )
         name = f"restorekv-{hashlib.sha256(f'{HOST} {own}'.encode()).hexdigest()[:8]}"
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
+        serve.start(
+            proxy_location="Disabled",
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
         try:
             made = replica.deployment(spread.replicas, most, needed)
-            yield RayEngine(serve.run(made.bind(recipe), name=name, route_prefix=None), settings.limits.waiting)
+            yield RayEngine(
+                serve.run(made.bind(recipe), name=name, route_prefix=None), settings.limits.waiting
+            )
         finally:
             if spread.ray != LOCAL:
                 serve.delete(name)
@@ -246,6 +296,8 @@ def modules() -> tuple[ModuleType, ModuleType]:
     try:
         serve, replica = import_module("ray.serve"), import_module("restorekv.serve.ray.replica")
     except ImportError as error:
-        raise RestoreKVError(f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'.") from None
+        raise RestoreKVError(
+            f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'."
+        ) from None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return serve, replica

@@ -1,6 +1,7 @@
 """What runs in a replica of Ray Serve: the library as engine, with a folder of its own.
 
-Items that a replica yields travel to engine.py, which is the engine of the process that speaks HTTP.
+Items that a replica yields travel to engine.py, which is the engine of the process that speaks
+HTTP.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class MissingError(RestoreKVError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a replica is made; `folder` is where those of one machine have theirs, `shared` the address of all."""
+    """How a replica is made; `folder` is where those of one machine have theirs, `shared` the
+    address of all.
+    """
 
     model: str
     dtype: str
@@ -56,7 +59,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class About:
-    """What a replica says about itself with everything it settles: its name, what it counted and what is so now."""
+    """What a replica says about itself with everything it settles: its name, what it counted and
+    what is so now.
+    """
 
     name: str
     counted: dict[str, int]
@@ -75,18 +80,23 @@ class Replica:
         self.lasting = ExitStack()
         folder = own_folder(Path(recipe.folder), self.lasting)
         self.store = Store(folder, recipe.disk, Shared(recipe.shared))
-        self.engine = Embedded(model, tokenizer, self.store, recipe.memory, 0)  # who sends bounds what waits
+        # Who sends bounds what waits.
+        self.engine = Embedded(model, tokenizer, self.store, recipe.memory, 0)
         self.engine.start()
 
     def __del__(self) -> None:
-        """Ray Serve calls it when a replica that is no longer needed has answered what it was asked."""
+        """Ray Serve calls it when a replica that is no longer needed has answered what it was
+        asked.
+        """
         if hasattr(self, "engine"):
             self.engine.close()
             self.store.close()
             self.lasting.close()
 
     async def described(self) -> tuple[Tokenizer, set[int], Sequence[str]]:
-        """Returns what the sender needs of the model: its tokenizer, what ends answers, what caches are made with."""
+        """Returns what the sender needs of the model: its tokenizer, what ends answers, what caches
+        are made with.
+        """
         return self.engine.tokenizer, self.engine.stops, self.engine.made_with
 
     def about(self) -> About:
@@ -100,14 +110,20 @@ class Replica:
         raise MissingError("The document is not here.")
 
     async def document(self, place: Place, content: str | bytes | None) -> AsyncIterator[object]:
-        """Yields the phases of a compression, then (tokens, fresh) and About; without a content, for what is there."""
+        """Yields the phases of a compression, then (tokens, fresh) and About; without a content,
+        for what is there.
+        """
         with ExitStack() as stack:
             if isinstance(content, bytes):  # for all else the disk may be full
-                folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-"))
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-")
+                )
                 (path := Path(folder) / "upload.rkv").write_bytes(content)
                 content = path
             task = asyncio.create_task(
-                self.held(place) if content is None else self.engine.document(*place, lambda: content)
+                self.held(place)
+                if content is None
+                else self.engine.document(*place, lambda: content)
             )
             phase = ""
             while not (await asyncio.wait([task], timeout=LOOK))[0]:
@@ -118,7 +134,9 @@ class Replica:
         yield self.about()
 
     async def ask(self, places: Sequence[Place], asked: dict[str, Any]) -> AsyncIterator[object]:
-        """Yields lists of tokens as they are written, then the Reply and About; who stops listening ends it."""
+        """Yields lists of tokens as they are written, then the Reply and About; who stops listening
+        ends it.
+        """
         documents = [await self.held(place) for place in places]
         question, future, tokens = begin(self.engine, documents=documents, **asked)
         try:
@@ -135,16 +153,22 @@ class Replica:
 
 
 def deployment(least: int, most: int, needed: Mapping[str, float]) -> serve.Deployment:
-    """Returns what Ray Serve deploys; two batches are on their way to a replica before another one gets more."""
+    """Returns what Ray Serve deploys; two batches are on their way to a replica before another one
+    gets more.
+    """
     resources = {"num_cpus": needed["CPU"], "num_gpus": needed["GPU"]}
     number: dict[str, Any] = {"num_replicas": least}
     if most > least:
         target = {"target_ongoing_requests": generate.BATCH}
         number = {"autoscaling_config": {"min_replicas": least, "max_replicas": most, **target}}
     return serve.deployment(
-        Replica, name="documents", max_ongoing_requests=2 * generate.BATCH, ray_actor_options=resources,
-        request_router_config=RequestRouterConfig(request_router_class=ByDocument), **number,
-    )  # fmt: skip
+        Replica,
+        name="documents",
+        max_ongoing_requests=2 * generate.BATCH,
+        ray_actor_options=resources,
+        request_router_config=RequestRouterConfig(request_router_class=ByDocument),
+        **number,
+    )
 
 
 def asked_of(question: Question) -> dict[str, Any]:
@@ -164,7 +188,9 @@ async def together(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
 
 
 def own_folder(folder: Path, lasting: ExitStack) -> Path:
-    """Returns the first numbered folder that no other replica has, for as long as this process or `lasting` lasts."""
+    """Returns the first numbered folder that no other replica has, for as long as this process or
+    `lasting` lasts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number in count():
         own = folder / str(number)

@@ -10,13 +10,15 @@ from restorekv.serve.ray import spread
 
 
 class ByDocument(RequestRouter):
-    """Sends all requests about a document to one replica, which holds it then, and to the next one where that is full.
+    """Sends all requests about a document to one replica, which holds it then, and to the next one
+    where that is full.
 
-    The order of replicas follows from the document and their names alone, so that it is the same in every process,
-    and when a replica comes or goes, most documents stay where they are.
+    The order of replicas follows from the document and their names alone, so that it is the same in
+    every process, and when a replica comes or goes, most documents stay where they are.
     """
 
-    queue_len_response_deadline_s = 5.0  # a replica that computes is not quick to say how much waits there
+    # A replica that computes is not quick to say how much waits there.
+    queue_len_response_deadline_s = 5.0
     max_queue_len_response_deadline_s = 20.0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -24,7 +26,9 @@ class ByDocument(RequestRouter):
         spread.note_replicas(each.replica_id.unique_id for each in replicas)
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Returns the replicas, each as a choice of its own."""
         key = pending_request.metadata.multiplexed_model_id if pending_request else ""

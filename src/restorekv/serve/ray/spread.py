@@ -8,7 +8,8 @@ from typing import Any
 
 from restorekv.errors import RestoreKVError
 
-REPLICAS: frozenset[str] = frozenset()  # the names of those that run, as `note_replicas` was told last
+# The names of those that run, as `note_replicas` was told last.
+REPLICAS: frozenset[str] = frozenset()
 
 
 def note_replicas(names: Iterable[str]) -> None:
@@ -25,15 +26,21 @@ def option(default: object, text: str) -> Any:
 class Spread:
     """Whether and how a server answers in replicas of Ray Serve."""
 
-    ray: str | None = option(None, "Answer in replicas of Ray Serve: local, auto or the address of a cluster.")
+    ray: str | None = option(
+        None, "Answer in replicas of Ray Serve: local, auto or the address of a cluster."
+    )
     replicas: int = option(2, "How many replicas there are at least.")
     max_replicas: int = option(0, "How many there are when much is asked; 0 for no more.")
     replica_cpus: int = option(1, "The CPUs, and threads, of a replica.")
-    replica_gpus: float = option(-1.0, "The GPUs of a replica; unless given, one on cuda and none elsewhere.")
+    replica_gpus: float = option(
+        -1.0, "The GPUs of a replica; unless given, one on cuda and none elsewhere."
+    )
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.replica_cpus < 1 or 0 < self.max_replicas < self.replicas:
-            raise RestoreKVError("A server has at least 1 replica of 1 CPU, and not more at least than at most.")
+            raise RestoreKVError(
+                "A server has at least 1 replica of 1 CPU, and not more at least than at most."
+            )
 
     def needed(self, device: str) -> dict[str, float]:
         """Returns what a replica needs of its node."""

@@ -1,8 +1,10 @@
-"""RULER as a benchmark: where its samples come from, how answers are scored, and what stands in for official data.
+"""RULER as a benchmark: where its samples come from, how answers are scored, and what stands in for
+official data.
 
-Prompts are those of kvpress's data set, NVIDIA/RULER of November 2024 with the template "base": the context holds the
-instruction, worked examples and haystack; the question comes after it, then the beginning of the answer. That data set
-has a config for each length and was made with the tokenizer of Llama-3.1-8B (evaluation/benchmarks/ruler of kvpress).
+Prompts are those of kvpress's data set, NVIDIA/RULER of November 2024 with the template "base": the
+context holds the instruction, worked examples and haystack; the question comes after it, then the
+beginning of the answer. That data set has a config for each length and was made with the tokenizer
+of Llama-3.1-8B (evaluation/benchmarks/ruler of kvpress).
 """
 
 import json
@@ -20,11 +22,25 @@ from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
 from restorekv.tasks.reading import TEXTS
-from restorekv.tasks.rows import existing, field, group_by_context, hub_rows, kvpress_question, local_rows, well_formed
+from restorekv.tasks.rows import (
+    existing,
+    field,
+    group_by_context,
+    hub_rows,
+    kvpress_question,
+    local_rows,
+    well_formed,
+)
 from restorekv.tasks.ruler import documents
 from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
 from restorekv.tasks.ruler.needles import NEEDLES, Essays, needles
-from restorekv.tasks.ruler.synthetic import EXAMPLE_TOKENS, SHORT, chains, common_words, frequent_words
+from restorekv.tasks.ruler.synthetic import (
+    EXAMPLE_TOKENS,
+    SHORT,
+    chains,
+    common_words,
+    frequent_words,
+)
 
 GROUPS = {
     "retrieval": tuple(NEEDLES),
@@ -37,9 +53,13 @@ HUB = "simonjegou/ruler"
 INSTEAD = "fetch it once with a network, give source=FOLDER with its files, or leave source out to generate"
 NOVEL = "novel"
 ESSAY_TASKS = tuple(task for task, settings in NEEDLES.items() if "haystack" not in settings)
-SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}  # that names a task's file
-# What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about either source.
-STAND_INS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("stand_ins.json").read_text("utf-8"))
+# That names a task's file.
+SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}
+# What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about
+# either source.
+STAND_INS: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("stand_ins.json").read_text("utf-8")
+)
 SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
 LEAST_TOKENS = 25  # of a generated document, by any tokenizer
@@ -47,11 +67,13 @@ LEAST_TOKENS = 25  # of a generated document, by any tokenizer
 
 @dataclass(frozen=True)
 class Ruler(Benchmark):
-    """`length` counts the prompt and the limit of the answer; `tasks` are joined by "+", "" is all thirteen.
+    """`length` counts the prompt and the limit of the answer; `tasks` are joined by "+", "" is all
+    thirteen.
 
-    `source` is "novel", "generated", "hub", or a file or folder of kvpress's data set. The first two make `per_task`
-    samples a task from the files `essays` (texts, or JSON with the field text), `squad` and `hotpot`. Instead of a file
-    that is not given, "novel" takes a novel or a subset that ships, and "generated" generates one.
+    `source` is "novel", "generated", "hub", or a file or folder of kvpress's data set. The first
+    two make `per_task` samples a task from the files `essays` (texts, or JSON with the field text),
+    `squad` and `hotpot`. Instead of a file that is not given, "novel" takes a novel or a subset
+    that ships, and "generated" generates one.
     """
 
     name, title = "ruler", "RULER"
@@ -72,7 +94,9 @@ class Ruler(Benchmark):
             raise RestoreKVError("RULER takes a length and per_task of at least 1.")
         given = [setting for setting in STAND_INS if getattr(self, setting)]
         if given and not self.generates:
-            raise RestoreKVError(f"{given[0]} is for samples made here; leave it or source={self.source} out.")
+            raise RestoreKVError(
+                f"{given[0]} is for samples made here; leave it or source={self.source} out."
+            )
 
     @property
     def generates(self) -> bool:
@@ -85,7 +109,9 @@ class Ruler(Benchmark):
         return self.stored()
 
     def stored(self) -> list[Sample]:
-        """Returns the distinct contexts of the hub, a file, a folder, or the folder's subfolder of that length."""
+        """Returns the distinct contexts of the hub, a file, a folder, or the folder's subfolder of
+        that length.
+        """
         if self.source == "hub":
             rows = hub_rows(HUB, str(self.length), "test", INSTEAD)
         else:
@@ -93,25 +119,33 @@ class Ruler(Benchmark):
             rows = local_rows(folder if folder.is_dir() else self.source)
         questions, counts = [], Counter()
         for place, row in rows:
-            with well_formed(f"{place} is not a row of kvpress's RULER data set", "give files of that form"):
+            with well_formed(
+                f"{place} is not a row of kvpress's RULER data set", "give files of that form"
+            ):
                 task = field(row, "task")
                 question = kvpress_question(row, f"{task}-{counts[task]}", task, "answer")
             if task in self.chosen_tasks:
                 questions.append(question)
                 counts[task] += 1
         if missing := [task for task in self.chosen_tasks if not counts[task]]:
-            raise RestoreKVError(f"The data has no rows of the task {missing[0]}; give the tasks that it has.")
+            raise RestoreKVError(
+                f"The data has no rows of the task {missing[0]}; give the tasks that it has."
+            )
         return group_by_context(questions)
 
     def generated(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
-        """Yields samples, each of which depends only on seed, task, index and how many `tokens` texts have."""
+        """Yields samples, each of which depends only on seed, task, index and how many `tokens`
+        texts have.
+        """
         for name in self.chosen_tasks:
             task_of, count = self.maker(name, tokens), self.per_task
             if name in ("qa_1", "qa_2") and self.ships(name):
                 count = min(count, len(self.collection(name).questions))
             for index in range(count):
                 context, text, prefix, answers = self.fitted(name, index, task_of(index), tokens)
-                question = Question(f"{name}-{index}", name, text, answers, answer_tokens(name), prefix)
+                question = Question(
+                    f"{name}-{index}", name, text, answers, answer_tokens(name), prefix
+                )
                 yield Sample(question.id, context, (question,))
 
     def fitted(self, name: str, index: int, task: Task, tokens: Callable[[str], int]) -> Draft:
@@ -126,7 +160,9 @@ class Ruler(Benchmark):
         answer = answer_tokens(name)
         if (least := size(task.least) + answer) > self.length:
             fix = "give a larger length or other tasks"
-            raise RestoreKVError(f"RULER's {name} takes {least} tokens at least, not {self.length}; {fix}.")
+            raise RestoreKVError(
+                f"RULER's {name} takes {least} tokens at least, not {self.length}; {fix}."
+            )
         return draft(most_units(size, self.length - answer, task.least, task.most))
 
     def maker(self, name: str, tokens: Callable[[str], int]) -> Callable[[int], Task]:
@@ -154,19 +190,26 @@ class Ruler(Benchmark):
     def file(self, name: str) -> str:
         """Returns the file that the task uses, given or shipped; empty if its texts are generated."""
         setting = SETTING[name]
-        return str(TEXTS / STAND_INS[setting]["file"]) if self.ships(name) else getattr(self, setting)
+        return (
+            str(TEXTS / STAND_INS[setting]["file"]) if self.ships(name) else getattr(self, setting)
+        )
 
     def haystack(self, name: str) -> Callable[[int], Essays]:
-        """Returns a function of a sample's index: the essays from the first word on, as in RULER, or generated prose.
+        """Returns a function of a sample's index: the essays from the first word on, as in RULER,
+        or generated prose.
 
-        Of a novel every sample has an excerpt of its own, since few short samples would see little but its opening.
+        Of a novel every sample has an excerpt of its own, since few short samples would see little
+        but its opening.
         """
         sentences = sentences_of(self.file(name)) if self.file(name) else []
         if not sentences or self.source != NOVEL:
-            essays = Essays(cycle(sentences) if sentences else prose.sentences(Random(f"{self.seed} prose")))
+            essays = Essays(
+                cycle(sentences) if sentences else prose.sentences(Random(f"{self.seed} prose"))
+            )
             return lambda index: essays
         ends = list(accumulate(len(sentence.split()) for sentence in sentences))
-        places = max(bisect_right(ends, ends[-1] - self.length), 1)  # starts of excerpts that stop before the end
+        # Starts of excerpts that stop before the end.
+        places = max(bisect_right(ends, ends[-1] - self.length), 1)
 
         def excerpt(index: int) -> Essays:
             start = Random(f"{self.seed} {name} {index} place").randrange(places)
@@ -175,26 +218,37 @@ class Ruler(Benchmark):
         return excerpt
 
     def asker(self, name: str) -> Callable[[int], Task]:
-        """Returns a function of a sample's index: questions of a file in its order, or in the seed's, or generated."""
+        """Returns a function of a sample's index: questions of a file in its order, or in the
+        seed's, or generated.
+        """
         if not self.file(name):
-            make, count = {"qa_1": documents.articles, "qa_2": documents.pairs}[name], self.length // LEAST_TOKENS + 1
+            make, count = (
+                {"qa_1": documents.articles, "qa_2": documents.pairs}[name],
+                self.length // LEAST_TOKENS + 1,
+            )
             return lambda index: make(count, Random(f"{self.seed} {name} {index} documents"))
         texts, questions = self.collection(name)
         order = list(range(len(questions)))
         if self.ships(name):
             Random(f"{self.seed} {name} order").shuffle(order)
         elif self.per_task > len(order):
-            raise RestoreKVError(f"{self.file(name)} has {len(order)} questions; give per_task={len(order)} at most.")
+            raise RestoreKVError(
+                f"{self.file(name)} has {len(order)} questions; give per_task={len(order)} at most."
+            )
         return lambda index: documents.over_documents(texts, questions[order[index]])
 
     def collection(self, name: str) -> documents.Collection:
         return documents.read(SETTING[name], self.file(name))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Matches strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of references."""
+        """Matches strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of
+        references.
+        """
         text = re.sub(r"[\x00-\x1f]", "", prediction.strip()).strip().lower()
         matches = [answer.lower() in text for answer in question.answers]
-        return float(any(matches)) if question.task.startswith("qa") else sum(matches) / len(matches)
+        return (
+            float(any(matches)) if question.task.startswith("qa") else sum(matches) / len(matches)
+        )
 
     def described(self) -> dict[str, object]:
         """Includes what stands in for RULER's own texts, by task, and hashes of the files read."""
@@ -204,15 +258,26 @@ class Ruler(Benchmark):
             return {"data": HUB, "made": made, "license": license, "metric": self.metric}
         if not self.generates:
             files = identity(str(existing(self.source)))
-            return {"data": "files in kvpress's form", "license": "theirs", **files, "metric": self.metric}
+            return {
+                "data": "files in kvpress's form",
+                "license": "theirs",
+                **files,
+                "metric": self.metric,
+            }
         novel = "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
         files = {SETTING[name]: file for name in SETTING if (file := self.file(name))}
-        subsets = {"subsets": SUBSETS} if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL else {}
+        subsets = (
+            {"subsets": SUBSETS}
+            if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL
+            else {}
+        )
         return {
             "data": "generated in RULER's form, not RULER's own samples",
             "license": novel if self.source == NOVEL else "Apache-2.0; that of the files given",
             "length": f"{self.length} tokens of the model's tokenizer, the answer's budget included, no template",
-            "stand_ins": {task: text for task, text in self.stand_ins() if task in self.chosen_tasks},
+            "stand_ins": {
+                task: text for task, text in self.stand_ins() if task in self.chosen_tasks
+            },
             "files": {setting: identity(str(existing(file))) for setting, file in files.items()},
             **subsets,
             "metric": self.metric,
@@ -223,18 +288,29 @@ class Ruler(Benchmark):
             if not getattr(self, setting):
                 yield name, STAND_INS[setting][self.source]
         if self.length // 4 < EXAMPLE_TOKENS:
-            yield "vt", f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}"
+            yield (
+                "vt",
+                f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}",
+            )
         if self.length < SHORT:
-            yield "cwe", "common words 3 times and others once instead of 6 times and once, and a shorter example"
+            yield (
+                "cwe",
+                "common words 3 times and others once instead of 6 times and once, and a shorter example",
+            )
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        groups = {name: tuple(task for task in tasks if task in self.chosen_tasks) for name, tasks in GROUPS.items()}
+        groups = {
+            name: tuple(task for task in tasks if task in self.chosen_tasks)
+            for name, tasks in GROUPS.items()
+        }
         return {name: tasks for name, tasks in groups.items() if tasks}
 
 
 def sentences_of(where: str) -> list[str]:
     """Returns the sentences of a file or folder of texts, all white space made one."""
-    with well_formed(f"{where} holds something other than texts or JSON with the field text", "fix it"):
+    with well_formed(
+        f"{where} holds something other than texts or JSON with the field text", "fix it"
+    ):
         texts = [field(row, "text") for _, row in local_rows(where)]
     text = " ".join(" ".join(texts).split())
     if not text:

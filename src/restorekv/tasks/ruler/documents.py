@@ -1,4 +1,5 @@
-"""Questions over documents, RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3; NVIDIA/RULER, qa.py).
+"""Questions over documents, RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3; NVIDIA/RULER,
+qa.py).
 
 They come from SQuAD 2.0 (arXiv 1806.03822, `dev-v2.0.json`) and HotpotQA (arXiv 1809.09600,
 `hotpot_dev_distractor_v1.json`), or are generated in their place.
@@ -19,7 +20,8 @@ GRAMMAR = json.loads(Path(__file__).with_name("documents.json").read_text("utf-8
 STARTS, MIDDLES, ENDS, MONTHS, GOODS = (
     GRAMMAR[key].split() for key in ("starts", "middles", "ends", "months", "goods")
 )
-PARAGRAPHS = GRAMMAR["paragraphs"]  # each with questions that it answers, as (question, slot of the answer)
+# Each with questions that it answers, as (question, slot of the answer)
+PARAGRAPHS = GRAMMAR["paragraphs"]
 WITH_A_PAIR = 8  # other documents that come with a question of HotpotQA
 
 
@@ -50,7 +52,9 @@ def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
             rng.shuffle(rest)
             shown += rest[: units - len(shown)]
         rng.shuffle(shown)
-        text = "\n\n".join(f"Document {number}:\n{documents[index]}" for number, index in enumerate(shown, 1))
+        text = "\n\n".join(
+            f"Document {number}:\n{documents[index]}" for number, index in enumerate(shown, 1)
+        )
         return Draft.fill("qa", asked.answers, text=text, query=asked.query)
 
     return Task(draft, len(asked.own), len(documents))
@@ -58,7 +62,10 @@ def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
 
 def read(kind: str, where: str) -> Collection:
     """Reads "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
-    name, reader = {"squad": ("dev-v2.0.json", squad), "hotpot": ("hotpot_dev_distractor_v1.json", hotpot)}[kind]
+    name, reader = {
+        "squad": ("dev-v2.0.json", squad),
+        "hotpot": ("hotpot_dev_distractor_v1.json", hotpot),
+    }[kind]
     with well_formed(f"{where} is not in the form of {name}", "give that file"):
         collection = reader([row for _, row in local_rows(where)])
     if not collection.questions:
@@ -67,7 +74,9 @@ def read(kind: str, where: str) -> Collection:
 
 
 def squad(rows: list[dict]) -> Collection:
-    """Reads every answerable question, in the file's order; near are the other paragraphs of its article."""
+    """Reads every answerable question, in the file's order; near are the other paragraphs of its
+    article.
+    """
     articles = [article["paragraphs"] for row in rows for article in row["data"]]
     index = numbers(paragraph["context"] for paragraphs in articles for paragraph in paragraphs)
     questions = []
@@ -84,8 +93,12 @@ def squad(rows: list[dict]) -> Collection:
 
 
 def hotpot(rows: list[dict]) -> Collection:
-    """Reads every question; own are the supporting documents, near the distractors that come with it."""
-    contexts = [[(title, f"{title}\n{''.join(text)}") for title, text in row["context"]] for row in rows]
+    """Reads every question; own are the supporting documents, near the distractors that come with
+    it.
+    """
+    contexts = [
+        [(title, f"{title}\n{''.join(text)}") for title, text in row["context"]] for row in rows
+    ]
     index = numbers(text for context in contexts for _, text in context)
     questions = []
     for row, context in zip(rows, contexts, strict=True):
@@ -104,8 +117,8 @@ def numbers(documents: Iterable[str]) -> dict[str, int]:
 def articles(count: int, rng: Random) -> Task:
     """Generates in place of SQuAD: asks about the town of the first of at least `count` paragraphs.
 
-    A town has three paragraphs, one of which answers. All names are unique among a question's documents, so that a
-    question has one answer.
+    A town has three paragraphs, one of which answers. All names are unique among a question's
+    documents, so that a question has one answer.
     """
     new_name, filler, documents = names(rng), prose.sentences(rng), []
     answering = rng.randrange(len(PARAGRAPHS))
@@ -115,7 +128,9 @@ def articles(count: int, rng: Random) -> Task:
             query, key = rng.choice(PARAGRAPHS[answering]["questions"])
             near = tuple(index for index in range(len(PARAGRAPHS)) if index != answering)
             asked = Asked(query.format(**values), (values[key],), (answering,), near)
-        documents += [f"{each['text'].format(**values)} {next(filler)} {next(filler)}" for each in PARAGRAPHS]
+        documents += [
+            f"{each['text'].format(**values)} {next(filler)} {next(filler)}" for each in PARAGRAPHS
+        ]
     return over_documents(tuple(documents), asked)
 
 
@@ -129,14 +144,18 @@ def pairs(count: int, rng: Random) -> Task:
         values = draw_values(rng, new_name, "person birthplace company town")
         if not documents:
             query, key = rng.choice(GRAMMAR["bridges"])
-            asked = Asked(query.format(**values), (values[key],), (0, 1), tuple(range(2, WITH_A_PAIR + 2)))
+            asked = Asked(
+                query.format(**values), (values[key],), (0, 1), tuple(range(2, WITH_A_PAIR + 2))
+            )
         for title in ("person", "company"):
             documents.append(f"{values[title]}\n{GRAMMAR[title].format(**values)} {next(filler)}")
     return over_documents(tuple(documents), asked)
 
 
 def draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
-    """Returns values for every slot of a generated document; those of `named` are names that stand nowhere else."""
+    """Returns values for every slot of a generated document; those of `named` are names that stand
+    nowhere else.
+    """
     year = rng.randrange(1100, 1900)
     return {
         **{slot: next(new_name) for slot in named.split()},

@@ -1,4 +1,5 @@
-"""What all tasks share: prompts of any length, the search for the longest that fits, and RULER's words.
+"""What all tasks share: prompts of any length, the search for the longest that fits, and RULER's
+words.
 
 prompts.json has RULER's prompts, each in the three parts of a `Draft`.
 """
@@ -42,7 +43,8 @@ class Draft(NamedTuple):
 
 
 class Task(NamedTuple):
-    """`draft` makes a prompt of `least` to `most` units (lines, words or documents); more units never shorten it.
+    """`draft` makes a prompt of `least` to `most` units (lines, words or documents); more units
+    never shorten it.
 
     A draft depends only on the units and the state of the random generator.
     """
@@ -55,7 +57,8 @@ class Task(NamedTuple):
 def most_units(size: Callable[[int], int], limit: int, least: int, most: int) -> int:
     """Returns n with size(n) <= limit < size(n + 1), or `most`; assumes size(least) <= limit.
 
-    Follows the slope between the last two sizes, because each call of `size` is slow; every fourth step halves.
+    Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
+    step halves.
     """
     low, high = least, most + 1
     sizes = {least: size(least)}
@@ -73,8 +76,14 @@ def most_units(size: Callable[[int], int], limit: int, least: int, most: int) ->
 
 @cache
 def words(*kinds: str) -> tuple[str, ...]:
-    """Returns the sorted words of the library wonderwords of these kinds: "noun", "adjective", "verb"."""
-    return tuple(sorted(set(optional("wonderwords", "eval").RandomWord().filter(include_categories=list(kinds)))))
+    """Returns the sorted words of the library wonderwords of these kinds: "noun", "adjective",
+    "verb".
+    """
+    return tuple(
+        sorted(
+            set(optional("wonderwords", "eval").RandomWord().filter(include_categories=list(kinds)))
+        )
+    )
 
 
 def word_pair(rng: Random) -> str:

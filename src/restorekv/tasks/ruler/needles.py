@@ -1,4 +1,6 @@
-"""RULER's eight needle-in-a-haystack tasks (arXiv 2404.06654, section 3; NVIDIA/RULER, niah.py and synthetic.yaml)."""
+"""RULER's eight needle-in-a-haystack tasks (arXiv 2404.06654, section 3; NVIDIA/RULER, niah.py and
+synthetic.yaml).
+"""
 
 import uuid
 from bisect import bisect_left
@@ -10,7 +12,8 @@ from restorekv.tasks.ruler.draft import Draft, Task, word_pair
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-NEEDLES: dict[str, dict[str, object]] = {  # arguments of `needles`; the haystack is essays unless named
+# Arguments of `needles`; the haystack is essays unless named.
+NEEDLES: dict[str, dict[str, object]] = {
     "niah_single_1": {"haystack": "noise"},
     "niah_single_2": {},
     "niah_single_3": {"value": "uuids"},
@@ -42,9 +45,15 @@ class Essays:
 
 
 def needles(
-    haystack: str | Essays, key: str = "words", value: str = "numbers", keys: int = 1, values: int = 1, queries: int = 1
+    haystack: str | Essays,
+    key: str = "words",
+    value: str = "numbers",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
 ) -> Task:
-    """Hides `keys` keys with `values` values each and asks for `queries` of the keys. Units are lines, or essay words.
+    """Hides `keys` keys with `values` values each and asks for `queries` of the keys. Units are
+    lines, or essay words.
 
     The haystack is essays, "noise", or "needle": lines like the needle.
     """
@@ -53,10 +62,15 @@ def needles(
         taken: set[str] = set()
         by_key: dict[str, list[str]] = {}
         for _ in range(keys):
-            found = [fresh(value, rng, taken) for _ in range(values)]  # before the key: the order decides the sample
+            # Before the key: the order decides the sample.
+            found = [fresh(value, rng, taken) for _ in range(values)]
             by_key[fresh(key, rng, taken)] = found
         asked = rng.sample(list(by_key), queries)
-        lines = [NEEDLE.format(kind=value, key=name, value=each) for name, group in by_key.items() for each in group]
+        lines = [
+            NEEDLE.format(kind=value, key=name, value=each)
+            for name, group in by_key.items()
+            for each in group
+        ]
         rng.shuffle(lines)
         if isinstance(haystack, Essays):
             text = in_essays(haystack.first(units), lines, rng)
@@ -76,9 +90,15 @@ def needles(
 
 def in_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
     """Puts the needles between sentences at depths of RULER's grid."""
-    places = sorted(int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
-    pieces = [" ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])]
-    return " ".join([text for pair in zip(pieces, needles, strict=False) for text in pair] + pieces[-1:])
+    places = sorted(
+        int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles))
+    )
+    pieces = [
+        " ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])
+    ]
+    return " ".join(
+        [text for pair in zip(pieces, needles, strict=False) for text in pair] + pieces[-1:]
+    )
 
 
 def in_lines(lines: list[str], needles: list[str], rng: Random) -> str:

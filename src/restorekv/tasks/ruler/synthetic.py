@@ -1,5 +1,5 @@
-"""Variable tracking and aggregation, RULER's vt, cwe and fwe (arXiv 2404.06654, section 3; NVIDIA/RULER,
-variable_tracking.py, common_words_extraction.py and freq_words_extraction.py).
+"""Variable tracking and aggregation, RULER's vt, cwe and fwe (arXiv 2404.06654, section 3;
+NVIDIA/RULER, variable_tracking.py, common_words_extraction.py and freq_words_extraction.py).
 
 vt is one chain of four hops in noise, after a worked example with a chain of its own.
 """
@@ -21,11 +21,14 @@ SHORT = 2048  # RULER's lists do not fit into smaller lengths
 ZETA = math.pi**2 / 6  # of alpha = 2, the exponent of the coded words' distribution
 LETTERS = 6  # of a coded word
 TOKENS_PER_CODED = 50  # tokens of length for each word of the coded vocabulary
-LEAST_CODED = math.ceil(ZETA / (1 / 16 - 1 / 25))  # from here on the fourth word is more frequent than the fifth
+# From here on the fourth word is more frequent than the fifth.
+LEAST_CODED = math.ceil(ZETA / (1 / 16 - 1 / 25))
 
 
 def chains(length: int, tokens: Callable[[str], int]) -> Task:
-    """Units are noises. The example has at most 500 tokens, or a quarter of the length, and at least one noise."""
+    """Units are noises. The example has at most 500 tokens, or a quarter of the length, and at
+    least one noise.
+    """
 
     def size(noises: int) -> int:
         return tokens(example(noises, Random("example"))) + answer_tokens("vt")
@@ -47,14 +50,19 @@ def example(noises: int, rng: Random) -> str:
 
 
 def chain(letters: int, noises: int, rng: Random) -> Draft:
-    """Returns one chain among noises; if the noises are few, their sentences are used one by one, as RULER does."""
+    """Returns one chain among noises; if the noises are few, their sentences are used one by one,
+    as RULER does.
+    """
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(rng.choices(string.ascii_uppercase, k=letters))
         if name not in {*names, "VAR"}:
             names.append(name)
     value = str(rng.randrange(10000, 99999))
-    links = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
+    links = [
+        f"VAR {names[0]} = {value}",
+        *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
+    ]
     lines = [NOISE + "\n"] * noises
     if noises <= len(links):
         pieces = [piece for line in lines for piece in line.split(".")]
@@ -66,10 +74,11 @@ def chain(letters: int, noises: int, rng: Random) -> Draft:
 
 
 def common_words(length: int) -> Task:
-    """Units are different words, ten of them common; RULER has two settings, ours fits lengths that hold neither.
+    """Units are different words, ten of them common; RULER has two settings, ours fits lengths that
+    hold neither.
 
-    A setting is how often a common and another word stand in the list, and the same with a number of words for the
-    example.
+    A setting is how often a common and another word stand in the list, and the same with a number
+    of words for the example.
     """
     if length >= 4096:
         times, example = (30, 3), (40, 10, 3)
@@ -84,7 +93,9 @@ def common_words(length: int) -> Task:
 
 
 def counted(units: int, common: int, other: int, rng: Random) -> Draft:
-    """Returns a shuffled list of `units` words, the first ten of them `common` times, the others `other` times."""
+    """Returns a shuffled list of `units` words, the first ten of them `common` times, the others
+    `other` times.
+    """
     drawn = distinct(units, rng)
     entries = drawn[:ASKED] * common + drawn[ASKED:] * other
     rng.shuffle(entries)
@@ -92,7 +103,9 @@ def counted(units: int, common: int, other: int, rng: Random) -> Draft:
 
 
 def distinct(count: int, rng: Random) -> list[str]:
-    """Returns different words in a random order: single words, then pairs of an adjective and a noun."""
+    """Returns different words in a random order: single words, then pairs of an adjective and a
+    noun.
+    """
     single = list(words("noun", "adjective", "verb"))
     rng.shuffle(single)
     drawn = dict.fromkeys(single)
@@ -106,7 +119,8 @@ def numbered(entries: Sequence[str]) -> str:
 
 
 def frequent_words(length: int) -> Task:
-    """Units are N: of the coded words the k-th stands floor(N k^-2 / zeta(2)) times, the first one as dots.
+    """Units are N: of the coded words the k-th stands floor(N k^-2 / zeta(2)) times, the first one
+    as dots.
 
     The question asks for the three words after it.
     """
@@ -116,7 +130,9 @@ def frequent_words(length: int) -> Task:
         while len(coded) < max(length // TOKENS_PER_CODED, 5):
             coded["".join(rng.choices(string.ascii_lowercase, k=LETTERS))] = None
         ranked = ["...", *list(coded)[1:]]
-        entries = [word for rank, word in enumerate(ranked, 1) for _ in range(int(units / rank**2 / ZETA))]
+        entries = [
+            word for rank, word in enumerate(ranked, 1) for _ in range(int(units / rank**2 / ZETA))
+        ]
         rng.shuffle(entries)
         return Draft.fill("fwe", ranked[1:4], text=" ".join(entries))
 
