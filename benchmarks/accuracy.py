@@ -25,7 +25,8 @@ from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.stats import compared
 from restorekv.model.load import TINY
 
-RATIOS, PART = ("0.2", "0.05"), 512
+RATIOS = ("0.2", "0.05")
+PART = 512
 VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {
     f"streaming {PART}": {"streaming": PART}
 }

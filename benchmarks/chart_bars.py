@@ -11,7 +11,8 @@ from benchmarks.panels import Panel, make_bars, make_chart
 from restorekv.evaluation.charts import BLUE, GREEN, NARROW, ORANGE, PURPLE, WIDE, Chart, Mark
 from restorekv.evaluation.tables import MINUS, format_ratio, name_evictor
 
-OURS, KVPRESS = "ours", "kvpress"
+OURS = "ours"
+KVPRESS = "kvpress"
 SIDES = {OURS: Mark(OURS, BLUE), KVPRESS: Mark(KVPRESS, ORANGE, hatch="\\\\")}
 STEP = {
     "prefill": PHASES["prefill"],

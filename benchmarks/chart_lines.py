@@ -45,7 +45,8 @@ TARGETED = {"tokens": 32768, "questions": 1, "heads": 8, "groups": 4, "width": 1
 
 def decoding(result: Mapping) -> Chart:
     """`decode`: attention and whole steps against r, tokens a second of many answers."""
-    rows, unit = result["rows"], "milliseconds (log)"
+    rows = result["rows"]
+    unit = "milliseconds (log)"
     attention, step = (
         {
             mark: [(row["ratio"], row[what][side] * 1000) for row in rows if side in row[what]]
@@ -89,7 +90,8 @@ def kernel(result: Mapping) -> Chart:
     """`kernel`: microseconds a layer against r, with the targets where the shape is the one they
     are for.
     """
-    rows, options = result["rows"], result["options"]
+    rows = result["rows"]
+    options = result["options"]
     lines = {
         mark: [(row["ratio"], row[side]["seconds"] * 1e6) for row in rows]
         for side, mark in KERNEL.items()

@@ -85,7 +85,8 @@ def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
         {name: phase["seconds"] for name, phase in row["phases"].items()} for row in rows.values()
     ]
     phases = {name: mark for name, mark in STACKED.items() if any(name in each for each in took)}
-    peak, least = Mark("peak memory", BLUE), Mark(BOUND, ORANGE, hatch="\\\\")
+    peak = Mark("peak memory", BLUE)
+    least = Mark(BOUND, ORANGE, hatch="\\\\")
     sizes = {
         peak: [row["peak"] / MEBI for row in rows.values()],
         least: [bound(row) / MEBI for row in rows.values()],

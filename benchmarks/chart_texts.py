@@ -39,7 +39,9 @@ def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
     other.
     """
     order = sorted(range(len(heights)), key=lambda index: heights[index])
-    found, floor, ceiling = list(heights), 0.0, 0.96
+    found = list(heights)
+    floor = 0.0
+    ceiling = 0.96
     for index in order:
         found[index] = max(heights[index], floor)
         floor = found[index] + GAP * lines[index]

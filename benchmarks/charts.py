@@ -115,7 +115,9 @@ def measured_on(file: Path, result: Mapping) -> str:
     """Returns model, machine, versions and day, as far as the file has them; the day may be in its
     name.
     """
-    machine, model, day = result["machine"], result.get("model"), DAY.search(file.stem)
+    machine = result["machine"]
+    model = result.get("model")
+    day = DAY.search(file.stem)
     parts = []
     if model:
         parts += ["Random weights", f"{model['parameters'] / 1e6:,.0f} million parameters"]

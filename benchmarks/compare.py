@@ -30,7 +30,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import make_context, question_ids
 
 FOLDER = Path(__file__).parent
-OURS, KVPRESS = "ours", "kvpress"
+OURS = "ours"
+KVPRESS = "kvpress"
 WARM_UP = 64  # tokens
 # Short, because kvpress must find one key that every query of the question turns away from.
 QUESTION = "Why?"
@@ -168,7 +169,8 @@ def ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
     """Ours / kvpress, below 1 where ours is faster or smaller. `compress` is KVzip on both sides,
     no restore pass.
     """
-    mine, theirs = ours["seconds"], kvpress["seconds"]
+    mine = ours["seconds"]
+    theirs = kvpress["seconds"]
     pairs = {
         "compress": (mine["total"] - mine["restore"], theirs["total"]),
         "compress and restore": (mine["total"], theirs["total"]),

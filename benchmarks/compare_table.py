@@ -14,7 +14,8 @@ def tables(result: dict) -> Iterator[Table | str]:
     lengths = sorted({tokens for tokens, _ in sides})
     for tokens in lengths:
         yield of_length(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), result)
-    model, machine = result["model"], result["machine"]
+    model = result["model"]
+    machine = result["machine"]
     yield (
         f"Random weights, {model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), "
         f"{model['dtype']}, {machine['threads']} threads on {machine['processor']}."
@@ -40,8 +41,10 @@ def of_length(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Ta
 
 def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
     """Says how long compressing would take if scoring's products ran as fast as the prefill's."""
-    first, scoring = operations.prefill(model, tokens), operations.kvzip(model, tokens)
-    seconds, share = ours["seconds"], scoring / first
+    first = operations.prefill(model, tokens)
+    scoring = operations.kvzip(model, tokens)
+    seconds = ours["seconds"]
+    share = scoring / first
     least = seconds["prefill"] * (1 + share)
     against = f", {least / kvpress['seconds']['total']:.2f} of kvpress's time" if kvpress else ""
     return (

@@ -38,8 +38,12 @@ WARM_UP = 64  # tokens
 LEARNED = {"fastkvzip": "fastkvzip", "kvzap": "kvzap-mlp"}
 REFUSED = "refused"  # a user's error, returned to the process that wrote the job
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-SMALL, LARGE = 1 << 16, 1 << 25  # bytes; glibc's own threshold, which adapts itself, ends at LARGE
-RESTORE_TOKENS, RANK = 8, 8  # of an adapter of random weights, as in the paper
+# bytes; glibc's own threshold, which adapts itself, ends at LARGE
+SMALL = 1 << 16
+LARGE = 1 << 25
+# of an adapter of random weights, as in the paper
+RESTORE_TOKENS = 8
+RANK = 8
 
 
 def measure(job: dict) -> dict:
@@ -58,10 +62,8 @@ def measure_compression(job: dict) -> dict:
     """
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
-    base, context = (
-        Eviction.make(spec, None, **job["conventions"]),
-        context_of(tokenizer, job["tokens"]),
-    )
+    base = Eviction.make(spec, None, **job["conventions"])
+    context = context_of(tokenizer, job["tokens"])
     compress(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with memory(model.device, peak):
@@ -164,13 +166,15 @@ def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
     """Saves a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
     the width.
     """
-    shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
+    shape = CacheShape.of(model)
+    generator = torch.Generator().manual_seed(0)
     sizes = {
         "q_norm.weight": torch.empty(16),
         "k_base": torch.empty(1, 1, 16, 1),
         "0.weight": torch.empty(shape.hidden // 8, 1),
     }
-    kind, path = LEARNED[method], folder / f"{method}.safetensors"
+    kind = LEARNED[method]
+    path = folder / f"{method}.safetensors"
     sizes = gate_file.shapes(kind, shape, sizes).items()
     layers = [
         {name: torch.randn(size, generator=generator) / 32 for name, size in sizes}
@@ -189,7 +193,8 @@ def measure_apart(
     `without` names environment variables that the process must not see. Raises RestoreKVError, with
     the last line of the process's stderr, where it fails.
     """
-    job, job_file = {**job, "result": str(folder / "result.json")}, folder / "job.json"
+    job = {**job, "result": str(folder / "result.json")}
+    job_file = folder / "job.json"
     job_file.write_text(json.dumps(job))
     environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in environment.items() if name not in without}

@@ -133,7 +133,8 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
 
 def random_full(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
     """A full cache of random numbers."""
-    full, generator = DynamicCache(), torch.Generator().manual_seed(seed)
+    full = DynamicCache()
+    generator = torch.Generator().manual_seed(seed)
     size = 1, shape.heads, tokens, shape.head_dim
     for index in range(shape.layers):
         pairs = (
@@ -203,7 +204,8 @@ def one_ratio(
     model: PreTrainedModel, full: DynamicCache, options: Options, ratio: float, bandwidth: float
 ) -> dict:
     """Medians over rounds in which every side takes its turn; `full` ends as it began."""
-    shape, made = CacheShape.of(model), compressed(full, ratio, options.seed)
+    shape = CacheShape.of(model)
+    made = compressed(full, ratio, options.seed)
     caches = {"ours": grown(made, QUESTION), "full": full}
     if ratio < 1:
         caches["rectangle"] = cut(full, made.pairs // (shape.layers * shape.heads) + QUESTION)
@@ -237,7 +239,8 @@ def attention_seconds(
     """Of one layer, by side: a pass over all layers, so that no layer is found in the processor's
     cache.
     """
-    shape, module = CacheShape.of(model), model.model.layers[0].self_attn
+    shape = CacheShape.of(model)
+    module = model.model.layers[0].self_attn
     query = torch.randn(1, shape.heads * shape.groups, 1, shape.head_dim).bfloat16()
     rows = query.view(1, shape.heads, shape.groups, shape.head_dim)
 
@@ -257,7 +260,8 @@ def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     """A token's pass, after which the cache holds one more; the position stays, as only time
     matters.
     """
-    ids, position = torch.tensor([[0]]), torch.tensor([[tokens]])
+    ids = torch.tensor([[0]])
+    position = torch.tensor([[tokens]])
     return lambda: next_logits(model, ids, None, position, cache).max(-1).indices
 
 

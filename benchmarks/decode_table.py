@@ -15,7 +15,9 @@ def tables(result: dict) -> Iterator[Table | str]:
     yield times(title, result["rows"], "attention", ("rectangle", "full", "as rows"), roofline=True)
     title = "whole decode step, milliseconds (over ours)"
     yield times(title, result["rows"], "step", ("rectangle", "full"), roofline=False)
-    held, model, machine = result["held"], result["model"], result["machine"]
+    held = result["held"]
+    model = result["model"]
+    machine = result["machine"]
     if held:
         yield (
             f"Memory held at {format_ratio(held['ratio'])}: {size(held['bytes'])} by the process, "
@@ -53,7 +55,8 @@ def times(
 
 def answers(measured: dict) -> str:
     """Says how many tokens a second each side answers."""
-    ours, kvpress = measured[OURS], measured.get(KVPRESS, {})
+    ours = measured[OURS]
+    kvpress = measured.get(KVPRESS, {})
     words = f"{measured['asked']} questions to {measured['read']:,} tokens at {format_ratio(measured['ratio'])}"
     words += f", {measured['answer']} tokens each: {ours['rate']:.1f} tokens a second"
     if "rate" in kvpress:

@@ -34,7 +34,9 @@ def each(
     """
     if threads:
         torch.set_num_threads(threads)
-    titles, shape, rows = list(titles), {**SHAPE, **changed}, []
+    titles = list(titles)
+    shape = {**SHAPE, **changed}
+    rows = []
     with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
         folder = Path(name)
         progress("making the model")

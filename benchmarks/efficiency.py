@@ -172,7 +172,8 @@ def compression_apart(
 
 
 def overhead(base: dict, restored: dict) -> dict:
-    took, peak = restored["seconds"]["restore"], None
+    took = restored["seconds"]["restore"]
+    peak = None
     if base["peak"] and restored["peak"] is not None:
         peak = restored["peak"] - base["peak"]
     return {
@@ -212,7 +213,8 @@ def random_prepared(
     """Returns a context of T tokens with random keys, values and scores, in place of one too long
     to prefill.
     """
-    context, shape = context_of(tokenizer, tokens), CacheShape.of(model)
+    context = context_of(tokenizer, tokens)
+    shape = CacheShape.of(model)
     target = {"device": model.device, "dtype": model.dtype}
 
     def pairs(length: int) -> tuple[Tensor, Tensor]:

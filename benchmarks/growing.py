@@ -33,7 +33,8 @@ from restorekv.pipeline import compress
 from restorekv.tasks.base import Sample
 
 Make = Callable[[], CompressedContext]
-ONCE, ALONE = "at once", "at once, no adapter"
+ONCE = "at once"
+ALONE = "at once, no adapter"
 
 
 @dataclass(frozen=True)

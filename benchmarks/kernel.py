@@ -117,7 +117,8 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     shape = options.questions, options.heads, options.groups, 1, options.width
     query = random(generator, *shape)
     check(query, layers[0])
-    scale, attend = options.width**-0.5, attention.triton_attend.attend
+    scale = options.width**-0.5
+    attend = attention.triton_attend.attend
     found = {
         "ours": seconds(
             each(layers, lambda layer: attend(query, layer, None, scale)), options.repeat, device
@@ -150,8 +151,11 @@ def random(generator: torch.Generator, *shape: int) -> Tensor:
 
 def random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
     """Heads keep what a ranking of scores leaves whose means differ by head."""
-    heads, tokens, width = options.heads, options.tokens, options.width
-    device, count = generator.device, int(exact_ratio(ratio) * heads * tokens)
+    heads = options.heads
+    tokens = options.tokens
+    width = options.width
+    device = generator.device
+    count = int(exact_ratio(ratio) * heads * tokens)
     means = torch.randn(heads, 1, generator=generator, device=device)
     scores = torch.randn(heads, tokens, generator=generator, device=device) + means
     kept = scores.flatten().topk(count).indices.sort().values
@@ -180,7 +184,8 @@ def check(query: Tensor, layer: RaggedLayer) -> None:
 
 def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]]:
     """Dense attention of query (B, H, G, 1, D) over keys and values (B, H, T, D)."""
-    grouped, as_rows = query.flatten(1, 2), query[:, :, :, 0]
+    grouped = query.flatten(1, 2)
+    as_rows = query[:, :, :, 0]
     found = {
         "sdpa": lambda pair: F.scaled_dot_product_attention(grouped, *pair, enable_gqa=True),
         "sdpa, as rows": lambda pair: F.scaled_dot_product_attention(as_rows, *pair),
@@ -222,7 +227,8 @@ def replayed(step: Step, repeat: int) -> list[float]:
 
 def markdown(result: dict) -> str:
     """Microseconds per layer, and ratios."""
-    options, machine = result["options"], result["machine"]
+    options = result["options"]
+    machine = result["machine"]
     where = (
         machine.get("device", machine["processor"]),
         *(f"{name} {found}" for name, found in machine["versions"].items()),

@@ -60,7 +60,9 @@ def squeeze(
     model: PreTrainedModel, ids: torch.Tensor, ratio: float
 ) -> tuple[DynamicCache, dict[str, float]]:
     """ids (1, S + T) -> the cache, in which evicted pairs are marked, and seconds per phase."""
-    cache, press, seconds = DynamicCache(), TimedPress(compression_ratio=1 - ratio), {}
+    cache = DynamicCache()
+    press = TimedPress(compression_ratio=1 - ratio)
+    seconds = {}
     with timed(seconds, "total"), press(model), timed(seconds, "prefill"):
         model.model(input_ids=ids, past_key_values=cache)
     seconds["evict"] = press.seconds["evict"]
@@ -72,7 +74,8 @@ def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
     """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to
     hide pairs behind.
     """
-    clock, ids = TokenTimer(), torch.tensor([job["question_ids"]])
+    clock = TokenTimer()
+    ids = torch.tensor([job["question_ids"]])
     try:
         for _ in range(job["decode"]):
             first = cache.get_seq_length()

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+REFERENCES = Path("/proc/self/clear_refs")
 
 
 class Peak:

@@ -97,7 +97,8 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     """Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and
     seconds.
     """
-    shape, rows = {**SHAPE, **options.shape}, []
+    shape = {**SHAPE, **options.shape}
+    rows = []
     threads = options.threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
         progress("making the model")
@@ -169,7 +170,8 @@ def measure(job: dict) -> dict:
     """One compression, phase by phase."""
     model, tokenizer = load_model(job["model"])
     adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
-    shape, text = CacheShape.of(model), text_of(job["tokens"], job["seed"])
+    shape = CacheShape.of(model)
+    text = text_of(job["tokens"], job["seed"])
     mode = {
         "offload": job["mode"] == "offload",
         "streaming": job["part"] if job["mode"] == "streaming" else None,
@@ -211,7 +213,8 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
 
 def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """The same over a cache of random numbers."""
-    context, evictor = make_context(tokenizer, text), evictors.make(job["evictor"])
+    context = make_context(tokenizer, text)
+    evictor = evictors.make(job["evictor"])
     if evictor.observer(model, context) is not None:
         raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
@@ -229,7 +232,8 @@ def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
 
 def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
     """Standard normal keys and values."""
-    shape, full = CacheShape.of(model), offloaded(model, columns) if offload else DynamicCache()
+    shape = CacheShape.of(model)
+    full = offloaded(model, columns) if offload else DynamicCache()
     for layer in range(shape.layers):
         states = (
             torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype)

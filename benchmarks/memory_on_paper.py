@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from restorekv.context import size
 from restorekv.model.prefill import CHUNK, MASK
 
-RATIO, PART = 0.05, 2048
+RATIO = 0.05
+PART = 2048
 SCORES = {"plain": 6, "offload": 6, "streaming": 10}  # bytes a pair
 LENGTHS = (32_768, 131_072, 1_048_576)
 
@@ -65,8 +66,10 @@ class Model:
 
     def peaks(self, columns: int) -> tuple[int, int, int]:
         """Plain, offloaded, streamed."""
-        full, layer = self.layers * self.layer(columns), self.layer(columns)
-        kept, part = int(RATIO * full), self.layers * self.layer(PART)
+        full = self.layers * self.layer(columns)
+        layer = self.layer(columns)
+        kept = int(RATIO * full)
+        part = self.layers * self.layer(PART)
         always = self.weights + self.scores(columns) + self.workspace(columns)
         streamed = self.weights + self.scores(columns, "streaming") + self.workspace(PART)
         return always + full + layer, always + 2 * layer + kept, streamed + kept + part

@@ -11,7 +11,9 @@ from restorekv.evaluation.tables import Table, format_ratio
 
 def markdown(result: dict) -> str:
     """Returns a table of memory and one of seconds and exponents for every mode."""
-    model, machine, rows = result["model"], result["machine"], result["rows"]
+    model = result["model"]
+    machine = result["machine"]
+    rows = result["rows"]
     source = "a cache filled with random numbers" if result["filled"] else "a real prefill"
     streamed = any(row["mode"] == "streaming" for row in rows)
     parts = f"; streamed {result['part']:,} tokens at a time" if streamed else ""

@@ -21,7 +21,8 @@ def passed(shape: Mapping[str, int], rows: int, pairs: float) -> float:
     """Of a pass of so many rows, each reading so many pairs on average; `shape` as in
     workload.SHAPE.
     """
-    width, queries = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
+    width = shape["hidden_size"]
+    queries = shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
     linear = 2 * width * (queries + keys) + 3 * width * shape["intermediate_size"]
     return 2 * shape["num_hidden_layers"] * rows * (linear + 2 * pairs * queries)

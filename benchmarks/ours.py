@@ -95,7 +95,8 @@ def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, f
     """Seconds of a fixed number of tokens for every question, all of them in one batch, after a
     short one.
     """
-    prompts, seconds = [torch.tensor(ids) for ids in job["questions"]], {}
+    prompts = [torch.tensor(ids) for ids in job["questions"]]
+    seconds = {}
     for name, count in (("warm-up", 2), ("seconds", job["answer"])):
         with timed(seconds, name):
             for _ in tokens(model, [cache] * len(prompts), prompts, count):

@@ -135,7 +135,8 @@ def preparer(
 
 def markdown(result: dict) -> str:
     """The rows as a table, cheapest first."""
-    model, machine = result["model"], result["machine"]
+    model = result["model"]
+    machine = result["machine"]
     head = (
         f"T = {result['tokens']:,}, random weights, {model['parameters'] / 1e6:,.0f} million parameters "
         f"({model['num_hidden_layers']} layers), {model['dtype']}, {machine['threads']} threads on "

@@ -194,7 +194,8 @@ def serving(command: list[str]) -> Iterator[openai.OpenAI]:
 
 def tables(result: dict) -> Iterator[Table | str]:
     """Yields the answers a minute of each side, and what the rest took."""
-    options, seconds = result["options"], result["seconds"]
+    options = result["options"]
+    seconds = result["seconds"]
     rates = {
         name: 60 * options["questions"] / seconds[name]
         for name in ("library", "restorekv", "transformers")

@@ -184,7 +184,8 @@ def step(
     sample: StepSample,
 ) -> dict:
     """The phases of one step over one context, as the training loop takes them."""
-    phase, example = Phases(), teachers.examples[sample.index]
+    phase = Phases()
+    example = teachers.examples[sample.index]
     with torch.no_grad():
         with phase("prefill"):
             prepared = teachers.prepared(
@@ -209,7 +210,8 @@ def step(
 
 def example(model: PreTrainedModel, options: Options) -> Example:
     """Words of random letters, short questions, answers of random ids."""
-    draw, ids = random.Random(options.seed), model.config.get_text_config().vocab_size
+    draw = random.Random(options.seed)
+    ids = model.config.get_text_config().vocab_size
     questions = tuple(f"What does part {number + 1} say?" for number in range(options.questions))
     answers = tuple(tuple(draw.randrange(ids) for _ in range(options.answer)) for _ in questions)
     return Example(
@@ -219,7 +221,8 @@ def example(model: PreTrainedModel, options: Options) -> Example:
 
 def markdown(result: dict) -> str:
     """The variants as a table."""
-    model, machine = result["model"], result["machine"]
+    model = result["model"]
+    machine = result["machine"]
     head = (
         f"T = {result['tokens']:,}, {result['questions']} questions with answers of {result['answer']} ids, "
         f"r = {result['ratio']:g}, KVzip; random weights, {model['parameters'] / 1e6:,.0f} million parameters "

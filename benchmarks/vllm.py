@@ -25,7 +25,9 @@ from restorekv.pipeline import compress
 from restorekv.vllm import transfer_config
 
 RANDOM = "qwen3-0.6b-random"  # random weights in its shape, which cost what the model's own would
-BLOCK, SPARE = 32, 64  # tokens of a block; positions for a question and its answer
+# tokens of a block; positions for a question and its answer
+BLOCK = 32
+SPARE = 64
 QUESTIONS = tuple(f"What happens in part {number} of the story?" for number in range(34))
 
 
@@ -100,7 +102,8 @@ def sides(
     for ratio in options.ratios:
         store = folder / f"store-{ratio}"
         store.mkdir()
-        prompts, columns = [], 0
+        prompts = []
+        columns = 0
         for number, text in enumerate(documents):
             tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
             small = compress(
@@ -147,7 +150,8 @@ def ask(
 
 def tables(result: dict) -> Iterator[Table | str]:
     """Yields the table and the machine."""
-    options, rows = result["options"], result["rows"]
+    options = result["options"]
+    rows = result["rows"]
     space = options["fitting"] * options["tokens"]
     head = ["documents", "positions each", "resident", "first token, cold", "warm"]
     names = list(rows[0]["throughput"])

@@ -9,12 +9,14 @@ from benchmarks.chart_bars import grouped
 from benchmarks.panels import make_chart
 from restorekv.evaluation.charts import BLUE, GREEN, ORANGE, SKY, Chart, Mark
 
-COLD, WARM = Mark("cold", ORANGE, hatch="//"), Mark("warm", BLUE)
+COLD = Mark("cold", ORANGE, hatch="//")
+WARM = Mark("warm", BLUE)
 
 
 def serving(result: Mapping) -> Chart:
     """Whole documents and compressed ones, one below the other."""
-    options, rows = result["options"], result["rows"]
+    options = result["options"]
+    rows = result["rows"]
     names = [f"{row['side']}, {row['positions']:,} positions" for row in rows]
     waits = {
         COLD: [median(row["cold"]) for row in rows],

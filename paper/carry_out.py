@@ -20,7 +20,8 @@ from restorekv.evaluation.results import CELLS, SUMMARY, Result
 from restorekv.evaluation.run import LocalPool, Progress, WorkerPool, check, run
 
 # What a preparation and a cell of Attention Matching cost, in cells (tiny model, CPU)
-PREPARING, MATCHING = 10, 15
+PREPARING = 10
+MATCHING = 15
 CELL_SECONDS = 0.08
 UNKNOWN = 100  # contexts of a benchmark that tells no number
 NAMED = 3
@@ -36,7 +37,10 @@ class Clock:
         tell: Tell,
         now: Callable[[], float] = time.monotonic,
     ):
-        self.parts, self.tell, self.now, self.begun = list(parts), tell, now, now()
+        self.parts = list(parts)
+        self.tell = tell
+        self.now = now
+        self.begun = now()
         self.whole = sum(cost for _, cost in parts) or 1.0
 
     def at(self, turn: int, share: float) -> None:
@@ -95,7 +99,9 @@ def carry_out(
     parts += [
         (f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies
     ]
-    clock, done, pool = Clock(parts, tell), Done(), pool or LocalPool(setting.setup.device)
+    clock = Clock(parts, tell)
+    done = Done()
+    pool = pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
         with done.unless((job.first.benchmark, job.first.evictor), strict=setting.tiny):
             done.results |= zip(

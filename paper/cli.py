@@ -210,7 +210,8 @@ def bar() -> Progress:
 
 def told(progress: Progress):
     """The callback of `carry_out`: the bar on a terminal, a line now and then elsewhere."""
-    task, last = progress.add_task("", total=1.0), [("", -0.05)]
+    task = progress.add_task("", total=1.0)
+    last = [("", -0.05)]
 
     def update(what: str, share: float) -> None:
         progress.update(task, completed=share, description=what)

@@ -58,7 +58,9 @@ def read(by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]) -
     """Over some of the tasks (none: all of them); None where an answer was recorded without its
     fidelity.
     """
-    sums, tokens, same = [], [], []
+    sums = []
+    tokens = []
+    same = []
     for results in by_seed.values():
         lines = [
             [told for told in line["answers"] if not tasks or told["task"] in tasks]
@@ -124,7 +126,8 @@ def tables(
 
 def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[str]:
     """KL, and the share of answers that stay the same."""
-    mine, base = known.get(spot), known.get((experiment.against.get(spot[0], ""), *spot[1:]))
+    mine = known.get(spot)
+    base = known.get((experiment.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
         return [ABSENT, ABSENT]
     value, low, high = interval(mine, base)
@@ -146,10 +149,8 @@ def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator
     ]
     if pairs:
         found = [interval(*pair) for pair in pairs]
-        less, surely = (
-            sum(value < 0 for value, _, _ in found),
-            sum(high < 0 for _, _, high in found),
-        )
+        less = sum(value < 0 for value, _, _ in found)
+        surely = sum(high < 0 for _, _, high in found)
         raised = sum(low > 0 for _, low, _ in found)
         yield (
             f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; the interval is below zero in "

@@ -199,7 +199,8 @@ def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> 
 
 def nothing_to_lose(bench: Bench, full: Sequence[Answer]) -> list[str]:
     """The benchmark's tasks on which the full cache, which gave the answers, scores below 10."""
-    below, named = without_loss(full, bench.by_context) if full else [], bench.all_tasks
+    below = without_loss(full, bench.by_context) if full else []
+    named = bench.all_tasks
     return [task for task in below if not named or task in named]
 
 
@@ -226,7 +227,8 @@ def seconds(
     A preparation's first cell bears prefill and scores, its first restored one the restore pass:
     both count for all.
     """
-    told, tight = {}, min(place.ratio for place in experiment.places)
+    told = {}
+    tight = min(place.ratio for place in experiment.places)
     for name in experiment.seconds:
         mine = [
             n.cell for n in needs(experiment, setting) if n.row == name and n.place.ratio == tight

@@ -9,7 +9,9 @@ from dataclasses import replace
 from restorekv.train.config import TrainConfig
 
 CONTEXTS = 500  # training documents
-SHORTEST, LONGEST = 512, 1280  # their tokens
+# their tokens
+SHORTEST = 512
+LONGEST = 1280
 SHIPPED = TrainConfig(
     restore_tokens=3,
     rank=16,

@@ -41,7 +41,8 @@ def section(results: Mapping[Cell, Result]) -> Section | None:
 
 def full_cache(done: Mapping[Cell, Result]) -> Table:
     """Returns the full cache's score on every task."""
-    rows, data = [], []
+    rows = []
+    data = []
     for cell, result in done.items():
         for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
             counts = points["score"] >= LEAST

@@ -24,7 +24,10 @@ from restorekv.evaluation.stats import (
 )
 
 Runs = Mapping[int | None, Sequence[Answer]]  # answers by seed
-HOLDS, NOISE, FAILS, MISSING = "holds", "within noise", "does not hold", "not measured"
+HOLDS = "holds"
+NOISE = "within noise"
+FAILS = "does not hold"
+MISSING = "not measured"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Scores:
 
     def lost(self, place: Place) -> bool:
         """Whether all tasks of a part are left out of means."""
-        out, tasks = self.left_out.get(place.benchmark, ()), self.tasks[place.benchmark, place.part]
+        out = self.left_out.get(place.benchmark, ())
+        tasks = self.tasks[place.benchmark, place.part]
         return bool(out) and set(tasks or out) <= set(out)
 
     def has(self, spot: Spot) -> bool:
@@ -82,7 +86,8 @@ class Scores:
 
     def seeds(self, row: str, place: Place) -> dict[int | None, float]:
         """Every seed's own score in points."""
-        by_context, made = place.benchmark in self.by_context, []
+        by_context = place.benchmark in self.by_context
+        made = []
         for each in self.known(row, place):
             made.append(
                 {seed: mean_score(run, by_context) for seed, run in self.answers(row, each).items()}
@@ -129,7 +134,8 @@ class Scores:
         """All contexts are resampled, also those that no task of the part is asked of: parts of one
         set are paired.
         """
-        wanted, by_seed = self.tasks[place.benchmark, place.part], []
+        wanted = self.tasks[place.benchmark, place.part]
+        by_seed = []
         for run in self.runs[row, place.benchmark, place.ratio].values():
             sums, counts = tally(run, place.benchmark in self.by_context)
             families = list(dict.fromkeys(answer.family for answer in run))
@@ -169,7 +175,8 @@ def spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
     """The deviation over seeds with the 95 % interval that so few seeds leave it (chi-square, seeds
     normal).
     """
-    seeds, std = len(scores.seeds(*spot)), scores.std(*spot)
+    seeds = len(scores.seeds(*spot))
+    std = scores.std(*spot)
     drawn = np.random.default_rng(0).chisquare(seeds - 1, 200_000) / (seeds - 1)
     least, most = np.percentile(drawn, (2.5, 97.5))
     return std, std / most**0.5, std / least**0.5
@@ -209,11 +216,9 @@ def judged(claim: Claim | Most, experiment: Comparison, scores: Scores) -> Judge
         return Judged(claim.text, MISSING, paper)
     value, low, high = margin(scores, claim.weights) if claim.weights else (0.0, 0.0, 0.0)
     std, least, greatest = spread(scores, claim.spread) if claim.spread else (0.0, 0.0, 0.0)
-    value, low, high = (
-        value + claim.plus - std,
-        low + claim.plus - greatest,
-        high + claim.plus - least,
-    )
+    value = value + claim.plus - std
+    low = low + claim.plus - greatest
+    high = high + claim.plus - least
     return Judged(claim.text, verdict(value, low, high), paper, value, low, high)
 
 
@@ -221,7 +226,8 @@ def most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> Judged
     """How many margins are above zero, and in the resampled sets."""
     if not all(scores.has(spot) for weights in claim.margins for spot in weights):
         return Judged(claim.text, MISSING, paper, of=len(claim.margins))
-    value, drawn = 0, np.zeros(RESAMPLES)
+    value = 0
+    drawn = np.zeros(RESAMPLES)
     for weights in claim.margins:
         rows = list(dict.fromkeys(row for row, _ in weights))
         value += sum(weight * scores.points(*spot) for spot, weight in weights.items()) > 0

@@ -20,7 +20,8 @@ from restorekv.restore import publish
 from restorekv.tiny import world
 from restorekv.train.config import TrainConfig
 
-DOCUMENTS, LONG_DOCUMENTS = 104, 52
+DOCUMENTS = 104
+LONG_DOCUMENTS = 52
 CATEGORIES = ("S-QA", "M-QA", "Summ", "Few-shot", "Synth", "Code")
 PUBLISHED = "published"
 SEEDS = (0, 1, 2)

@@ -32,7 +32,8 @@ from restorekv.evaluation.tables import (
     format_range,
 )
 
-HERE, PAPER = "here", "paper"
+HERE = "here"
+PAPER = "paper"
 ABSENT = "not measured"
 NOTHING = "no counterpart"
 NOTE = (
@@ -151,7 +152,8 @@ def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
 
 def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[str]:
     """Returns a row's figures at a place: ours, then the paper's."""
-    row, base = experiment.rows[name], experiment.against.get(name)
+    row = experiment.rows[name]
+    base = experiment.against.get(name)
     values = [measured(experiment, scores, name, place)]
     for backbone in ("", *experiment.backbones):
         mine = row.points(backbone).get(place)

@@ -20,13 +20,12 @@ from restorekv.train.config import TrainConfig
 
 # Contexts, so that every experiment takes about six hours on two idle cores, four of them Table 1
 # (docs/evaluation.md).
-RULER, LONG_RULER = "ruler:length=1024,per_task=4", "ruler:length=2048,per_task=2"
-FAIRYTALES, ARTICLES, SECTIONS, PAIRS = (
-    "fairytaleqa:count=30",
-    "xquad:count=30",
-    "factbook:count=24",
-    "hotpotqa:count=24",
-)
+RULER = "ruler:length=1024,per_task=4"
+LONG_RULER = "ruler:length=2048,per_task=2"
+FAIRYTALES = "fairytaleqa:count=30"
+ARTICLES = "xquad:count=30"
+SECTIONS = "factbook:count=24"
+PAIRS = "hotpotqa:count=24"
 METHOD = "kvzip"  # whose adapter the ablations change
 CATEGORIES = {
     "S-QA": ("explicit", "implicit", "xquad"),
@@ -60,7 +59,9 @@ def smollm2(
         made = tasks.make(spec)
         return (replace(made, count=count) if count else made).spec
 
-    ruler, fairytales, articles = asked(RULER), asked(FAIRYTALES), asked(ARTICLES)
+    ruler = asked(RULER)
+    fairytales = asked(FAIRYTALES)
+    articles = asked(ARTICLES)
     benches = {
         "ruler": Bench(
             "RULER-4K",

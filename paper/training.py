@@ -131,7 +131,10 @@ def worded(value: object) -> str:
 
 def carry_out(training: Training, told: Told) -> RestoreAdapter:
     """Trains from the last checkpoint on; the folder then holds the adapter."""
-    setup, config, begun, first = training.setup, training.config, time.perf_counter(), []
+    setup = training.setup
+    config = training.config
+    begun = time.perf_counter()
+    first = []
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
 
     def progress(step: int, steps: int, loss: float) -> None:
@@ -186,10 +189,8 @@ def hand(trainings: Sequence[Training], threads: int) -> None:
 
 def check(setup: Setup) -> None:
     """Refuses a folder whose adapters were trained with other settings, model or data."""
-    path, now = (
-        setup.folder / "settings.json",
-        json.dumps(setup.made_with(setup.settings), sort_keys=True),
-    )
+    path = setup.folder / "settings.json"
+    now = json.dumps(setup.made_with(setup.settings), sort_keys=True)
     if not path.exists():
         with replacing(path) as temporary:
             temporary.write_text(now, encoding="utf-8")

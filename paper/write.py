@@ -32,7 +32,9 @@ def write(
     experiments: Sequence[Experiment], setting: Setting, done: Done, out: Path, command: str = ""
 ) -> Path:
     """Writes the page and its files; returns the page. `command` is what made it, for the record."""
-    framed_experiments, kept, results = [], {}, done.results
+    framed_experiments = []
+    kept = {}
+    results = done.results
     for experiment in experiments:
         study = isinstance(experiment, Study)
         blocks, claims, data = (
@@ -51,10 +53,8 @@ def write(
             **data,
             "claims": [asdict(claim) for claim in claims],
         }
-    sections, claims = (
-        [section for section, _ in framed_experiments],
-        [claim for _, part in framed_experiments for claim in part],
-    )
+    sections = [section for section, _ in framed_experiments]
+    claims = [claim for _, part in framed_experiments for claim in part]
     sections += [last] if (last := record.section(results)) else []
     with_what = record.made_with(command)
     intro = [*introduction(setting, results, claims), *record.sentence(with_what)]
@@ -82,10 +82,8 @@ def compared(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """Returns a comparison's blocks, claims and figures."""
-    scores, measured = (
-        plan.scores(experiment, setting, results),
-        plan.measured(experiment, setting, results),
-    )
+    scores = plan.scores(experiment, setting, results)
+    measured = plan.measured(experiment, setting, results)
     claims = [judged(claim, experiment, scores) for claim in experiment.claims]
     blocks: list[Block] = (
         [shown.curves(experiment, setting, scores)] if experiment.chart and scores.runs else []
@@ -118,7 +116,8 @@ def framed(
     """Returns the section with what a reader must know before the figures, and what could not be
     measured.
     """
-    standing, seeds = [], ""
+    standing = []
+    seeds = ""
     if isinstance(experiment, Comparison):
         standing = [setting.benches[key].standing for key in plan.asked(experiment)]
         seeds = plan.seeds_told(experiment, setting)

@@ -46,7 +46,8 @@ def factbook(path: Path) -> bytes:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     splits = factbook_splits(row["id"] for row in rows)
     held_out = [row for row in rows if splits[row["id"]] == EVALUATION]
-    share, chosen = DOCUMENTS // (len(BANDS) - 1), set()
+    share = DOCUMENTS // (len(BANDS) - 1)
+    chosen = set()
     for low, high in pairwise(BANDS):
         band = [row["id"] for row in held_out if low <= row["tokens_smollm2"] < high]
         chosen |= {band[index * len(band) // share] for index in range(share)}

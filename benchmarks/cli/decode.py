@@ -41,7 +41,10 @@ def run(
         check_target(json)
     ratios = tuple(ratio) or Options.ratios
     if quick:
-        tokens, document, layers, ratios = 4096, 512, 4, (1, 0.05)
+        tokens = 4096
+        document = 512
+        layers = 4
+        ratios = (1, 0.05)
     options = Options(
         tokens,
         ratios,

@@ -61,16 +61,18 @@ def measure_question(
     """Returns masses and divergences of one question; `keep` stores its weights on the context in
     `full`.
     """
-    model, layers, sinks = case.prepared.model, len(cache.layers), case.sinks
-    masses, kl = (
-        torch.zeros(layers, len(PARTS), dtype=torch.float64),
-        torch.zeros(2, layers, dtype=torch.float64),
-    )
+    model = case.prepared.model
+    layers = len(cache.layers)
+    sinks = case.sinks
+    masses = torch.zeros(layers, len(PARTS), dtype=torch.float64)
+    kl = torch.zeros(2, layers, dtype=torch.float64)
 
     def see(index: int, layer: RaggedLayer, weights) -> None:
         columns = layer.positions.cpu().split(layer.offsets.diff().tolist())
         for head, (own, places) in enumerate(zip(weights, columns, strict=True)):
-            row, held = own[:, -1], len(places)  # (G, N + t)
+            # (G, N + t)
+            row = own[:, -1]
+            held = len(places)
             parts = (row[:, :held][:, places >= sinks], row[:, :held][:, places < sinks])
             tail = (row[:, held : held + layer.restore], row[:, held + layer.restore :])
             masses[index] += (
@@ -118,7 +120,8 @@ def pooled(figures: DocumentFigures) -> dict:
 def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np.ndarray) -> dict:
     """Returns both divergences; the profile's interval resamples the two profiles together."""
     pairs = [{"masses": [each[FULL]["masses"], each[name]["masses"]]} for each in figures.documents]
-    both, columns = DocumentFigures(pairs, figures.questions), {}
+    both = DocumentFigures(pairs, figures.questions)
+    columns = {}
     for key, order in (("kl_profile", (0, 1)), ("kl_profile_backward", (1, 0))):
 
         def of_means(x: np.ndarray, order: tuple[int, int] = order) -> np.ndarray:
@@ -138,5 +141,6 @@ def profile_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Returns KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p
     / 0) is infinite.
     """
-    p, q = first / first.sum(-1, keepdims=True), second / second.sum(-1, keepdims=True)
+    p = first / first.sum(-1, keepdims=True)
+    q = second / second.sum(-1, keepdims=True)
     return np.where(p > 0, p * np.log(np.where(p > 0, p / q, 1)), 0).sum(-1)

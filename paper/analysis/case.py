@@ -25,7 +25,9 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
-FULL, BASE, RESTORED = "full", "base", "restored"
+FULL = "full"
+BASE = "base"
+RESTORED = "restored"
 BINS = 20  # parts into which positions in a context are binned
 See = Callable[[int, RaggedLayer, Iterator[Tensor]], None]
 Statistic = Callable[[np.ndarray], np.ndarray]  # (R, ...) -> (R,)
@@ -84,10 +86,8 @@ class Case:
     def pieces(self) -> list[str]:
         """The text of every context token, with the space that begins a word."""
         ids = self.prepared.context.ids[0, self.prepared.context.prefix :].tolist()
-        names, texts = (
-            self.tokenizer.convert_ids_to_tokens(ids),
-            [self.tokenizer.decode([token]) for token in ids],
-        )
+        names = self.tokenizer.convert_ids_to_tokens(ids)
+        texts = [self.tokenizer.decode([token]) for token in ids]
         # SentencePiece writes that space as U+2581 and drops it when it decodes a token alone.
         starts = (name.startswith("\u2581") for name in names)
         return [
@@ -133,10 +133,8 @@ class DocumentFigures:
         `statistic` maps the means of R resamples (R, ...) to (R,); [None, None] where it is not
         finite in one of them.
         """
-        values, drawn = (
-            self.stacked(*path),
-            resamples(len(self.documents), 0) * self.weights(by_question),
-        )
+        values = self.stacked(*path)
+        drawn = resamples(len(self.documents), 0) * self.weights(by_question)
         means = drawn @ values.reshape(len(values), -1) / drawn.sum(1, keepdims=True)
         drawn_values = statistic(means.reshape(-1, *values.shape[1:]))
         finite = np.isfinite(drawn_values).all()
@@ -165,7 +163,9 @@ def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Itera
     """
 
     def on_layer(view: LayerView) -> None:
-        query, layer, mask = view.query[None], view.ragged, view.mask
+        query = view.query[None]
+        layer = view.ragged
+        mask = view.mask
         if mask is None:
             mask = causal(query.shape[-2], layer.columns, query.device)[None, None]
         first = 0 if last is None else query.shape[-2] - last

@@ -48,7 +48,9 @@ def run(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
 ) -> None:
-    chosen, rules, documents = choose(what), protocols.make(protocol), tasks.make(benchmark)
+    chosen = choose(what)
+    rules = protocols.make(protocol)
+    documents = tasks.make(benchmark)
     ratios = sorted(map(str, ratio), key=exact_ratio, reverse=True)
     policy = prefix_policy or rules.prefix_policy
     conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)

@@ -18,7 +18,8 @@ from paper.analysis.case import FULL, Case, DocumentFigures, plain
 from restorekv.generation.generate import answer_ids
 from restorekv.train.loss import answer_logits, divergence
 
-PLACES, FIGURES = ("first", "answer"), ("forward", "backward", "symmetric", "agreement")
+PLACES = ("first", "answer")
+FIGURES = ("forward", "backward", "symmetric", "agreement")
 DEFINITIONS = {
     "first": "the distribution of the first answer token",
     "answer": "mean over the tokens of the full cache's greedy answer, which every cache reads, then over questions",
@@ -32,15 +33,15 @@ DEFINITIONS = {
 @torch.no_grad()
 def measure(case: Case) -> dict:
     """Returns means over questions: {cache: {"first" and "answer": (4) FIGURES}}."""
-    model, limits = (
-        case.prepared.model,
-        [question.max_new_tokens for question in case.sample.questions],
-    )
-    full, may_stop = case.caches[FULL], case.protocol.first_may_stop
+    model = case.prepared.model
+    limits = [question.max_new_tokens for question in case.sample.questions]
+    full = case.caches[FULL]
+    may_stop = case.protocol.first_may_stop
     answers = answer_ids(model, case.tokenizer, full, case.prompts, limits, first_may_stop=may_stop)
     figures: dict[str, list] = {name: [] for name in case.caches if name != FULL}
     for prompt, answer in zip(case.prompts, answers, strict=True):
-        rows, counts = [torch.cat([prompt[0], answer])], [len(answer)]
+        rows = [torch.cat([prompt[0], answer])]
+        counts = [len(answer)]
         full_logits = answer_logits(model, full, rows, counts)
         for name in figures:
             by_token = compared(full_logits, answer_logits(model, case.caches[name], rows, counts))
@@ -53,7 +54,8 @@ def measure(case: Case) -> dict:
 
 def compared(full: Tensor, cache: Tensor) -> Tensor:
     """Returns FIGURES at every position (M, 4) from the logits (M, V) of both caches."""
-    forward, backward = divergence(full, cache, "forward"), divergence(full, cache, "reverse")
+    forward = divergence(full, cache, "forward")
+    backward = divergence(full, cache, "reverse")
     same = (full.argmax(-1) == cache.argmax(-1)).to(forward.dtype)
     return torch.stack([forward, backward, (forward + backward) / 2, same], -1).double().cpu()
 
@@ -62,7 +64,8 @@ def pooled(figures: DocumentFigures) -> dict:
     """Every question weighs the same; intervals are over documents."""
     caches: dict[str, dict] = {}
     for name, place in product(figures.documents[0], PLACES):
-        mean, columns = figures.mean(name, place, by_question=True), {}
+        mean = figures.mean(name, place, by_question=True)
+        columns = {}
         for index, key in enumerate(FIGURES):
             columns[key] = plain(mean[index])
             columns[f"{key}_interval"] = figures.interval(

@@ -197,7 +197,8 @@ def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) ->
 
 def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
     """Yields kept pairs by layer, position and head as charts, by kind of token as a table."""
-    caches, title = figures["caches"], f"Where kept pairs lie: {heading}"
+    caches = figures["caches"]
+    title = f"Where kept pairs lie: {heading}"
     layers, positions = (
         {CACHES[cache]: found[key] for cache, found in caches.items()}
         for key in ("share_per_layer", "kept_per_position")

@@ -15,7 +15,9 @@ from paper.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain, wa
 from restorekv.cache.ragged import RaggedLayer
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
-EXAMPLES, TOP = 3, 8  # documents whose tokens are listed, tokens listed of each
+# documents whose tokens are listed, tokens listed of each
+EXAMPLES = 3
+TOP = 8
 DEFINITIONS = {
     "kept": "context pairs beyond the sinks that the restored cache keeps",
     "evicted": "context pairs beyond the sinks that it evicts",
@@ -34,26 +36,26 @@ def measure(case: Case) -> dict:
     """Returns masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs
     [kept, all], tokens.
     """
-    adapter, cache, prefix, sinks = (
-        case.adapter,
-        case.read_by_restore(),
-        case.prepared.context.prefix,
-        case.sinks,
-    )
-    layers, n = len(cache.layers), adapter.restore_tokens
+    adapter = case.adapter
+    cache = case.read_by_restore()
+    prefix = case.prepared.context.prefix
+    sinks = case.sinks
+    layers = len(cache.layers)
+    n = adapter.restore_tokens
     keep = case.kept[RESTORED]  # (L, H, S + T)
-    masses, entropy = torch.zeros(len(PARTS), layers, n).double(), torch.zeros(layers, n).double()
+    masses = torch.zeros(len(PARTS), layers, n).double()
+    entropy = torch.zeros(layers, n).double()
     total = torch.zeros(n, keep.shape[-1], dtype=torch.float64)
 
     def see(index: int, layer: RaggedLayer, weights: Iterator[Tensor]) -> None:
         columns = layer.positions.cpu().long().split(layer.offsets.diff().tolist())
         for head, (own, places) in enumerate(zip(weights, columns, strict=True)):
-            context, tail = own[..., : len(places)], own[..., len(places) :]  # (G, n, N), (G, n, n)
-            inside, stays, itself = (
-                places >= sinks,
-                keep[index, head, places],
-                tail.diagonal(dim1=-2, dim2=-1),
-            )
+            # (G, n, N), (G, n, n)
+            context = own[..., : len(places)]
+            tail = own[..., len(places) :]
+            inside = places >= sinks
+            stays = keep[index, head, places]
+            itself = tail.diagonal(dim1=-2, dim2=-1)
             parts = [
                 context[..., mask].sum(-1) for mask in (inside & stays, inside & ~stays, ~inside)
             ]
@@ -105,8 +107,10 @@ def top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
 
 def pooled(figures: DocumentFigures) -> dict:
     """Every document weighs the same."""
-    masses, pairs = figures.mean("masses"), figures.mean("pairs")
-    kept, evicted = masses[0].mean(), masses[1].mean()
+    masses = figures.mean("masses")
+    pairs = figures.mean("pairs")
+    kept = masses[0].mean()
+    evicted = masses[1].mean()
     return {
         "average": dict(zip(PARTS, plain(masses.mean((1, 2))), strict=True)),
         **dict(zip(PARTS, plain(masses), strict=True)),

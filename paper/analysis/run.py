@@ -75,7 +75,8 @@ class Journal:
 
     def finish(self, samples: Sequence[Sample], ratios: Sequence[str]) -> Path:
         """Writes the figures of all documents, in the order of the benchmark, and returns the file."""
-        module, by_document = ANALYSES[self.what], self.lines()
+        module = ANALYSES[self.what]
+        by_document = self.lines()
         lines = [by_document[sample.id] for sample in samples]
         questions = [line["questions"] for line in lines]
         figures = {

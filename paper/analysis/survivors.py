@@ -39,7 +39,8 @@ def measure(case: Case) -> dict:
     kept = {name: keep[..., prefix:] for name, keep in case.kept.items()}
     figures: dict = {name: shares(keep, case.bins, kinds) for name, keep in kept.items()}
     if RESTORED in kept:
-        base, restored = kept[BASE], kept[RESTORED]
+        base = kept[BASE]
+        restored = kept[RESTORED]
         figures["overlap"] = [
             (base & restored).sum((1, 2)).tolist(),
             (base | restored).sum((1, 2)).tolist(),
@@ -49,7 +50,8 @@ def measure(case: Case) -> dict:
 
 def shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
     """Counts what is kept: keep (L, H, T) bool, bins and kinds (T,) long."""
-    per_layer, per_token = keep.sum((1, 2)).double(), keep.double().mean((0, 1))
+    per_layer = keep.sum((1, 2)).double()
+    per_token = keep.double().mean((0, 1))
     per_bin = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, per_token)
     tokens = torch.bincount(kinds, minlength=len(CLASSES))
     pairs = torch.zeros(len(CLASSES), dtype=torch.long).index_add_(0, kinds, keep.sum((0, 1)))
@@ -73,7 +75,8 @@ def classes(pieces: Sequence[str]) -> list[str]:
     for word in words:
         if word.group()[0].isupper() and word.group().lower() not in lower_case:
             in_name[word.start() : word.end()] = [True] * len(word.group())
-    kinds, start = [], 0
+    kinds = []
+    start = 0
     for piece in pieces:
         end = start + len(piece)
         if any(letter.isdigit() for letter in piece):

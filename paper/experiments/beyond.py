@@ -11,7 +11,8 @@ from paper.setting import Setting
 
 def experiment(setting: Setting) -> Comparison:
     """The paper has no figures for them. What else was tried: paper/log.md."""
-    settings, evictor = setting.settings, setting.settings.evictor
+    settings = setting.settings
+    evictor = setting.settings.evictor
     more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}
     rows = {
         "base": base(setting, {}),

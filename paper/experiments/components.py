@@ -12,7 +12,8 @@ WHERE = places("ruler", THREE)
 
 def experiment(setting: Setting) -> Comparison:
     """Rows as in the paper; the last is the method."""
-    evictor, tight = setting.settings.evictor, ruler(0.05)
+    evictor = setting.settings.evictor
+    tight = ruler(0.05)
     few = {("embeddings", tight): -1, ("base", tight): 0.8, ("full", tight): 0.2}
     return Comparison(
         name="components",

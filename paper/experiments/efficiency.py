@@ -38,7 +38,8 @@ def experiment(setting: Setting) -> Study:
 
 def measure(setting: Setting, out: Path, tell: Tell) -> None:
     """At the setting's length."""
-    setup, policy = setting.setup, protocols.make("kvpress").prefix_policy
+    setup = setting.setup
+    policy = protocols.make("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     options = cost.CostOptions(tokens=setting.efficiency_tokens)
     conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})
@@ -70,12 +71,14 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
 
 def compression(found: dict) -> Table:
     """A line for every scorer."""
-    facts, lines = found["conventions"], []
+    facts = found["conventions"]
+    lines = []
     totals = {
         (row["evictor"], row["restored"]): row["seconds"]["total"] for row in found["compression"]
     }
     for evictor, more in found["overhead"].items():
-        peak, share = more["peak"], more["peak_share"]
+        peak = more["peak"]
+        share = more["peak_share"]
         seconds = (
             f"{totals[evictor, False]:.2f}",
             f"{more['seconds']:.3f}",
@@ -124,7 +127,8 @@ def attention(found: dict) -> Table:
     rows = {(row["ratio"], row["restored"]): row for row in found["latency"]}
     lines = []
     for ratio in dict.fromkeys(row["ratio"] for row in found["latency"]):
-        base, restored = rows[ratio, False], rows[ratio, True]
+        base = rows[ratio, False]
+        restored = rows[ratio, True]
         milliseconds, held = LATENCY.get(ratio, ("", ""))
         lines.append(
             [

@@ -11,7 +11,8 @@ TIGHT = ruler(0.0625)
 
 def experiment(setting: Setting) -> Comparison:
     """Fast KVzip alone and restored, and KVzip."""
-    fast, better = "fastkvzip", restored("fastkvzip")
+    fast = "fastkvzip"
+    better = restored("fastkvzip")
     return Comparison(
         name="fast-kvzip",
         number="Figure A",

@@ -6,7 +6,8 @@ from paper.experiment import Claim, Comparison, Place, above, alone, full_cache,
 from paper.experiments.methods import gain, restored
 from paper.setting import CATEGORIES, Setting
 
-LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen3-8B"
+LLAMA = "Llama-3.1-8B-Instruct"
+QWEN = "Qwen3-8B"
 RATIOS = (0.125, 0.0625)
 # Six categories, their mean, and its share of the full cache's: at each ratio.
 ROWS = {
@@ -112,7 +113,8 @@ def experiment(setting: Setting) -> Comparison:
         for name in (first, second)
     )
     also = {row: {second: points} for row, points in other.items()}
-    tight, mild = average(0.0625), average(0.125)
+    tight = average(0.0625)
+    mild = average(0.125)
     more = gain("kvzip", tight) | {spot: -weight for spot, weight in gain("kvzip", mild).items()}
     return Comparison(
         name="longbench",

@@ -21,7 +21,8 @@ def experiment(setting: Setting) -> Comparison:
         for benchmark, title in TITLES.items()
     ]
     for evictor, name in (("kvzip", "RestoreKV"), ("kvzip+", "RestoreKV+")):
-        tight, wide = gain(evictor, Place("ruler", 0.05)), gain(evictor, Place("ruler", 0.2))
+        tight = gain(evictor, Place("ruler", 0.05))
+        wide = gain(evictor, Place("ruler", 0.2))
         weights = tight | {spot: -weight for spot, weight in wide.items()}
         claims.append(Claim(f"RULER-4K: {name} gains more at r = 0.05 than at r = 0.2", weights))
     return Comparison(

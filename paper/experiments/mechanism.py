@@ -37,7 +37,9 @@ from restorekv.evaluation.tables import Table, format_number
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
 
-EVICTOR, RATIO, WHAT = "kvzip", "0.05", ("attention", "divergence")
+EVICTOR = "kvzip"
+RATIO = "0.05"
+WHAT = ("attention", "divergence")
 DOCUMENTS = 52
 LABELS = {"full": "full cache", "base": "KVzip", "restored": "RestoreKV"}
 LOOKS = {
@@ -73,7 +75,8 @@ def experiment(setting: Setting) -> Study:
 
 def measure(setting: Setting, out: Path, tell: Tell) -> None:
     """Both analyses on the same documents."""
-    setup, bench = setting.setup, setting.benches["ruler"]
+    setup = setting.setup
+    bench = setting.benches["ruler"]
     protocol = protocols.make(bench.protocol)
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     conventions = CompressionConfig(
@@ -81,7 +84,8 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     )
     eviction = make_compressor(EVICTOR, conventions)
     adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
-    restoring, few = replace(eviction, adapter=adapter), documents(setting)
+    restoring = replace(eviction, adapter=adapter)
+    few = documents(setting)
     analyze(model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label(setting), tell)
 
 
@@ -184,7 +188,8 @@ def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Jud
         full, base, restored = (x[:, index, :, 0] for index in range(3))
         return profile_divergence(base, full) - profile_divergence(restored, full)
 
-    lost, back = apart(mass), apart(lambda x: x[..., 0])
+    lost = apart(mass)
+    back = apart(lambda x: x[..., 0])
     return [
         judged(
             "eviction takes attention from the context (percent points)",

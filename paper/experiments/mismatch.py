@@ -14,8 +14,10 @@ def experiment(setting: Setting) -> Comparison:
     """The inference evictor is the settings'; the training evictor is the same or another: SnapKV,
     or KVzip for it.
     """
-    used, tight = setting.settings.evictor, ruler(0.05)
-    own, other = name_method(used, False), "kvzip" if used == "snapkv" else "snapkv"
+    used = setting.settings.evictor
+    tight = ruler(0.05)
+    own = name_method(used, False)
+    other = "kvzip" if used == "snapkv" else "snapkv"
     label = f"trained on {name_method(other, False)}, used with {own}"
     return Comparison(
         name="mismatch",

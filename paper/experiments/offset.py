@@ -12,7 +12,9 @@ WHERE = places("ruler", THREE)
 
 def experiment(setting: Setting) -> Comparison:
     """The offset is as many positions as the settings have restore tokens (the paper's 8)."""
-    n, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
+    n = setting.settings.restore_tokens
+    evictor = setting.settings.evictor
+    tight = ruler(0.05)
     label = f"{name_method(evictor, False)}, questions {n} positions later, no restore states"
     few = {("offset", tight): -1, ("base", tight): 0.9, ("full", tight): 0.1}
     return Comparison(

@@ -11,7 +11,8 @@ WHERE = places("ruler", THREE)
 
 def experiment(setting: Setting) -> Comparison:
     """The restore pass before and after eviction, each trained for it."""
-    evictor, tight = setting.settings.evictor, ruler(0.05)
+    evictor = setting.settings.evictor
+    tight = ruler(0.05)
     evicted = Row(
         "generated from the evicted cache",
         evictor,

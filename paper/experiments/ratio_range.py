@@ -18,10 +18,13 @@ DEFAULT = "0.025 to 0.25"
 
 def experiment(setting: Setting) -> Comparison:
     """Four ranges and none."""
-    evictor, tight, mild = setting.settings.evictor, ruler(0.05), ruler(0.4)
+    evictor = setting.settings.evictor
+    tight = ruler(0.05)
+    mild = ruler(0.4)
     rows = {}
     for (low, high), paper in RANGES.items():
-        name, changed = f"{low:g} to {high:g}", {"ratio_min": low, "ratio_max": high}
+        name = f"{low:g} to {high:g}"
+        changed = {"ratio_min": low, "ratio_max": high}
         rows[name] = Row(f"r from {name}", evictor, changed, paper=paper)
     others = [name for name in rows if name != DEFAULT]
     near = [

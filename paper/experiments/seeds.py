@@ -11,7 +11,8 @@ WHERE = places("ruler", FOUR)
 
 def experiment(setting: Setting) -> Comparison:
     """The method under several seeds."""
-    tight, std = ruler(0.05), at(WHERE, 0.04, 0.11, 0.51, 0.57)
+    tight = ruler(0.05)
+    std = at(WHERE, 0.04, 0.11, 0.51, 0.57)
     sixtieth = {("full", tight): 1 / 60, ("base", tight): -1 / 60}
     steady = [
         Claim(

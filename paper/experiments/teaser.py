@@ -12,7 +12,9 @@ WHERE = places("ruler", RATIOS)
 
 def experiment(setting: Setting) -> Comparison:
     """Both evictors of the paper's own method. Of its figure the source tells one point."""
-    mild, tight, better = ruler(0.5), ruler(0.0625), restored("kvzip+")
+    mild = ruler(0.5)
+    tight = ruler(0.0625)
+    better = restored("kvzip+")
     rows = {"full": full_cache(), **pair("kvzip", WHERE), **pair("kvzip+", WHERE)}
     rows[better] = own("kvzip+", {tight: 86.4})
     near = {("kvzip+", mild): 1, ("full", mild): -1}

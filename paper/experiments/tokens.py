@@ -20,7 +20,9 @@ def experiment(setting: Setting) -> Comparison:
     """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get
     fewer.
     """
-    default, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
+    default = setting.settings.restore_tokens
+    evictor = setting.settings.evictor
+    tight = ruler(0.05)
     rows = {}
     for n in sorted({*PAPER, default}):
         label = f"n = {n}" + (" (default)" if n == default else "")

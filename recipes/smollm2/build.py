@@ -30,7 +30,8 @@ from restorekv.model import base_weights
 from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
 from restorekv.restore.adapter import RestoreAdapter
 
-TEXTS, READY = Path(__file__).parent / "texts", Path(__file__).parent / "data"
+TEXTS = Path(__file__).parent / "texts"
+READY = Path(__file__).parent / "data"
 # With a blank line before it, that of the benchmarks (tasks/reading.py)
 WORDING = "Question: {question}\nAnswer:"
 ANSWERS = (
@@ -91,7 +92,9 @@ GATE = (
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
 # The adapter that the others begin with, its steps, and theirs.
-FIRST, STEPS, MORE = "kvzip", "3000", "1200"
+FIRST = "kvzip"
+STEPS = "3000"
+MORE = "1200"
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 # Steps from what ships, with one length in all heads.
 PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
@@ -152,7 +155,8 @@ def corpus(folder: Path, source: Path, shards: list[int]) -> None:
     ]
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
     for shard in shards:
-        begun, place = READY / f"corpus-{shard}", folder / "data" / f"corpus-{shard}"
+        begun = READY / f"corpus-{shard}"
+        place = folder / "data" / f"corpus-{shard}"
         if begun.exists() and not place.exists():  # complete, or with the answers so far
             shutil.copytree(begun, place)
             name_corpus(place / "build.json", source)

@@ -17,8 +17,10 @@ from matplotlib.figure import Figure
 from restorekv.files import read_json, replacing
 
 ROOT = Path(__file__).parents[2]
-CHART, PAGE = ROOT / "docs" / "charts" / "smollm2.svg", ROOT / "docs" / "evaluation.md"
-BEGIN, END = "<!-- made by `make charts` -->", "<!-- end -->"
+CHART = ROOT / "docs" / "charts" / "smollm2.svg"
+PAGE = ROOT / "docs" / "evaluation.md"
+BEGIN = "<!-- made by `make charts` -->"
+END = "<!-- end -->"
 NAMES = {
     "kvzip": "KVzip",
     "kvzip+": "KVzip+",

@@ -217,7 +217,8 @@ class Restorer:
                 bench.model, shipped_path("smollm2", "adapters", "kvzip")
             )
         else:
-            n, rank = variant.restore_tokens, variant.rank
+            n = variant.restore_tokens
+            rank = variant.rank
             self.adapter = RestoreAdapter.create(
                 bench.model, n, rank=rank, alpha=2.0 * rank, seed=seed
             )

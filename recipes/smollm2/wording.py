@@ -28,7 +28,9 @@ from restorekv.model.shape import CacheShape
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split
 
-LENGTH, QUESTIONS, NEW_TOKENS = 512, 5, 32
+LENGTH = 512
+QUESTIONS = 5
+NEW_TOKENS = 32
 SENTENCE = "Answer the following question about the text in one short sentence."
 WORDS = "Answer the question about the text in a few words."
 WORDINGS = [  # what follows the text, and what opens the answer
@@ -96,7 +98,8 @@ def spread(items: list, count: int) -> list:
 def scores(model, tokenizer, passage: Passage) -> list[float]:
     """Returns the mean token F1 over a passage's questions under every wording."""
     text, questions = passage
-    context, shape = make_context(tokenizer, text), CacheShape.of(model)
+    context = make_context(tokenizer, text)
+    shape = CacheShape.of(model)
     unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
     cache = ScoredContext(model, context, prefill(model, context.ids), unscored).evict(1)
     asked = spread(questions, QUESTIONS)

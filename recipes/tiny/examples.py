@@ -16,7 +16,10 @@ from torch import Tensor
 from restorekv.tiny.suite import measure
 from restorekv.tiny.world import Document, document
 
-ANSWER, REPEAT, CONTEXT = 0, 1, 2  # the parts of the loss
+# the parts of the loss
+ANSWER = 0
+REPEAT = 1
+CONTEXT = 2
 KINDS = ("needles", "people", "links", "words", "mixed")
 
 
@@ -52,7 +55,8 @@ class Sampler:
     """Draws rows from a seed: the same seed and step give the same batch."""
 
     def __init__(self, tokenizer, seed: str = "train"):
-        self.tokenizer, self.seed = tokenizer, seed
+        self.tokenizer = tokenizer
+        self.seed = seed
         self.prefix = self.encode("<|im_start|>user\n")
         self.suffix = self.encode("<|im_end|>\n<|im_start|>assistant\n")
         self.stop = self.encode("<|im_end|>")
@@ -90,7 +94,8 @@ class Sampler:
         """
         shift = [0] * len(row.ids)
         for _ in range(rng.choice((1, 2, 3))):
-            gap, place = rng.randrange(room // 3 + 1), rng.randrange(len(shift))
+            gap = rng.randrange(room // 3 + 1)
+            place = rng.randrange(len(shift))
             shift = [value + gap * (index >= place) for index, value in enumerate(shift)]
         row.positions = [
             position + value for position, value in zip(row.positions, shift, strict=True)
@@ -102,7 +107,8 @@ class Sampler:
         """A reconstruction block, with the prompts that KVzip scores with."""
         length = min(len(ids), rng.choice((48, 96, 192)))
         if rng.random() < 0.7 or len(ids) < length + 16:
-            start, asked = 0, self.encode("\n\nRepeat the previous context exactly.")
+            start = 0
+            asked = self.encode("\n\nRepeat the previous context exactly.")
         else:
             start = rng.randrange(8, len(ids) - length)
             asked = self.encode(

@@ -71,7 +71,8 @@ def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list
     """Returns sentences of the world's grammar up to `tokens`, in a new order (its stories are in
     the tests).
     """
-    lines, used = [], 0
+    lines = []
+    used = 0
     while True:
         line = " ".join(rng.choice(part) for part in (PEOPLE, DEEDS, PLACES, TIMES)) + "."
         used += length(line)
@@ -99,7 +100,8 @@ def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) ->
     """Returns rows {instruction, input, output}: framed documents, a repeat, a short instruction,
     planted copies.
     """
-    rng, length = random.Random("mixture papers"), suite.measure(tokenizer)
+    rng = random.Random("mixture papers")
+    length = suite.measure(tokenizer)
     made = [
         invented(f"mixture papers {n}", rng.randint(450, 1900), length)
         for n in range(2 * count + 4)
@@ -126,7 +128,8 @@ def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[d
     """Returns rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
     document.
     """
-    rng, length = random.Random("mixture books"), suite.measure(tokenizer)
+    rng = random.Random("mixture books")
+    length = suite.measure(tokenizer)
     rows = []
     for number in range(count + 2):
         lengths = [rng.randint(900, 1300) for _ in range(rng.randint(3, 5))]
@@ -153,7 +156,8 @@ def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[d
     """Returns rows {id, messages, source}: a text and a question about it; one in ten is of another
     subset.
     """
-    rng, length = random.Random("mixture flan"), suite.measure(tokenizer)
+    rng = random.Random("mixture flan")
+    length = suite.measure(tokenizer)
     rows = []
     for number in range(2 * count + 6):
         one = (
@@ -177,7 +181,8 @@ def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) ->
     """Returns rows {id, text, metadata} under made-up licenses, some of them share-alike or
     unknown.
     """
-    rng, length = random.Random("mixture open papers"), suite.measure(tokenizer)
+    rng = random.Random("mixture open papers")
+    length = suite.measure(tokenizer)
     claimed = [*LABELS, *OTHERS]
     texts = [
         invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text

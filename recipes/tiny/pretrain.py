@@ -41,7 +41,8 @@ class Stage:
 
 
 # Mixes: mostly facts; more word lists.
-FACTS, LISTS = (0.3, 0.3, 0.15, 0.15, 0.1), (0.25, 0.15, 0.1, 0.35, 0.15)
+FACTS = (0.3, 0.3, 0.15, 0.15, 0.1)
+LISTS = (0.25, 0.15, 0.1, 0.35, 0.15)
 STAGES = (
     Stage(850, 40, 96, 16, 3, 1.0, 0.02, 1.0, FACTS),
     Stage(1150, 64, 192, 12, 4, 0.5, 0.02, 0.5, FACTS),
@@ -162,7 +163,9 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
     sampler = Sampler(tokenizer)
     model = build(recipe, len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))
     opts = optimizers(model, recipe)
-    steps, start, state = steps or STAGES[-1].until, 0, folder / "state.pt"
+    steps = steps or STAGES[-1].until
+    start = 0
+    state = folder / "state.pt"
     if state.exists():
         saved = torch.load(state, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -170,7 +173,9 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
             opt.load_state_dict(values)
         start = saved["step"]
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
-    begun, log, fresh = time.time(), defaultdict(list), not (folder / "pretrain.csv").exists()
+    begun = time.time()
+    log = defaultdict(list)
+    fresh = not (folder / "pretrain.csv").exists()
     table = csv.writer((folder / "pretrain.csv").open("a", buffering=1))
     if fresh:
         table.writerow(["step", "minutes", "answer", "repeat", "context", "family accuracy"])

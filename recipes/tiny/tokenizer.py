@@ -16,7 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from restorekv.tiny.world import KINDS, NUMBERS, document
 
 VOCABULARY = 2048
-END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END = "<|endoftext|>"
+START = "<|im_start|>"
+STOP = "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

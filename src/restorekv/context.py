@@ -78,7 +78,8 @@ class CompressedContext:
         >>> "".join(small.ask("What is the trade of Agnes?", stream=True, temperature=0.3, seed=1))
         'Agnes teacher.'
         """
-        decoding, single = Decoding.make(**options), isinstance(question, str)
+        decoding = Decoding.make(**options)
+        single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.listed(question)]
         if stream:
             if not single or details or graph:
@@ -169,7 +170,8 @@ class CompressedContext:
         """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands
         before questions.
         """
-        m, how = self.manifest, self.grower(None if restore == "none" else adapter, evictor)
+        m = self.manifest
+        how = self.grower(None if restore == "none" else adapter, evictor)
         size = ids, Fraction(m.ratio)
         more = "append more at once" if between is None else "fold when more was said"
         growth = Growth(
@@ -194,7 +196,8 @@ class CompressedContext:
 
     def grower(self, adapter: RestoreAdapter | str | Path | None, evictor: str | None) -> Eviction:
         """Returns the eviction that made this cache, or one like it for a cache that was loaded."""
-        m, made = self.manifest, self.compressor
+        m = self.manifest
+        made = self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
             return replace(
                 made,
@@ -255,10 +258,8 @@ class CompressedContext:
         otherwise.
         """
         inputs = self.inputs(question, answer_prefix)
-        stops, config = (
-            generate.stop_ids(self.model, self.tokenizer),
-            options.get("generation_config"),
-        )
+        stops = generate.stop_ids(self.model, self.tokenizer)
+        config = options.get("generation_config")
         usual = {} if config else {"do_sample": False, "max_new_tokens": 128}
         own = LogitsProcessorList([*(options.pop("logits_processor", None) or ()), FiniteLogits()])
         ends = {"eos_token_id": sorted(stops), "pad_token_id": self.tokenizer.pad_token_id or 0}
@@ -316,7 +317,9 @@ class CompressedContext:
 
 def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Refuses a model other than the one that the cache was computed with."""
-    path, manifest, ids = stored.path, stored.manifest, (stored.context.ids, stored.context.suffix)
+    path = stored.path
+    manifest = stored.manifest
+    ids = (stored.context.ids, stored.context.suffix)
     check_model(path, manifest, model)
     if (
         max(int(each.max()) for each in ids if each.numel())
@@ -325,7 +328,8 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
         raise CacheFileError(
             f"{path} has token ids that the model's vocabulary lacks; compress the context again."
         )
-    reach, limit = stored.context.positions + manifest.offset, longest(model.config)
+    reach = stored.context.positions + manifest.offset
+    limit = longest(model.config)
     if manifest.offset and reach > limit:  # compress makes none
         raise CacheFileError(
             f"{path} moves questions to position {reach:,}, and the model has {limit:,}; compress the context again."

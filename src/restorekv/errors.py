@@ -82,9 +82,11 @@ INSIDE = ("restorekv", "torch", "contextlib")
 
 def warn(message: str) -> None:
     """Raises a RestoreKVWarning at the line of the user's code that called the package."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, RestoreKVWarning, stacklevel=level)
 
 

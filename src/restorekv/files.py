@@ -292,7 +292,8 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
     packed = isinstance(text, bytes)
     if sum(text.count(sign.encode() if packed else sign) for sign in "[{,:") < most:
         return
-    texts, values = 0, 1
+    texts = 0
+    values = 1
     for match in (SIGNS_OF_BYTES if packed else SIGNS_OF_TEXT).finditer(text):
         if match[0][:1] in ('"', b'"'):
             texts += 1
@@ -383,7 +384,8 @@ def has_type(value: object, hint: Any) -> bool:
     """Returns whether a JSON value is of an annotated type: True is no integer, an integer is a
     float.
     """
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    parts = typing.get_args(hint)
     if hint in (Any, object):
         return True
     if origin in (types.UnionType, typing.Union):

@@ -85,10 +85,12 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
         raise RestoreKVError(
             f"compose takes a list of compressed contexts, not {type(contexts).__name__}."
         )
-    start, contexts = time.perf_counter(), list(contexts)
+    start = time.perf_counter()
+    contexts = list(contexts)
     if not contexts:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
-    first, records = one_model(contexts), [each.manifest for each in contexts]
+    first = one_model(contexts)
+    records = [each.manifest for each in contexts]
     for name in (
         "evictor",
         "adapter",

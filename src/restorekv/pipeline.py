@@ -222,8 +222,11 @@ def describe(
     """Returns the record of a compression: everything that a reader of the cache file needs to
     know.
     """
-    model, context, conventions = prepared.model, prepared.context, prepared.conventions
-    shape, adapter = CacheShape.of(model), compressor.adapter
+    model = prepared.model
+    context = prepared.context
+    conventions = prepared.conventions
+    shape = CacheShape.of(model)
+    adapter = compressor.adapter
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
     return Manifest(

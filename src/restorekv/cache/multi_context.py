@@ -82,7 +82,8 @@ class MultiContextLayer(LayerOfParts):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, given in ascending order, and drops documents that have none left."""
-        kept, first = [], 0
+        kept = []
+        first = 0
         for part, rows in zip(self.parts, self.rows, strict=True):
             own = indices[(indices >= first) & (indices < first + rows)] - first
             first += rows

@@ -159,7 +159,8 @@ def encoded_head(
     """Encodes one head's rows (N, D): codes (N, D), scales (M, D) or (M, 1). A group of zeros has
     the least scale.
     """
-    exact, largest = rows.to(torch.float32), LARGEST[kind]
+    exact = rows.to(torch.float32)
+    largest = LARGEST[kind]
     highest = exact.abs() if channels else exact.abs().amax(-1, keepdim=True)
     lengths = torch.full((-(-len(rows) // size),), min(size, len(rows)), device=rows.device)
     lengths[-1] = len(rows) - size * (len(lengths) - 1)

@@ -44,8 +44,11 @@ class RaggedLayer(TailLayer):
         bias: Tensor | None = None,
     ) -> None:
         super().__init__(restore_keys, restore_values, seen)
-        self.context_keys, self.context_values = context_keys, context_values
-        self.offsets, self.positions, self.bias = offsets, positions, bias
+        self.context_keys = context_keys
+        self.context_values = context_values
+        self.offsets = offsets
+        self.positions = positions
+        self.bias = bias
         # On the host: reading offsets at every token would wait for the device.
         self.bounds = tuple(offsets.tolist())
         # What a backend derives from the bounds; shared by forks, never saved.
@@ -54,19 +57,19 @@ class RaggedLayer(TailLayer):
     @classmethod
     def whole(cls, dense: DynamicLayer) -> RaggedLayer:
         """Returns a layer with all pairs of a dense one, as views of them, and an empty tail."""
-        keys, values = dense.keys.contiguous(), dense.values.contiguous()
+        keys = dense.keys.contiguous()
+        values = dense.values.contiguous()
         # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill,
         # all are contiguous). An offloaded layer has no keys of its own to replace.
         if "keys" in vars(dense):
             dense.keys, dense.values = keys, values
-        keys, values = keys.detach(), values.detach()
+        keys = keys.detach()
+        values = values.detach()
         heads, columns = keys.shape[1:3]
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
         positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
-        flat, empty = (
-            (x[0].flatten(0, 1) for x in (keys, values)),
-            (x[:, :, :0] for x in (keys, values)),
-        )
+        flat = (x[0].flatten(0, 1) for x in (keys, values))
+        empty = (x[:, :, :0] for x in (keys, values))
         return cls(*flat, offsets, positions, columns, *empty)
 
     @property
@@ -124,7 +127,8 @@ class Rows:
     @classmethod
     def of_restore_cache(cls, layer: RaggedLayer, first: int) -> Rows:
         """Returns a layer's restore cache as context pairs from position `first` on."""
-        heads, count = layer.heads, layer.restore
+        heads = layer.heads
+        count = layer.restore
         numbers = torch.arange(heads * count, device=layer.device)
         keys, values = (x[0].flatten(0, 1) for x in (layer.restore_keys, layer.restore_values))
         return cls(keys, values, numbers // max(count, 1), first + numbers % max(count, 1))
@@ -253,7 +257,8 @@ class RaggedCache(Cache):
         """Returns which of the full cache's first `columns` columns are held: (L, H, columns) bool."""
         keep = torch.zeros(len(self.layers), self.layers[0].heads, columns, dtype=torch.bool)
         for index, layer in enumerate(self.layers):
-            heads, positions = layer.owners.cpu(), layer.positions.long().cpu()
+            heads = layer.owners.cpu()
+            positions = layer.positions.long().cpu()
             of_text = positions < columns  # the others are restore pairs of earlier texts
             keep[index, heads[of_text], positions[of_text]] = True
         return keep

@@ -64,9 +64,13 @@ class TailLayer(CompressedLayer):
 
     def __init__(self, restore_keys: Tensor, restore_values: Tensor, seen: int) -> None:
         super().__init__()
-        self.restore_keys, self.restore_values, self.seen = restore_keys, restore_values, seen
-        self.keys, self.values = restore_keys, restore_values
-        self.dtype, self.device = restore_keys.dtype, restore_keys.device
+        self.restore_keys = restore_keys
+        self.restore_values = restore_values
+        self.seen = seen
+        self.keys = restore_keys
+        self.values = restore_values
+        self.dtype = restore_keys.dtype
+        self.device = restore_keys.device
         self.is_initialized = True
 
     @property
@@ -76,7 +80,9 @@ class TailLayer(CompressedLayer):
     @keys.setter
     def keys(self, keys: Tensor) -> None:
         self.check_unlocked()
-        self._keys, self.room, self.fixed = keys, None, None
+        self._keys = keys
+        self.room = None
+        self.fixed = None
 
     @property
     def values(self) -> Tensor:
@@ -85,7 +91,9 @@ class TailLayer(CompressedLayer):
     @values.setter
     def values(self, values: Tensor) -> None:
         self.check_unlocked()
-        self._values, self.room, self.fixed = values, None, None
+        self._values = values
+        self.room = None
+        self.fixed = None
 
     def check_unlocked(self) -> None:
         if self.locked:
@@ -126,7 +134,8 @@ class TailLayer(CompressedLayer):
         function.
         """
         self.check_unlocked()
-        new, end = (key_states, value_states), self.columns + key_states.shape[-2]
+        new = (key_states, value_states)
+        end = self.columns + key_states.shape[-2]
         if torch.is_grad_enabled():
             self.keys, self.values = (
                 torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True)
@@ -163,10 +172,8 @@ class TailLayer(CompressedLayer):
         zero.
         """
         self.check_unlocked()
-        room, end = (
-            tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair),
-            self.columns,
-        )
+        room = tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair)
+        end = self.columns
         for buffer, states in zip(room, self.pair, strict=True):
             buffer[:, :, :end] = states
         self.room = room

@@ -24,7 +24,9 @@ from restorekv.cli.errors import (
     usage_message,
 )
 
-USE, MEASURE, TRAIN = "Use", "Measure", "Train"
+USE = "Use"
+MEASURE = "Measure"
+TRAIN = "Train"
 COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restorekv --help`
     "compress": ("restorekv.cli.compress", "Compress a text into a small cache file.", USE),
     "ask": ("restorekv.cli.ask", "Answer questions from a cache file.", USE),

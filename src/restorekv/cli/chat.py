@@ -115,7 +115,8 @@ def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> No
     for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
         print(visible(piece), end="", flush=True)
     print()
-    turn, seconds = chat.turns[-1], time.perf_counter() - start
+    turn = chat.turns[-1]
+    seconds = time.perf_counter() - start
     notes.print(
         f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to the first, "
         f"{seconds:.2f} s in all; the conversation holds {size(chat.nbytes)}",

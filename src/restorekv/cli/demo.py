@@ -69,7 +69,8 @@ def run(
     ] = None,
     json: Annotated[Path | None, options.target("Write rows and conventions here.")] = None,
 ) -> None:
-    start, model = time.perf_counter(), canonical(model)
+    start = time.perf_counter()
+    model = canonical(model)
     show = show_for(model)
     quiet()
     with notes.status(f"loading {model}"):
@@ -91,10 +92,8 @@ def measure(model: str, show: Show, count: int) -> dict:
     """Prints what the methods keep of the answers to held-out documents; returns rows and
     conventions.
     """
-    benchmark, title = (
-        replace(tasks.make(show.benchmark), count=count).spec,
-        "asking held-out documents",
-    )
+    benchmark = replace(tasks.make(show.benchmark), count=count).spec
+    title = "asking held-out documents"
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
     with shares(title) as update, TemporaryDirectory() as folder:
@@ -192,7 +191,8 @@ def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) 
         rows.append(["true", "", true])
         for each in found:
             rows.append([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())])
-    title, columns = f"One document of {tokens} tokens", ["cache", "bytes held", "answer"]
+    title = f"One document of {tokens} tokens"
+    columns = ["cache", "bytes held", "answer"]
     return Table("answers", title, columns, rows, left=(0, 2), strong=strong)
 
 

@@ -38,7 +38,9 @@ PACKAGES = (
 )
 # To wait for the hub, whose name may take longer to resolve than a request may take.
 HUB_SECONDS = 6.0
-TOKENS, TAIL, RATIO = 8192, 64, 0.1
+TOKENS = 8192
+TAIL = 64
+RATIO = 0.1
 COPIED = 64 << 20  # bytes
 BENCHMARK_SECONDS = 0.3  # for each of the sides
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -156,10 +158,8 @@ def hub() -> str:
 def extras() -> dict[str, str]:
     """Returns which optional extras are installed, and the line that installs those that are not."""
     try:
-        names, needed = (
-            metadata("restorekv").get_all("Provides-Extra") or [],
-            requires("restorekv") or [],
-        )
+        names = metadata("restorekv").get_all("Provides-Extra") or []
+        needed = requires("restorekv") or []
     except PackageNotFoundError:
         return {"unknown": "restorekv runs from a checkout that is not installed"}
     parsed = [Requirement(line) for line in needed]
@@ -203,7 +203,10 @@ def time_step(target: Target) -> dict[str, float | str]:
     """Times one layer of a decode step: over a compressed cache as it is used here, and over the
     full one with SDPA.
     """
-    device, dtype, heads, dim = target.device, target.dtype, target.heads, target.dim
+    device = target.device
+    dtype = target.dtype
+    heads = target.heads
+    dim = target.dim
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -67,10 +67,8 @@ def report_error(error: BaseException) -> int:
             1,
         )
     if isinstance(error, OSError) and error.errno is not None:
-        where, fix = (
-            error.filename or "the output",
-            FIXES.get(error.errno, "check it and try again"),
-        )
+        where = error.filename or "the output"
+        fix = FIXES.get(error.errno, "check it and try again")
         return print_error(f"Cannot use {where}: {error.strerror}; {fix}.", 1)
     if isinstance(error, OverflowError) or any(words in text for words in TOO_LARGE):
         return print_error("A number is too large to compute with; give a smaller one.", 1)

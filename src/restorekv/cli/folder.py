@@ -61,13 +61,15 @@ class Maker:
     """Compresses documents with a model that it opens once."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.opened = recipe, None
+        self.recipe = recipe
+        self.opened = None
 
     def open(self) -> None:
         """Opens the model and finds out what decides every cache file."""
         if self.opened:
             return
-        recipe, options = self.recipe, self.recipe.options
+        recipe = self.recipe
+        options = self.recipe.options
         model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
         how = make_compressor(
             options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS))
@@ -88,7 +90,8 @@ class Maker:
             adapter and adapter.identity(),
             options,
         ]
-        self.facts, self.opened = json.dumps(facts, sort_keys=True, default=str), (model, tokenizer)
+        self.facts = json.dumps(facts, sort_keys=True, default=str)
+        self.opened = (model, tokenizer)
 
     def make(self, source: str, name: str, target: str) -> Made:
         """Writes the cache file of a document, unless it is there already."""
@@ -101,14 +104,16 @@ class Maker:
     def made(self, source: Path, name: str, target: Path) -> Made:
         """See `make`; raises what is wrong with the document."""
         self.open()
-        content, record = read_bytes(source, name, TEXT_BYTES), record_of(target)
+        content = read_bytes(source, name, TEXT_BYTES)
+        record = record_of(target)
         digest = hashlib.sha256(self.facts.encode() + content).hexdigest()
         if (there := existing(target, record, digest)) is not None:
             return there
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
         compressed = compress(*self.opened, text_of(name, content), **self.recipe.options)
-        seconds, plain = compressed.manifest.seconds, replace(compressed.manifest, seconds={})
+        seconds = compressed.manifest.seconds
+        plain = replace(compressed.manifest, seconds={})
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
         replace(compressed, manifest=plain).save(target)  # the same bytes, whoever makes it
         write_json(
@@ -163,7 +168,8 @@ def run(
         raise RestoreKVError(f"{out} is not a folder; the documents of a folder go into one.")
     out.mkdir(parents=True, exist_ok=True)
     check_target(out / "x.rkv")
-    start, sizes = time.perf_counter(), [(folder / name).stat().st_size + 1 for name in names]
+    start = time.perf_counter()
+    sizes = [(folder / name).stat().st_size + 1 for name in names]
     work = [
         (str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve()))
         for name in names

@@ -95,7 +95,8 @@ def facts(survivors: Survivors) -> dict[str, str]:
 
 def heads(survivors: Survivors) -> Table:
     """Shows the context tokens that each head keeps, shaded, and each layer's share of all of them."""
-    counts, shares = survivors.per_head, survivors.per_layer
+    counts = survivors.per_head
+    shares = survivors.per_layer
     most = max(int(counts.max()), 1)
     numbered = counts.shape[1] * 8 + 40 <= output.width
     table = Table(

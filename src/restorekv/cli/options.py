@@ -165,7 +165,8 @@ def options_of(config: type) -> Callable[[Callable], Callable]:
     def option(field: Field, kind: Any) -> inspect.Parameter:
         default = field.default
         if get_origin(kind) in (tuple, Literal):
-            kind, default = str, ",".join(default) if isinstance(default, tuple) else default
+            kind = str
+            default = ",".join(default) if isinstance(default, tuple) else default
         typed = Annotated[kind, typer.Option(help=field.metadata["help"])]
         return inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed

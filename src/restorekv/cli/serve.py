@@ -71,7 +71,8 @@ def run(
     if spread.ray and engine != "embedded":
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = read_keys(api_key_file) if api_key_file else ()
-    server, store = loaded_server(host, keys), store or Path("restorekv-store")
+    server = loaded_server(host, keys)
+    store = store or Path("restorekv-store")
     shared = shared or (str((store / "shared").resolve()) if spread.ray else None)
     own = {
         "url": vllm_url,

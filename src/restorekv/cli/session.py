@@ -53,7 +53,8 @@ class Terminal(Console):
             yield Segment(text if control else visible(text), style, control)
 
 
-output, notes = Terminal(), Terminal(stderr=True)
+output = Terminal()
+notes = Terminal(stderr=True)
 
 
 def read_text(name: str) -> str:
@@ -201,7 +202,8 @@ def shares(title: str) -> Iterator[Callable[[str, float], None]]:
     with Progress(
         *parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal
     ) as progress:
-        task, printed = progress.add_task(title, total=1.0), 0.0
+        task = progress.add_task(title, total=1.0)
+        printed = 0.0
 
         def update(what: str, share: float) -> None:
             nonlocal printed

@@ -74,7 +74,8 @@ def run(
             raise RestoreKVError(
                 f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'."
             )
-    own, sharing = own_device(device), wants_shards(shard)
+    own = own_device(device)
+    sharing = wants_shards(shard)
     with process_group(own) as group:
         notes.quiet = output.quiet = group.rank > 0
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
@@ -135,7 +136,8 @@ def naming_the_way_on(out: Path) -> Iterator[None]:
 
 def reporter(show: Progress, every: int) -> Progress:
     """Returns the progress callback: the bar on a terminal, a line every `every` steps elsewhere."""
-    begun, done = time.monotonic(), 0
+    begun = time.monotonic()
+    done = 0
 
     def report(step: int, steps: int, loss: float) -> None:
         nonlocal done

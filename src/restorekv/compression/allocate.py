@@ -132,10 +132,8 @@ class HeadShares(Allocation):
         """
         if heads == UNIFORM:
             return cls()
-        shares, names = (
-            read_shares(heads),
-            [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))],
-        )
+        shares = read_shares(heads)
+        names = [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))]
         if shares.keys() != set(names):
             raise BudgetError(
                 f"{heads} has shares for {len(shares)} heads, the model has {layers} x {kv_heads}; "

@@ -41,7 +41,8 @@ from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
 # How many adapters a model keeps loaded, and its attribute for them.
-LOADED, ADAPTERS = 4, "_restorekv_adapters"
+LOADED = 4
+ADAPTERS = "_restorekv_adapters"
 # Besides eviction by each of the evictors.
 METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}
 

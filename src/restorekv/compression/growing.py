@@ -57,7 +57,8 @@ class Growth:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        evictor, config = self.how.evictor, self.how.conventions
+        evictor = self.how.evictor
+        config = self.how.conventions
         one_of("restore", self.restore, RESTORE)
         if not evictor.streams:
             why = f"The evictor {evictor.name} scores a context as a whole"
@@ -75,7 +76,8 @@ class Growth:
     @cached_property
     def budget(self) -> Budget:
         """What the whole may hold, with the new part's restore tokens."""
-        shape, adapter = CacheShape.of(self.model), self.how.adapter
+        shape = CacheShape.of(self.model)
+        adapter = self.how.adapter
         tokens = adapter.restore_tokens if adapter else 0
         return self.how.conventions.budget(
             self.ratio, self.whole, shape.layers, shape.heads, tokens
@@ -93,7 +95,9 @@ class Growth:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
             raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
         support.install(self.model)
-        room, tokens, restored = self.room(), self.budget.restore_tokens, []
+        room = self.room()
+        tokens = self.budget.restore_tokens
+        restored = []
         reading, scores = read_part(
             self.model, self.tokenizer, evictor, part, self.opened(), self.seconds
         )
@@ -154,7 +158,8 @@ class Growth:
         """Returns a cache whose context is all that is kept, restore pairs included, and whose tail
         is the prefix.
         """
-        prefix, layers = self.context.prefix, []
+        prefix = self.context.prefix
+        layers = []
         with timed(self.seconds, "prefill"):
             first = (
                 prefill(self.model, self.context.ids[:, :prefix]).layers
@@ -176,7 +181,9 @@ class Growth:
         """Returns what was kept, what `keep` (L, H, t) marks of the new part, and the restore
         cache.
         """
-        layers, prefix, seen = [], self.context.prefix, self.whole.positions
+        layers = []
+        prefix = self.context.prefix
+        seen = self.whole.positions
         for index, (old, new, kept) in enumerate(
             zip(self.cache.layers, reading.layers, keep, strict=True)
         ):
@@ -211,7 +218,8 @@ def composed(
     """Returns contexts with one chat prefix as one, and their caches as one; the first alone keeps
     its prefix.
     """
-    first, prefix = parts[0][0], parts[0][0].prefix
+    first = parts[0][0]
+    prefix = parts[0][0].prefix
     before = [context.ids[:, : context.prefix] for context, _ in parts]
     if any(not each.equal(before[0]) for each in before):
         raise RestoreKVError(
@@ -248,9 +256,12 @@ def composed_layer(
     """Returns one layer of all caches; restore pairs but the last cache's become context, behind
     the text.
     """
-    rows, start, end = [], 0, whole.positions
+    rows = []
+    start = 0
+    end = whole.positions
     for number, (context, cache) in enumerate(parts):
-        layer, own = cache.layers[index], Rows.of(cache.layers[index])
+        layer = cache.layers[index]
+        own = Rows.of(cache.layers[index])
         text = own.where(
             (own.positions < context.positions)
             & (own.positions >= (context.prefix if number else 0))

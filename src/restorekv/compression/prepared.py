@@ -241,7 +241,8 @@ class ScoredContext(PreparedContext):
 
         With gradients all copies stay until the backward pass.
         """
-        shape, layer = CacheShape.of(self.model), self.full.layers[0]
+        shape = CacheShape.of(self.model)
+        layer = self.full.layers[0]
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
 

@@ -70,7 +70,8 @@ def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     """
     if chunk < 1:
         raise RestoreKVError(f"Streaming reads at least 1 token at a time, not {chunk}.")
-    tokens, first = context.tokens, context.prefix
+    tokens = context.tokens
+    first = context.prefix
     if tokens <= chunk:
         return [Part(first, context.positions, context.positions)]
     again = evictor.latest(portion(context, Part(first, first, first + chunk)))
@@ -121,10 +122,8 @@ class StreamedContext(PreparedContext):
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Times every phase."""
-        shape, available = (
-            CacheShape.of(self.model),
-            self.restorer.restore_tokens if self.restorer else 0,
-        )
+        shape = CacheShape.of(self.model)
+        available = self.restorer.restore_tokens if self.restorer else 0
         tokens = available if restore_tokens is None else restore_tokens
         stream = Stream(
             self, self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens)
@@ -144,20 +143,16 @@ class Stream:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self.model, self.context, self.conventions = (
-            self.source.model,
-            self.source.context,
-            self.source.conventions,
-        )
+        self.model = self.source.model
+        self.context = self.source.context
+        self.conventions = self.source.conventions
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache at the budget."""
         support.install(self.model)
-        shape, pieces = (
-            CacheShape.of(self.model),
-            parts(self.source.evictor, self.context, self.source.streaming),
-        )
+        shape = CacheShape.of(self.model)
+        pieces = parts(self.source.evictor, self.context, self.source.streaming)
         size = shape.layers, shape.heads, self.context.positions
         self.scores = torch.full(size, GONE, device=self.model.device)
         reads_full = self.budget.restore_tokens and self.conventions.restore_from == "full"
@@ -203,7 +198,8 @@ class Stream:
 
     def settle(self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool) -> None:
         """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
-        prefix, keep = self.context.prefix, self.kept(last)
+        prefix = self.context.prefix
+        keep = self.kept(last)
         seen = self.context.positions + self.conventions.offset if last else part.settled - prefix
         device = self.scores.device
         columns = torch.cat(
@@ -279,6 +275,7 @@ def restore_pairs(
 
 def as_tail(dense: DynamicLayer) -> RaggedLayer:
     """Returns a ragged layer without a context, whose tail is all pairs of the dense one."""
-    heads, nothing = dense.keys.shape[1], dense.keys[0, 0, :0]
+    heads = dense.keys.shape[1]
+    nothing = dense.keys[0, 0, :0]
     offsets = torch.zeros(heads + 1, dtype=torch.int32, device=nothing.device)
     return RaggedLayer(nothing, nothing, offsets, offsets[:0], 0, dense.keys, dense.values)

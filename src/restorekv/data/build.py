@@ -104,7 +104,8 @@ def kept_out(tokenizer: Tokenizer, exclude: Sequence[str], share: float) -> Eval
 
 def build_source(builder: Builder, source: Source, out: Path, record: dict) -> dict:
     """Turns the rows of one source into its file; returns its account."""
-    where, known = getattr(builder.config, source.name), record["sources"][source.name]
+    where = getattr(builder.config, source.name)
+    known = record["sources"][source.name]
     items = source.read(rows(where, known), builder.config, builder.tokenizer)
     gathered = builder.gather(source, items, Attempts(out / folder.PARTS / f"{source.name}.jsonl"))
     reasons = f"(dropped: {gathered.reasons()})"
@@ -112,7 +113,8 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
         raise RestoreKVError(
             f"{source.title} gave no example from {where} {reasons}; check its format."
         )
-    count, wanted = gathered.count(source), source.wanted(builder.config)
+    count = gathered.count(source)
+    wanted = source.wanted(builder.config)
     if count < wanted:
         warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
     path = out / f"{source.name}.parquet"

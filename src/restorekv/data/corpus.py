@@ -143,7 +143,8 @@ def _draw_length(rng: random.Random, config: BuildConfig) -> int:
     """Draw a number of tokens, the long ones more often, since many passages are shorter than what
     is drawn.
     """
-    low, high = math.log(config.passage_shortest), math.log(config.passage_longest)
+    low = math.log(config.passage_shortest)
+    high = math.log(config.passage_longest)
     return round(math.exp(low + (high - low) * math.sqrt(rng.random())))
 
 

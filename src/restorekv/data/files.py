@@ -126,7 +126,8 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
     """Yields what a file holds as (line or row, JSON value), a text file as one {text}; refuses a
     damaged file.
     """
-    kind, packed = suffix(file), file.suffix == ".gz"
+    kind = suffix(file)
+    packed = file.suffix == ".gz"
     if kind == ".parquet":
         if packed:
             raise RestoreKVError(f"{file} is compressed; unpack it first.")
@@ -215,7 +216,8 @@ def parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
     """Yields rows as plain values, of the bytes `raw` if they were read already; refuses a damaged
     file.
     """
-    parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
+    parquet = optional("pyarrow.parquet")
+    arrow = optional("pyarrow")
     try:
         for batch in parquet.ParquetFile(path if raw is None else io.BytesIO(raw)).iter_batches(
             256

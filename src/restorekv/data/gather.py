@@ -181,7 +181,8 @@ class Builder:
         self, source: Source, items: Iterator[Document | DropRow], stored: Attempts
     ) -> Gathered:
         """Asks about the contexts of a source until there are enough."""
-        gathered, wanted = Gathered(), source.wanted(self.config)
+        gathered = Gathered()
+        wanted = source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
         steps = wanted * (self.config.chunks if source.unit == "books" else 1)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from restorekv.data.passages import MONTHS, NAMES, OWNED, PLACES, WORDS
 
 LICENSE = "cc0-1.0"
-LOOKUP, ROW, COLUMN = "lookup", "row", "column"
+LOOKUP = "lookup"
+ROW = "row"
+COLUMN = "column"
 KINDS = (LOOKUP, ROW, COLUMN)
 CHARACTERS_PER_TOKEN = 1.9  # of such texts, roughly; only the length of a document depends on it
 TOWNS = (
@@ -127,7 +129,9 @@ def draw_code(rng: random.Random) -> str:
 
 def draw_date(rng: random.Random) -> str:
     """Draw a date in one of three notations."""
-    day, month, year = rng.randint(1, 28), rng.randint(1, 12), rng.randint(1850, 2060)
+    day = rng.randint(1, 28)
+    month = rng.randint(1, 12)
+    year = rng.randint(1850, 2060)
     named = MONTHS[month - 1]
     return rng.choice(
         (f"{year}-{month:02}-{day:02}", f"{day} {named} {year}", f"{named} {day}, {year}")

@@ -24,8 +24,12 @@ from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
 
-FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
-RECORD, PARTS, LOCK = "build.json", "parts", ".build.json.lock"
+FORMAT = "restorekv-data"
+VERSION = 1
+NAME = "manifest.json"
+RECORD = "build.json"
+PARTS = "parts"
+LOCK = ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
@@ -69,10 +73,8 @@ def read_manifest(folder: Path) -> dict:
         raise RestoreKVError(f"There is no {path}; {fix}.")
     try:
         manifest = read_json(path, "It")
-        number, known = (
-            manifest["version"],
-            manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest),
-        )
+        number = manifest["version"]
+        known = manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest)
     except (RestoreKVError, KeyError, TypeError) as error:
         raise RestoreKVError(
             f"{path} is damaged or not a manifest of restorekv; build the data again."
@@ -94,7 +96,8 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     """Refuses answers of another model: they are not this teacher's, and their ids may mean other
     words.
     """
-    now, before = model_facts(model, tokenizer), manifest["model"]
+    now = model_facts(model, tokenizer)
+    before = manifest["model"]
     for key, what in SAME.items():
         if now[key] != before.get(key):
             raise RestoreKVError(

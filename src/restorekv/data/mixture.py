@@ -51,7 +51,8 @@ class MixtureContext:
 
 def write_examples(path: Path, rows: list[dict]) -> None:
     """Writes a source's file whole or not at all; the same rows give the same bytes."""
-    arrow, parquet = optional("pyarrow"), optional("pyarrow.parquet")
+    arrow = optional("pyarrow")
+    parquet = optional("pyarrow.parquet")
     kinds = {**dict.fromkeys(TEXTS, arrow.string()), **dict.fromkeys(NUMBERS, arrow.int32())}
     schema = arrow.schema({**kinds, "answer_ids": arrow.list_(arrow.int32())})
     table = arrow.Table.from_pylist(rows, schema=schema)
@@ -160,10 +161,8 @@ def record(manifest: dict) -> list[dict]:
     """
     accounts = []
     for name, source in manifest["sources"].items():
-        origin, written = (
-            source.get("from", {}),
-            "answers" if name in ASKED_ONCE else "questions and answers",
-        )
+        origin = source.get("from", {})
+        written = "answers" if name in ASKED_ONCE else "questions and answers"
         files = origin.get("files", [])
         if "hub" in origin:
             dataset = {"dataset": origin["hub"], "revision": origin["revision"]}

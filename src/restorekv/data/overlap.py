@@ -17,7 +17,8 @@ import numpy as np
 from restorekv.data.files import local_files, values
 from restorekv.errors import RestoreKVError, warn
 
-GRAM, LEAST = 13, 8
+GRAM = 13
+LEAST = 8
 BASE = np.uint64(0x9E3779B97F4A7C15)
 FIELDS = {
     "context",
@@ -60,8 +61,11 @@ class Evaluations:
     """An index of evaluation texts, given as (name, text)."""
 
     def __init__(self, texts: Iterator[tuple[str, str]], share: float) -> None:
-        self.share, self.names, self.exact = share, [], {}
-        parts, sizes = [], []
+        self.share = share
+        self.names = []
+        self.exact = {}
+        parts = []
+        sizes = []
         for name, text in texts:
             self.exact.setdefault(" ".join(words(text)), name)
             self.names.append(name)
@@ -71,7 +75,8 @@ class Evaluations:
         every = np.concatenate([np.empty(0, dtype=np.uint64), *parts])
         owners = np.repeat(np.arange(len(sizes)), self.sizes)
         order = np.argsort(every, kind="stable")
-        self.grams, self.owners = every[order], owners[order]
+        self.grams = every[order]
+        self.owners = owners[order]
 
     def match(self, text: str) -> tuple[str, float] | None:
         """Returns the evaluation text that a document is taken from and the share in common, or
@@ -105,7 +110,8 @@ def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
     for given in paths:
         if not Path(given).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {given}; check the path.")
-        empty, files = [], local_files(Path(given))
+        empty = []
+        files = local_files(Path(given))
         for file in files:
             count = 0
             for number, (_, row) in enumerate(values(file), 1):

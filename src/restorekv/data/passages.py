@@ -24,8 +24,13 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of
 from restorekv.model.tokenize import token_places
 
-STORIES_LICENSE, NOVELS_LICENSE, SECTIONS_LICENSE = "apache-2.0", "public-domain", "cc0-1.0"
-HUMAN, FACT, REPEAT, LISTED = "human", "fact", "repeat", "list"
+STORIES_LICENSE = "apache-2.0"
+NOVELS_LICENSE = "public-domain"
+SECTIONS_LICENSE = "cc0-1.0"
+HUMAN = "human"
+FACT = "fact"
+REPEAT = "repeat"
+LISTED = "list"
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 PHRASES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 REPEATS, LISTS, NAMES, OWNED, PLACES, WORDS, MONTHS = PHRASES.values()
@@ -70,7 +75,8 @@ def passages(
     """
     rng = random.Random(f"{config.seed} passages {name}")
     places = token_places(tokenizer, text)
-    low, high = math.log(config.passage_shortest), math.log(config.passage_longest)
+    low = math.log(config.passage_shortest)
+    high = math.log(config.passage_longest)
     spare = max(len(places) - count * config.passage_longest, 0)
     start = 0
     for _ in range(count):
@@ -146,8 +152,10 @@ ATTRIBUTES: tuple[tuple[str, Draw], ...] = (
     ("price", number),
     ("key", code),
 )
-ONE, ONE_OF = "The {attribute} of {thing} is {value}.", "One {attribute} of {thing} is {value}."
-SINGLE, SEVERAL = "What is the {attribute} of {thing}?", "What are all the {attribute}s of {thing}?"
+ONE = "The {attribute} of {thing} is {value}."
+ONE_OF = "One {attribute} of {thing} is {value}."
+SINGLE = "What is the {attribute} of {thing}?"
+SEVERAL = "What are all the {attribute}s of {thing}?"
 
 
 def invent(passage: str, rng: random.Random) -> tuple[str, list[str]]:

@@ -37,7 +37,9 @@ from restorekv.data.passages import (
 )
 from restorekv.model.tokenize import token_places
 
-LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE = "cc-by-nc-4.0", "apache-2.0", "odc-by"
+LONGALPACA_LICENSE = "cc-by-nc-4.0"
+PG19_LICENSE = "apache-2.0"
+FLAN_LICENSE = "odc-by"
 FLAN_SUBSET = "flan_v2"
 END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
 DEED = "https://creativecommons.org/licenses/"

@@ -50,7 +50,8 @@ def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
 
 
 def data_table(rows: list[dict], manifest: dict) -> Table:
-    model, published = manifest["model"], any(row["paper"] for row in rows)
+    model = manifest["model"]
+    published = any(row["paper"] for row in rows)
     table = Table(
         title=f"Training data ({manifest['mixture']} mixture, answers of {model['name']}): tokens of the context",
         caption="in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)"

@@ -18,9 +18,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-INK, MUTED, GRID, PAPER = "#1d2530", "#5b6673", "#d5dae1", "#fefefe"
-BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
-PURPLE, ORANGE, SKY = "#cc79a7", "#e69f00", "#56b4e9"
+INK = "#1d2530"
+MUTED = "#5b6673"
+GRID = "#d5dae1"
+PAPER = "#fefefe"
+BLUE = "#0072b2"
+VERMILION = "#d55e00"
+GREEN = "#009e73"
+PURPLE = "#cc79a7"
+ORANGE = "#e69f00"
+SKY = "#56b4e9"
 HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "<", ">")
 STYLE = {
@@ -56,9 +63,18 @@ NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 DPI = 200
 WIDE = 7.4  # inches, 710 pixels on a screen: the width of a figure
 NARROW = WIDE / 2
-MARGIN, LEGEND_LINE, TITLE_LINE, NOTE_LINE = 0.1, 0.19, 0.2, 0.145  # inches
-TITLE_LETTERS, NOTE_LETTERS, PANEL_LETTERS = 78, 112, 10  # in a line; of a panel's title in an inch
-LETTER, HANDLE = 0.07, 0.53  # inches: a letter of the legend, and the sign next to a label
+# inches
+MARGIN = 0.1
+LEGEND_LINE = 0.19
+TITLE_LINE = 0.2
+NOTE_LINE = 0.145
+# in a line; of a panel's title in an inch
+TITLE_LETTERS = 78
+NOTE_LETTERS = 112
+PANEL_LETTERS = 10
+# inches: a letter of the legend, and the sign next to a label
+LETTER = 0.07
+HANDLE = 0.53
 NUMBERED_CELLS = 96  # a map of at most this many cells has room for their numbers
 
 styled = rc_context(STYLE)  # a decorator: text keeps the font size that is set when it is made

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # the adapter that ships
 FULL_CACHE = "full cache"
-ALL, GROUP, TASK = "all", "group", "task"  # kinds of parts
+# kinds of parts
+ALL = "all"
+GROUP = "group"
+TASK = "task"
 ASKED = ("model", "dtype", "protocol", "benchmark", "max_context", "prefix_policy")
 SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
 Row = Mapping[str, object]

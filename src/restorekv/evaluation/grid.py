@@ -96,7 +96,8 @@ class Cell:
     @classmethod
     def from_dict(cls, stored: dict) -> Self:
         """Reads what `to_dict` wrote."""
-        cell, hints = cls(**stored), get_type_hints(cls)
+        cell = cls(**stored)
+        hints = get_type_hints(cls)
         if wrong := [
             name for name, hint in hints.items() if not has_type(getattr(cell, name), hint)
         ]:

@@ -86,7 +86,8 @@ HELD_COLUMNS = NAMES | {
 def scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     """Return the scores of one condition over all tasks, or by group of tasks or by task."""
     own = [row for row in rows if row["kind"] == kind]
-    where, what = own[0]["condition"], "scores" if kind == ALL else f"scores by {kind}"
+    where = own[0]["condition"]
+    what = "scores" if kind == ALL else f"scores by {kind}"
     metrics = dict.fromkeys(key for row in own for key in row if key.startswith("metric "))
     columns = dict(SCORE_COLUMNS)
     for key in metrics:

@@ -42,7 +42,9 @@ from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 from restorekv.tasks.ruler.benchmark import Ruler
 
-FOLDER, OURS, CONFIG = "kvpress", "restorekv.json", "config.yaml"
+FOLDER = "kvpress"
+OURS = "restorekv.json"
+CONFIG = "config.yaml"
 PRESSES = {
     ("kvzip", False): "kvzip",
     ("kvzip+", False): "kvzip_plus",
@@ -114,10 +116,8 @@ def points(answers: Sequence[Mapping]) -> float:
 
 def write(folder: Path, result: Result, part: Part) -> Path:
     """Fills the part's folder, unless it is complete, and returns it."""
-    config, own = (
-        settings(result, part),
-        {"cell": result.cell.to_dict(), "facts": result.facts, **result.summary},
-    )
+    config = settings(result, part)
+    own = {"cell": result.cell.to_dict(), "facts": result.facts, **result.summary}
     path = free_folder(folder / folder_name(config), result.cell)
     if (path / CONFIG).exists() and read_own(path) == own:
         return path
@@ -152,7 +152,8 @@ def settings(result: Result, part: Part) -> dict:
 
     press_init_command holds our own settings; the leaderboard shows it next to a method's name.
     """
-    cell, facts = result.cell, result.facts
+    cell = result.cell
+    facts = result.facts
     return {
         "dataset": part.dataset,
         "data_dir": part.data_dir,
@@ -237,7 +238,8 @@ def free_folder(path: Path, cell: Cell) -> Path:
             and any(folder.iterdir())
         )
 
-    free, number = path, 0
+    free = path
+    number = 0
     while taken(free):
         number += 1
         free = path / str(number)

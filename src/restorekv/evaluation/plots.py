@@ -82,7 +82,9 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
         axes.set_ylabel("score (points)")
     for axes in panels[1:]:
         axes.sharey(panels[0])
-    where, first, waiting = rows[0]["condition"], done[-1], len(whole) - len(done)
+    where = rows[0]["condition"]
+    first = done[-1]
+    waiting = len(whole) - len(done)
     note = "Bands and bars: 95 % bootstrap intervals over contexts. "
     note += f"{first['questions']:,} questions on {first['contexts']:,} contexts, "
     note += f"{first['seeds']} seed{'s' * (first['seeds'] > 1)}."

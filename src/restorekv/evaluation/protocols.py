@@ -154,7 +154,8 @@ class KVzipOwn(Protocol):
 
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         before, after = self.surroundings(model, tokenizer)
-        prefix, article = encode(tokenizer, before=before), encode(tokenizer, text)
+        prefix = encode(tokenizer, before=before)
+        article = encode(tokenizer, text)
         if not article.shape[-1]:
             raise RestoreKVError("The context is empty; give a text with at least one word.")
         return Context(

@@ -108,11 +108,14 @@ class Workers:
         """Yields what the calls return, in their order; raises a worker's error or bug here."""
         # Drops earlier answers.
         self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}
-        waiting, deaths, done = deque(range(len(calls))), Counter(), {}
+        waiting = deque(range(len(calls)))
+        deaths = Counter()
+        done = {}
         for turn in range(len(calls)):
             while turn not in done:
                 while self.idle and waiting:
-                    worker, number = self.idle.popleft(), waiting.popleft()
+                    worker = self.idle.popleft()
+                    number = waiting.popleft()
                     name, arguments = calls[number]
                     self.busy[getattr(worker, name).remote(*arguments)] = worker, number
                 for answer in self.ray.wait(list(self.busy))[0]:

@@ -28,7 +28,8 @@ from restorekv.evaluation.results import flat
 from restorekv.evaluation.tables import Table
 from restorekv.files import temporary_name
 
-INDEX, SVG = "index.html", "svg"
+INDEX = "index.html"
+SVG = "svg"
 FILES = (INDEX, "csv", SVG, "png")
 GENERATOR = "restorekv "
 SIGNS = {"▲": "up", "▼": "down", "✓": "up", "✗": "down", "○": "even", "=": "even"}

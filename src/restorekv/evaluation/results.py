@@ -27,13 +27,11 @@ from restorekv.files import check_not_link, has_type, open_own, parse_json, read
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
-CELLS, CELL, ANSWERS, SECONDS, SUMMARY = (
-    "cells",
-    "cell.json",
-    "answers.jsonl",
-    "seconds.jsonl",
-    "summary.json",
-)
+CELLS = "cells"
+CELL = "cell.json"
+ANSWERS = "answers.jsonl"
+SECONDS = "seconds.jsonl"
+SUMMARY = "summary.json"
 LINES_LIMIT = 1 << 30  # bytes
 # What the files hold at least, by type.
 FACTS = dict[str, Any]
@@ -192,7 +190,8 @@ def differences(before: dict, now: dict) -> str:
     """Names what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
-    before, now = flat(before), flat(json.loads(json.dumps(now)))
+    before = flat(before)
+    now = flat(json.loads(json.dumps(now)))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     changed = [key for key in keys if key != "threads" and not key.startswith("versions.")]
     return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)

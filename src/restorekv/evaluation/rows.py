@@ -217,7 +217,9 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
     every task, and fidelity is over all tasks. Figures of fidelity are None for a cell that was
     answered before they were recorded.
     """
-    cell, facts, figures = result.cell, result.facts, result.summary
+    cell = result.cell
+    facts = result.facts
+    figures = result.summary
     left_out = SeedPool((full,)).without_loss() if full else ()
     base = base if cell.restored else None
     pool, of_base, of_full = (

@@ -58,7 +58,8 @@ class LocalPool:
     """Runs jobs in this process; the job opened last stays open."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self.device, self.opened = device, None
+        self.device = device
+        self.opened = None
 
     def worker(self, job: Job) -> Worker:
         if self.opened is None or self.opened.job != job:
@@ -81,7 +82,9 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
     """Returns what the cell is made with; cells with equal facts and fields have equal answers on
     one machine.
     """
-    adapter, benchmark, name = worker.adapters[cell], worker.benchmark, FULL
+    adapter = worker.adapters[cell]
+    benchmark = worker.benchmark
+    name = FULL
     if cell.evictor != FULL:
         context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapted(

@@ -157,7 +157,8 @@ def tally(answers: Sequence[Answer], by_context: bool = False) -> tuple[np.ndarr
         sums[place] += answer.score
         counts[place] += 1
     if by_context:
-        sums, counts = sums / np.maximum(counts, 1), np.minimum(counts, 1)
+        sums = sums / np.maximum(counts, 1)
+        counts = np.minimum(counts, 1)
     return sums, counts
 
 

@@ -177,7 +177,8 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def __rich__(self) -> rich_table.Table:
-        title, note = Text(self.title), Text(self.note)
+        title = Text(self.title)
+        note = Text(self.note)
         table = rich_table.Table(title=title, caption=note, title_justify="left", min_width=72)
         for index, title in enumerate(self.columns):
             justify = "left" if index in self.left else "right"

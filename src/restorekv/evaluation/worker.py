@@ -42,11 +42,9 @@ class Worker:
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
         first = job.first
-        self.job, self.protocol, self.benchmark = (
-            job,
-            protocols.make(first.protocol),
-            tasks.make(first.benchmark),
-        )
+        self.job = job
+        self.protocol = protocols.make(first.protocol)
+        self.benchmark = tasks.make(first.benchmark)
         self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
         support.install(self.model)
         self.adapters = {cell: self.load(cell) for cell in job.cells}
@@ -91,7 +89,8 @@ class Worker:
         """Asks a sample's questions of every cell in turn; what is expensive is done once, and only
         if needed.
         """
-        sample, first = self.by_id[name], self.job.first
+        sample = self.by_id[name]
+        first = self.job.first
         context, cut = self.protocol.context(
             first.model, self.tokenizer, sample.context, first.max_context
         )
@@ -204,7 +203,8 @@ class Worker:
         """Returns every question's answer with its scores and its fidelity to the full cache's
         answer.
         """
-        lines, figures = [], zip(answers, full.answers, divergences, strict=True)
+        lines = []
+        figures = zip(answers, full.answers, divergences, strict=True)
         for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
             text = self.text(ids)
             answer = {"id": question.id, "task": question.task, "question": question.text}

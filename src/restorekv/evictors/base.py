@@ -15,7 +15,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.observer import Observer
 from restorekv.model.prompt import Context
 
-Model, Cache = PreTrainedModel, DynamicCache
+Model = PreTrainedModel
+Cache = DynamicCache
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,8 @@ class ContrastKV(KVzip):
 
     def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
         """Returns (L, H, T) >= 0."""
-        lowest, highest = negative.amin((1, 2), keepdim=True), negative.amax((1, 2), keepdim=True)
+        lowest = negative.amin((1, 2), keepdim=True)
+        highest = negative.amax((1, 2), keepdim=True)
         span = (highest - lowest).clamp_min(torch.finfo(negative.dtype).tiny)
         return self.gamma * (negative - lowest) / span
 
@@ -144,7 +145,9 @@ class ContrastKVSimple(ContrastKV):
 
     def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
         """Returns (L, H, T) >= 0."""
-        flat, against = positive.flatten(1), negative.flatten(1)  # (L, H * T)
+        # (L, H * T)
+        flat = positive.flatten(1)
+        against = negative.flatten(1)
         (median,), (top,) = quantiles(flat, 0.5), quantiles(against, 0.8)
         smaller = torch.searchsorted(against.sort(-1).values, against)
         rank = smaller / max(against.shape[-1] - 1, 1)
@@ -158,7 +161,8 @@ def quantiles(values: Tensor, *levels: float) -> list[Tensor]:
 
     Indices are computed in double precision: torch.quantile is off by whole elements on long axes.
     """
-    ordered, last = values.sort(-1).values, values.shape[-1] - 1
+    ordered = values.sort(-1).values
+    last = values.shape[-1] - 1
     lows = [int(level * last) for level in levels]
     return [
         ordered[..., [low]].lerp(ordered[..., [min(low + 1, last)]], level * last - low)

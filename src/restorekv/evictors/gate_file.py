@@ -139,7 +139,9 @@ def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, .
     """Returns the shapes that a layer of this kind must have; raises KeyError or IndexError if
     sizes are missing.
     """
-    heads, groups, hidden = shape.heads, shape.groups, shape.hidden
+    heads = shape.heads
+    groups = shape.groups
+    hidden = shape.hidden
     if kind == "kvzap-linear":
         return {"weight": (heads, hidden), "bias": (heads,)}
     if kind == "kvzap-mlp":
@@ -150,7 +152,8 @@ def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, .
             "2.weight": (heads, width),
             "2.bias": (heads,),
         }
-    rank, sinks = layer["q_norm.weight"].shape[0], layer["k_base"].shape[2]
+    rank = layer["q_norm.weight"].shape[0]
+    sinks = layer["k_base"].shape[2]
     return {
         "q_proj.weight": (heads * groups * rank, hidden),
         "q_proj.bias": (heads * groups * rank,),
@@ -198,7 +201,8 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
-    own, similar = base_weights.describe(model), []
+    own = base_weights.describe(model)
+    similar = []
     paths = (
         shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING
     )

@@ -28,7 +28,8 @@ class GateScores:
     def __init__(self, model: Model, context: Context, gate: Gate, predict: Predict) -> None:
         shape = CacheShape.of(model)
         self.scores = torch.zeros(shape.layers, shape.heads, context.positions, device=model.device)
-        self.gate, self.predict = gate, predict
+        self.gate = gate
+        self.predict = predict
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> None:
@@ -97,7 +98,8 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     dtypes.
     """
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden = hidden.to(dtype)
+    weight = weight.to(dtype)
     if weight.ndim == 2:
         return F.linear(hidden, weight, None if bias is None else bias.to(dtype))
     result = hidden @ weight.mT

@@ -72,7 +72,10 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    heads, rows, dim, dtype = target.heads, each.rows, target.dim, target.dtype
+    heads = target.heads
+    rows = each.rows
+    dim = target.dim
+    dtype = target.dtype
     own, cached = (
         tuple(draw(heads, count, dim).to(dtype) for _ in range(2)) for count in (rows, each.held)
     )
@@ -96,7 +99,8 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
     )
     for head in range(heads):
         point_at(query[head], keys[head, places])
-    query, scale = query.to(dtype), dim**-0.5
+    query = query.to(dtype)
+    scale = dim**-0.5
     columns = torch.arange(each.held + rows)
     later = columns[None] > each.held + torch.arange(rows)[:, None]
     logits = (query.double() @ keys[:, None].mT * scale).masked_fill(later, -math.inf)
@@ -180,7 +184,8 @@ def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
     for each in PASSES:
         inputs = make_inputs(target, each)
         device = target.device
-        query, own = inputs.query.to(device), lay(inputs.own, each, device)
+        query = inputs.query.to(device)
+        own = lay(inputs.own, each, device)
         cached = lay(inputs.cached, each, device)
         output, lse = kernels.attend(
             query, own, cached, inputs.scale, each.sinks, each.start, each.end

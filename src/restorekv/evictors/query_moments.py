@@ -30,19 +30,23 @@ class QueryMoments:
             shape.layers, shape.heads, shape.groups, shape.head_dim, device=model.device
         )
         self.spread = self.mean.unsqueeze(-1).repeat(1, 1, 1, 1, shape.head_dim)
-        self.count, self.skip = [0] * shape.layers, skip
+        self.count = [0] * shape.layers
+        self.skip = skip
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> None:
         """Handles one layer of one chunk of the prefill."""
-        layer, before = view.layer, view.key.shape[1] - view.query.shape[2]
+        layer = view.layer
+        before = view.key.shape[1] - view.query.shape[2]
         hidden = view.hidden[max(self.skip - before, 0) :]
-        seen, new = self.count[layer], len(hidden)
+        seen = self.count[layer]
+        new = len(hidden)
         if new == 0:
             return
         query = unrotated(view.module, hidden).unflatten(0, view.query.shape[:2])  # (H, G, new, D)
         mean = query.mean(-2)
-        query, step = query - mean.unsqueeze(-2), mean - self.mean[layer]
+        query = query - mean.unsqueeze(-2)
+        step = mean - self.mean[layer]
         between = step.unsqueeze(-1) * step.unsqueeze(-2) * (seen * new / (seen + new))
         self.spread[layer] += query.mT @ query + between
         self.mean[layer] += step * (new / (seen + new))
@@ -54,7 +58,8 @@ class QueryMoments:
         """
         positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
         cos, sin = (x[0].mean(0) for x in decoder(model).rotary_emb(self.mean, positions))
-        mean, covariance = self.mean[layer], self.spread[layer] / max(self.count[layer], 1)
+        mean = self.mean[layer]
+        covariance = self.spread[layer] / max(self.count[layer], 1)
         for _ in range(2):  # C R^T transposed is R C, R C R^T transposed is itself
             covariance = (covariance * cos + rotate_half(covariance) * sin).mT
         return mean * cos + rotate_half(mean) * sin, covariance
@@ -75,7 +80,8 @@ def expected_weights(key: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     key (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G *
     K * D floats.
     """
-    dim, weights = key.shape[-1], []
+    dim = key.shape[-1]
+    weights = []
     for k, m, c in zip(key, mean, covariance, strict=True):
         logits = m @ k.T / dim**0.5 + (k @ c * k).sum(-1) / (2 * dim)
         weights.append(logits.softmax(-1).mean(0))

@@ -67,7 +67,8 @@ class SnapKV(Evictor):
         """Returns (L, H, T) with the window highest; of a budget smaller than the window, its
         latest columns stay.
         """
-        shape, window = CacheShape.of(model), min(self.window, context.tokens)
+        shape = CacheShape.of(model)
+        window = min(self.window, context.tokens)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         start = context.positions - window
 

@@ -83,7 +83,9 @@ def highest(
     neither does the row.
     """
     heads, groups, rows, width = query.shape
-    query, keys, lse = contiguous_rows(query), contiguous_rows(keys), lse.contiguous()
+    query = contiguous_rows(query)
+    keys = contiguous_rows(keys)
+    lse = lse.contiguous()
     best = query.new_zeros(heads, groups, keys.shape[1], dtype=torch.float32)
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
@@ -165,7 +167,8 @@ def accumulate(
             visible = visible & (pair[None, :] <= limit[:, None])
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
-        fade, share = tl.exp2(best - higher), tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(best - higher)
+        share = tl.exp2(logits - higher[:, None])
         value = tl.load(values + at * value_row + column, mask=valid, other=0.0)
         shared = share.to(value.dtype).to(FACTOR)
         output = tl.dot(shared, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
@@ -211,16 +214,22 @@ def attend_kernel(
     the rest.
     """
     pair = tl.program_id(1).to(tl.int64)
-    head, group = pair // G, pair % G
+    head = pair // G
+    group = pair % G
     row = tl.program_id(0) * M + tl.arange(0, M)
-    column, real = tl.arange(0, BLOCK_D)[None, :], row < rows
+    column = tl.arange(0, BLOCK_D)[None, :]
+    real = row < rows
     place = query + head * q_head + group * q_group + row.to(tl.int64)[:, None] * q_row + column
     q = tl.load(place, mask=real[:, None] & (column < D), other=0.0)
-    best, weight = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    best = tl.full([M], float("-inf"), tl.float32)
+    weight = tl.zeros([M], tl.float32)
     total = tl.zeros([M, BLOCK_D], tl.float32)
-    own_key, own_value = own_keys + head * own_key_head, own_values + head * own_value_head
-    key, value = keys + head * key_head, values + head * value_head
-    end, gap = tl.minimum(tl.program_id(0) * M + M, rows), start - sinks
+    own_key = own_keys + head * own_key_head
+    own_value = own_values + head * own_value_head
+    key = keys + head * key_head
+    value = values + head * value_head
+    end = tl.minimum(tl.program_id(0) * M + M, rows)
+    gap = start - sinks
     best, weight, total = accumulate(
         q,
         own_key,
@@ -315,9 +324,11 @@ def highest_kernel(
 ):
     """Finds the highest weight of M columns of one query head, over all rows that see them."""
     pair = tl.program_id(1).to(tl.int64)
-    head, group = pair // G, pair % G
+    head = pair // G
+    group = pair % G
     at = tl.program_id(0) * M + tl.arange(0, M)
-    width, real = tl.arange(0, BLOCK_D)[None, :], at < columns
+    width = tl.arange(0, BLOCK_D)[None, :]
+    real = at < columns
     corner = keys + head * key_head + at.to(tl.int64)[:, None] * key_row + width
     key = tl.load(corner, mask=real[:, None] & (width < D), other=0.0)
     peak = tl.full([M], float("-inf"), tl.float32)

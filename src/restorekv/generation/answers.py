@@ -89,7 +89,8 @@ def ask_each(
         raise RestoreKVError(
             "graph=True takes the likeliest token alone; leave it or the other options out."
         )
-    limits, samples = generate.limits_of(max_new_tokens, len(asked)), decoding.samples
+    limits = generate.limits_of(max_new_tokens, len(asked))
+    samples = decoding.samples
     prompts = [
         question_ids(tokenizer, context, question, answer_prefix)[0]
         for context, _, question in asked
@@ -99,7 +100,8 @@ def ask_each(
     stops = generate.stop_ids(model, tokenizer)
     seeds = [decoding.seed + place % samples for place in range(len(repeated))]
     rows = rows_of(decoding, tokenizer, read, seeds, stops)
-    caches, own = [asked[number][1] for number in repeated], [limits[number] for number in repeated]
+    caches = [asked[number][1] for number in repeated]
+    own = [limits[number] for number in repeated]
     ids = generate.answer_ids(
         model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows
     )
@@ -142,10 +144,8 @@ def stream(
     context, cache, question = asked
     if decoding.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
-    prompt, stops = (
-        question_ids(tokenizer, context, question, answer_prefix)[0],
-        generate.stop_ids(model, tokenizer),
-    )
+    prompt = question_ids(tokenizer, context, question, answer_prefix)[0]
+    stops = generate.stop_ids(model, tokenizer)
     rows = rows_of(
         decoding, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [decoding.seed], stops
     )
@@ -234,7 +234,8 @@ def generate_inputs(
     asked = question_ids(tokenizer, context, question, answer_prefix)
     placeholder = tokenizer.pad_token_id or 0
     if plain:
-        held, first = cache.layers[0].bounds[1] + cache.restore, cache.get_seq_length()
+        held = cache.layers[0].bounds[1] + cache.restore
+        first = cache.get_seq_length()
         ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
         positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[
             None

@@ -42,7 +42,8 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.support import refuse_beyond
 
-FORMAT, VERSION = "restorekv-chat", 1
+FORMAT = "restorekv-chat"
+VERSION = 1
 SAVED = {
     "question": str,
     "answer": str,
@@ -98,7 +99,8 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.system = system_text(self.system)
-        self.cache, self.running = self.document.cache.fork(), threading.Lock()
+        self.cache = self.document.cache.fork()
+        self.running = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         with self.alone():
@@ -121,7 +123,8 @@ class Chat:
         stream=True. A turn that is broken off, by an error or by leaving the iterator, has not
         happened. Only one turn can be written at a time.
         """
-        decoding, document = Decoding.make(**options), self.document
+        decoding = Decoding.make(**options)
+        document = self.document
         if stream and details:
             raise RestoreKVError(
                 "Only the text of an answer can be streamed; leave out stream or details."
@@ -194,8 +197,11 @@ class Chat:
         constraint: Constraint | None,
     ) -> Iterator[str]:
         """Does so without putting anything back."""
-        document, ids, written = self.document, self.question_ids(question), []
-        start, times = time.perf_counter(), []
+        document = self.document
+        ids = self.question_ids(question)
+        written = []
+        start = time.perf_counter()
+        times = []
         tell_beyond(document.model, self.cache.get_seq_length() + len(ids), "The conversation")
         ends = self.cache.get_seq_length() + len(ids) + limit
         refuse_beyond(document.model, ends, "The conversation with the longest answer allowed")
@@ -236,7 +242,8 @@ class Chat:
         document = self.document
         if not isinstance(question, str) or not question.strip():
             raise RestoreKVError("A question is text that is not empty; ask something.")
-        tokenizer, context = document.tokenizer, document.context
+        tokenizer = document.tokenizer
+        context = document.context
         if len(self.turns) == self.folded:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return conversation_ids(tokenizer, context, [], question, system).tolist()
@@ -248,10 +255,8 @@ class Chat:
         """Returns ids (1, q) behind the last id of the latest answer, which has not been read
         unless it is an EOS.
         """
-        last, stops = (
-            self.turns[-1].answer.ids[-1],
-            generate.stop_ids(self.document.model, self.document.tokenizer),
-        )
+        last = self.turns[-1].answer.ids[-1]
+        stops = generate.stop_ids(self.document.model, self.document.tokenizer)
         return ids[0].tolist() if last in stops else [last, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
@@ -365,10 +370,8 @@ class Chat:
         """
         content = read_json(Path(path), str(path))
         check_saved(path, content, document)
-        chat, stops = (
-            cls(document, content["system"]),
-            generate.stop_ids(document.model, document.tokenizer),
-        )
+        chat = cls(document, content["system"])
+        stops = generate.stop_ids(document.model, document.tokenizer)
         for turn in content["turns"]:
             answer = answer_of(document.tokenizer, turn["written"], stops, len(turn["read"]), None)
             answer = replace(answer, text=turn["answer"], finish=turn.get("finish", answer.finish))
@@ -392,7 +395,8 @@ def conversation_ids(
 
     `system` stands between the context and the first question, as in `Chat`.
     """
-    ids, before = [], ""
+    ids = []
+    before = ""
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
         check_question(asked)
         if not number:
@@ -418,7 +422,8 @@ def check_saved(path: str | Path, content: object, document: ChatContext) -> Non
         raise CacheFileError(
             f"{path} is a conversation over another document; give that document's cache file."
         )
-    turns, vocabulary = content.get("turns"), document.model.get_input_embeddings().weight.shape[0]
+    turns = content.get("turns")
+    vocabulary = document.model.get_input_embeddings().weight.shape[0]
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
     for turn in turns if sound else ():
         sound &= isinstance(turn, dict) and set(turn) == set(SAVED)
@@ -437,7 +442,8 @@ def check_length(path: str | Path, chat: Chat) -> None:
     """Refuses a conversation that the model would have to read beyond its positions, of which a
     file can have any.
     """
-    first, limit = chat.document.cache.get_seq_length(), longest(chat.document.model.config)
+    first = chat.document.cache.get_seq_length()
+    limit = longest(chat.document.model.config)
     most = min(limit, POSITIONS) - first
     if (tokens := len(chat.ids())) > most:
         raise CacheFileError(

@@ -26,7 +26,9 @@ class Constraint:
     """What one answer may continue with, token by token."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        self.matcher, self.size = matcher, size  # the tokenizer's ids; a model may have more
+        # the tokenizer's ids; a model may have more
+        self.matcher = matcher
+        self.size = size
 
     @classmethod
     def make(
@@ -48,10 +50,12 @@ class Constraint:
             raise RestoreKVError(
                 "json_schema and regex need a fast tokenizer; load the model with one."
             )
-        own, ends = VOCABULARIES.setdefault(tokenizer, {}), tuple(sorted(stops))
+        own = VOCABULARIES.setdefault(tokenizer, {})
+        ends = tuple(sorted(stops))
         if ends not in own:
             own[ends] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
-        kind, vocabulary = llguidance.LLMatcher, own[ends]
+        kind = llguidance.LLMatcher
+        vocabulary = own[ends]
         try:
             text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
             # The space with which many tokenizers begin a word is not part of the answer.

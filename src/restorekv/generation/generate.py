@@ -259,14 +259,17 @@ def groups_of(
     `forked` returned.
     """
     ids, positions, visible = batch
-    hides, width = not bool(visible.all()), ids.shape[1]
+    hides = not bool(visible.all())
+    width = ids.shape[1]
     parts = [
         layer.parts if isinstance(layer, MultiContextLayer) else [layer] for layer in cache.layers
     ]
-    groups, first = [], 0
+    groups = []
+    first = 0
     for own in zip(*parts, strict=True):
         places = range(first, first + len(own[0].keys))
-        part, columns = slice(first, places.stop), own[0].columns + width
+        part = slice(first, places.stop)
+        columns = own[0].columns + width
         active = [
             ActiveRow(place, limits[place], rows[place] if rows else None) for place in places
         ]
@@ -319,7 +322,8 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     ]
     ids = torch.cat([group.ids.flatten() for group in groups])[None]
     positions = torch.cat([group.positions.flatten() for group in groups])[None]
-    last, first = [], 0
+    last = []
+    first = 0
     for group, block in zip(groups, blocks, strict=True):
         ends = range(first + block.queries - 1, first + block.tokens, block.queries)
         last += [] if group.unfinished else ends
@@ -446,14 +450,16 @@ class Steps:
         count: int,
         strict: bool = False,
     ) -> None:
-        self.model, self.cache, self.graph, self.taken = model, cache, None, 0
-        self.moved, self.width = (
-            torch.zeros((), dtype=torch.long, device=ids.device),
-            visible.shape[1],
-        )
+        self.model = model
+        self.cache = cache
+        self.graph = None
+        self.taken = 0
+        self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
+        self.width = visible.shape[1]
         for layer in cache.layers:
             layer.fix(count, self.moved)
-        self.ids, self.positions = ids.clone(), positions.clone()
+        self.ids = ids.clone()
+        self.positions = positions.clone()
         self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
         self.last = last_of(ids)
@@ -513,7 +519,8 @@ class Steps:
         before = [x.clone() for x in self.state()]
         graphed = self.logits  # of the capture; a usual step will put other memory in its place
         self.graph.replay()
-        found, ids = graphed.clone(), self.ids.clone()
+        found = graphed.clone()
+        ids = self.ids.clone()
         for state, value in zip(self.state(), before, strict=True):
             state.copy_(value)
         self.step()
@@ -536,7 +543,8 @@ class Steps:
         """Captures a step, once the first one has compiled and allocated everything; nothing is
         computed.
         """
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.ids.device)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self.ids.device)
         try:
             # Work of other threads must not end the capture; checks of theirs would.
             with proofs.exclusive(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -548,7 +556,8 @@ class Steps:
 
     def give_up(self, reason: str) -> None:
         """Computes all further steps of this model as usual."""
-        self.graph, self.can_capture = None, False
+        self.graph = None
+        self.can_capture = False
         NEVER_GRAPHED.add(self.model)
         warn(
             f"{type(self.model).__name__} is not run as a CUDA graph on {proofs.describe(self.ids.device)}: {reason}. "

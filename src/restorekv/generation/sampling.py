@@ -211,7 +211,8 @@ def taken_from(config: GenerationConfig) -> dict[str, object]:
         raise RestoreKVError(
             f"config is transformers' GenerationConfig, not {type(config).__name__}."
         )
-    usual, own = GenerationConfig().to_dict(), config.to_dict()
+    usual = GenerationConfig().to_dict()
+    own = config.to_dict()
     changed = {name for name, value in own.items() if value not in (None, False, usual.get(name))}
     if strange := sorted(name for name in changed - TAKEN - IDLE if not name.startswith("_")):
         fix = (
@@ -314,7 +315,8 @@ class Row:
     def adjust(self, logits: Tensor) -> Tensor:
         """Returns logits (1, V) after the bias and the penalties of what the answer has already."""
         decoding = self.decoding
-        frequency, presence = decoding.frequency_penalty, decoding.presence_penalty
+        frequency = decoding.frequency_penalty
+        presence = decoding.presence_penalty
         if not (decoding.logit_bias or frequency or presence):
             return logits
         adjusted = logits.clone()

@@ -376,7 +376,8 @@ class Scheduler:
         )
         if not task.is_read:
             return
-        group, row = task.group, task.group.rows[0]
+        group = task.group
+        row = task.group.rows[0]
         task.begun = 1
         task.active = 1
         row.columns = group.parts[0].columns

@@ -23,7 +23,9 @@ from restorekv.model.attention.naive import causal
 from restorekv.model.attention.proofs import Component, Measured, Target, register
 from restorekv.model.attention.trials import LENGTHS, everywhere, ragged_layer
 
-LAYERS, HIDDEN, VOCABULARY = 2, 64, 96
+LAYERS = 2
+HIDDEN = 64
+VOCABULARY = 96
 PROMPTS = (5, 2, 4)  # tokens of each row's question
 RESTORED = (3, 1)  # restore tokens of each document
 STEPS = 6  # one as usual, one captured, the others replayed
@@ -35,7 +37,9 @@ class SmallDecoder:
     """Called as transformers' models are; its weights are random, the same for every device."""
 
     def __init__(self, target: Target) -> None:
-        self.target, self.device, self.dtype = target, target.device, target.dtype
+        self.target = target
+        self.device = target.device
+        self.dtype = target.dtype
         self.generator = torch.Generator().manual_seed(3)
         width = target.heads * target.groups * target.dim
         self.embedding, self.head = self.draw(VOCABULARY, HIDDEN), self.draw(HIDDEN, VOCABULARY)
@@ -95,7 +99,8 @@ class SmallDecoder:
 
     def make_cache(self, restored: int, first: int) -> RaggedCache:
         """Returns a compressed context whose heads keep unequal numbers of pairs."""
-        target, layers = self.target, []
+        target = self.target
+        layers = []
         for number in range(LAYERS):
             lengths = [
                 LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)
@@ -117,7 +122,8 @@ def turned(states: Tensor, angles: Tensor) -> Tensor:
     """Applies RoPE to (B, heads, q, D); the last number of an odd D stays."""
     half = angles.shape[-1]
     first, second, rest = states.float().split([half, half, states.shape[-1] - 2 * half], -1)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(
         states.dtype
     )
@@ -142,11 +148,13 @@ def measure_rows(
     """Compares steps for a batch of rows, of which row i asks caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
     ids, positions, visible = padded(decoder, caches, prompts)
-    plain, fixed = forked(caches), forked(caches)
+    plain = forked(caches)
+    fixed = forked(caches)
     mask = visible[:, None, None] & causal(ids.shape[1], visible.shape[1], ids.device)
     for cache in (plain, fixed):
         logits = decoder(ids, mask, positions, cache).logits[:, -1]
-    ids, positions = logits.max(-1, keepdim=True).indices, positions[:, -1:] + 1
+    ids = logits.max(-1, keepdim=True).indices
+    positions = positions[:, -1:] + 1
     steps = make_steps(decoder, fixed, ids, positions, visible, STEPS, strict=True)
     for number in range(STEPS):
         chosen = steps().clone()
@@ -160,7 +168,8 @@ def measure_rows(
         yield Measured(
             f"{name}, ids of step {number + 1}", distance(found.gather(-1, chosen), highest), 0.0
         )
-        ids, positions = chosen, positions + 1
+        ids = chosen
+        positions = positions + 1
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -87,7 +87,8 @@ def decoded(sketch: str) -> Tensor:
 
 def origin(model: PreTrainedModel) -> dict[str, object]:
     """Returns what the record of an adapter or a gate says of the model that it is made for."""
-    name, fingerprint = load.model_name(model), load.model_fingerprint(model)
+    name = load.model_name(model)
+    fingerprint = load.model_fingerprint(model)
     rope = load.rope_fingerprint(model.config)
     return {"model": name, "fingerprint": fingerprint, "rope": rope, "weights": describe(model)}
 
@@ -117,10 +118,8 @@ def check(
             else fix
         )
         raise error(f"The {what} was made for another model ({shown(card.model)}); {fix}.")
-    message, made = (
-        f"The {what} was made for other weights of {shown(card.model)}",
-        card.weights.get("source"),
-    )
+    message = f"The {what} was made for other weights of {shown(card.model)}"
+    made = card.weights.get("source")
     message += f", {shown(made)}" if made else ""
     message += f", than these, {own['source']}" if own["source"] else ""
     warn(f"{message}; expect slightly worse answers.")

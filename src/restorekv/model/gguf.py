@@ -34,7 +34,8 @@ from restorekv.model.model_folder import ADAPTER, NO_CODE, adapter_in
 from restorekv.seal import file_digest
 
 MAGIC = b"GGUF"
-MARKER, VERSION = "gguf.json", 1
+MARKER = "gguf.json"
+VERSION = 1
 OTHERS = stat.S_IWGRP | stat.S_IWOTH  # permissions of a file that others can change
 SMALL = 2**24  # bytes; of larger files in the cache only the size is checked
 NEWER = hasattr(transformers, "GgufConfig")  # versions that may keep weights packed by default
@@ -341,7 +342,8 @@ def weights(header: Header) -> str:
 @contextmanager
 def hushed() -> Iterator[None]:
     """Silences the progress bars and messages of transformers, some of which no setting turns off."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

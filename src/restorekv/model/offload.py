@@ -84,7 +84,10 @@ class OffloadedLayer(DynamicLayer):
     """
 
     def __init__(self, store: OffloadStore, index: int) -> None:
-        self.store, self.index, self.room, self.length = store, index, None, 0
+        self.store = store
+        self.index = index
+        self.room = None
+        self.length = 0
         super().__init__()
 
     def stored(self) -> Pair:
@@ -105,17 +108,22 @@ class OffloadedLayer(DynamicLayer):
         """Frees the room: the setter of `keys` and `values`, which takes None alone."""
         if value is not None:
             raise ValueError("an offloaded layer is written by update alone")
-        self.room, self.length = None, 0
+        self.room = None
+        self.length = 0
         self.store.release(self)
 
-    keys, values = keys.setter(release), values.setter(release)
+    keys = keys.setter(release)
+    values = values.setter(release)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Pair:
         """Q new pairs (1, H, Q, D) -> all pairs."""
         if self.room is None:
             self.room = self.store.allocate(self)
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        start, self.length = self.length, self.length + key_states.shape[-2]
+            self.dtype = key_states.dtype
+            self.device = key_states.device
+            self.is_initialized = True
+        start = self.length
+        self.length = self.length + key_states.shape[-2]
         for stored, states in zip(self.stored(), (key_states, value_states), strict=True):
             self.store.write(self, stored[:, :, start:], states)
         return self.store.append(self, (key_states, value_states))
@@ -130,7 +138,9 @@ class OffloadStore(ABC):
     def __init__(
         self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.size, self.dtype, self.device = size, dtype, device
+        self.size = size
+        self.dtype = dtype
+        self.device = device
         self.layers = [OffloadedLayer(self, index) for index in range(count)]
 
     @property
@@ -171,7 +181,8 @@ class FileStore(OffloadStore):
         self.maps: dict[int, mmap.mmap] = {}
         self.loaded: OffloadedLayer | None = None
         super().__init__(count, size, dtype, device)
-        folder, needed = tempfile.gettempdir(), count * self.nbytes
+        folder = tempfile.gettempdir()
+        needed = count * self.nbytes
         message = f"The full cache takes {needed / 1e9:,.1f} GB and {folder} has less; set TMPDIR to a roomier folder."
         if shutil.disk_usage(folder).free < needed:
             raise RestoreKVError(message)

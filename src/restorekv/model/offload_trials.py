@@ -44,7 +44,8 @@ def measure_store(make_store: MakeStore, streams: bool, target: Target) -> Itera
         for _ in range(LAYERS)
     ]
     there = [tuple(x.to(target.device) for x in pair) for pair in on_cpu]
-    start, grown = 0, []
+    start = 0
+    grown = []
     for number, share in enumerate(STEPS):
         end = columns if number == len(STEPS) - 1 else start + max(int(columns * share), 1)
         for layer, pair in zip(store.layers, there, strict=True):

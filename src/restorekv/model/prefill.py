@@ -43,7 +43,8 @@ class ReadOnlyLayer(DynamicLayer):
 
     def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
         super().__init__()
-        self.dense, self.columns = dense, columns
+        self.dense = dense
+        self.columns = columns
         self.is_initialized = True
 
     def get_seq_length(self, *_: object) -> int:
@@ -53,7 +54,8 @@ class ReadOnlyLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
-        self.keys, self.values = key_states, value_states
+        self.keys = key_states
+        self.values = value_states
         cached = (x[..., : self.columns, :] for x in (self.dense.keys, self.dense.values))
         return tuple(
             torch.cat(pair, dim=-2) for pair in zip(cached, (key_states, value_states), strict=True)
@@ -88,7 +90,8 @@ class QueryOnlyLayer(CompressedLayer):
 
     def __init__(self, seen: int) -> None:
         super().__init__()
-        self.seen, self.is_initialized = seen, True
+        self.seen = seen
+        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object

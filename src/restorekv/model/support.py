@@ -421,7 +421,8 @@ def seen_whole(model: PreTrainedModel, function: Callable) -> int:
 def visible(model: PreTrainedModel, function: Callable, queries: Tensor, keys: Tensor) -> Tensor:
     """Returns which of the queries at these positions see which keys: one bool for each pair."""
     zero = torch.zeros((), dtype=torch.long, device=model.device)
-    queries, keys = queries.to(model.device), keys.to(model.device)
+    queries = queries.to(model.device)
+    keys = keys.to(model.device)
     shown = function(zero, zero, queries, keys)
     return torch.as_tensor(shown, device=model.device).expand(len(queries)).cpu()
 

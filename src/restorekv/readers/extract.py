@@ -20,7 +20,9 @@ PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY = 2 << 30  # bytes that reading a file may take
 READING = threading.BoundedSemaphore(2)  # such processes at once
 LONGEST_NAME = 120  # characters
-TEXT, CACHE = "text", "rkv"  # kinds that no process of its own reads
+# kinds that no process of its own reads
+TEXT = "text"
+CACHE = "rkv"
 
 
 def kind_of(name: str) -> str:
@@ -33,7 +35,8 @@ def kind_of(name: str) -> str:
 
 def text_of(name: str, content: bytes) -> str:
     """Returns the text of a file by its name's ending; refuses what has none."""
-    kind, name = kind_of(name), printable_name(name)
+    kind = kind_of(name)
+    name = printable_name(name)
     text = decoded(content, name) if kind not in ("pdf", "docx") else ""
     if kind in KINDS.values():
         text = run_program(kind, name, text.encode() or content)

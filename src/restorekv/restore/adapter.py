@@ -52,7 +52,8 @@ class RestoreAdapter(nn.Module):
         self.embeddings = nn.Parameter(
             embeddings.to(model.device, torch.float32), card.embeddings == "learned"
         )
-        self.config, self.card = config, card
+        self.config = config
+        self.card = card
         adapted, layers = build(model, config)
         self.tensors = {
             f"{path}.{part}.weight": getattr(layer, part)[NAME].weight
@@ -174,10 +175,8 @@ class RestoreAdapter(nn.Module):
         if not (self.card.settings or {}).get("nested"):
             message = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
             warn(f"{message} (train it with --nested); expect worse answers.")
-        card, embeddings = (
-            replace(self.card, restore_tokens=count),
-            self.embeddings.detach()[:count].clone(),
-        )
+        card = replace(self.card, restore_tokens=count)
+        embeddings = self.embeddings.detach()[:count].clone()
         short = type(self)(self.model, self.config, embeddings, card)
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
         return short
@@ -187,7 +186,8 @@ class RestoreAdapter(nn.Module):
 
         `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
         """
-        first, embeddings = full.get_seq_length(), self.embeddings[:count].to(self.model.dtype)
+        first = full.get_seq_length()
+        embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         decoder(self.adapted)(
@@ -251,7 +251,8 @@ class RestoreAdapter(nn.Module):
         """Warns of a use other than the training's: an adapter restores what its own eviction
         loses.
         """
-        card, messages = self.card, []
+        card = self.card
+        messages = []
         # Kvpress counts the prefix, the authors' code does not.
         if card.source is not None and prefix_policy == "free":
             messages.append(

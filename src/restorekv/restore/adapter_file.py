@@ -27,8 +27,10 @@ from restorekv.errors import AdapterError, first_sentence, raised_as
 from restorekv.files import has_type
 from restorekv.restore.lora import config_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+EMBEDDINGS = "restore_embeddings.safetensors"
+CARD = "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
@@ -241,7 +243,8 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         return None
     entries = files.read_record(path, str(path))
     try:
-        version, sums = entries["version"], entries["sha256"]
+        version = entries["version"]
+        sums = entries["sha256"]
         if version != VERSION:
             raise AdapterError(
                 f"{path} has format version {version!r}; this restorekv reads version {VERSION}."

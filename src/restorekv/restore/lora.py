@@ -105,7 +105,8 @@ def check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
 def check_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:
     """Refuses tensors for other layers than the model's, before PEFT makes layers of their rank."""
     for key, value in lora.items():
-        path, axis = key.rsplit(".", 2)[0], key.endswith(SUFFIXES[0])
+        path = key.rsplit(".", 2)[0]
+        axis = key.endswith(SUFFIXES[0])
         try:
             layer = model.get_submodule(path)
             fits = value.shape[int(axis)] == (layer.in_features if axis else layer.out_features)
@@ -127,10 +128,8 @@ def build(
         return model, {}
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
-    adapted, flags = (
-        twin(model),
-        [(parameter, parameter.requires_grad) for parameter in model.parameters()],
-    )
+    adapted = twin(model)
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         inject_adapter_in_model(config, adapted, NAME)
         layers = {

@@ -161,7 +161,8 @@ def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
     answered = card.data and all(row.get("answers") for row in card.data)
     for key in ("keep", "checkpoint_every", *["max_new_tokens"] * bool(answered)):
         settings.pop(key, None)
-    targets, license = config.target_modules, identifier(card.license or UNKNOWN)
+    targets = config.target_modules
+    license = identifier(card.license or UNKNOWN)
     evictor, _, evictor_settings = (card.evictor or "").partition(":")
     body = ModelCard.from_template(
         front_matter(card, config),
@@ -195,13 +196,15 @@ def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
 
 def front_matter(card: Card, config: LoraConfig) -> ModelCardData:
     """Names a base model only if the hub has it, and a license that the hub knows or "other"."""
-    license, license_name = identifier(card.license or UNKNOWN), None
+    license = identifier(card.license or UNKNOWN)
+    license_name = None
     if license not in HUB:
         letters = (
             letter if letter.isascii() and (letter.isalnum() or letter == ".") else " "
             for letter in license
         )
-        license, license_name = "other", "-".join("".join(letters).lower().split())
+        license = "other"
+        license_name = "-".join("".join(letters).lower().split())
     tags = ["restorekv", "kv-cache", "long-context", *["lora"] * bool(config.target_modules)]
     base = hub_name(card.model) if is_on_hub(card) else None
     return ModelCardData(

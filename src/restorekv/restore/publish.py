@@ -161,7 +161,8 @@ def licensed(card: Card, license: str | None, readme: str | None = None) -> Card
                 f"The README.md that someone wrote names {named or 'no license'}, not {expected}; "
                 f"write `license: {expected}` there or remove it to get a new card."
             )
-        license, fix = named, "fix the license there"
+        license = named
+        fix = "fix the license there"
     recorded = None if identifier(card.license or UNKNOWN) == UNKNOWN else card.license
     license = license or recorded or inherited(card, card.data) or UNKNOWN
     if strict and not non_commercial(license):
@@ -248,17 +249,13 @@ def one_sentence(repo: str) -> Iterator[None]:
     except (
         Exception
     ) as error:  # every version of the client has other kinds where there is no connection
-        reason, message = (
-            first_sentence(error),
-            "The hub cannot be reached ({}); check the network and try again.",
-        )
+        reason = first_sentence(error)
+        message = "The hub cannot be reached ({}); check the network and try again."
         if isinstance(error, LocalTokenNotFoundError):
             message = f"Cannot publish {repo} without a login; {login}."
         elif isinstance(error, HfHubHTTPError):
-            status, reason = (
-                error.response.status_code,
-                first_sentence(Exception(error.server_message or "no reason")),
-            )
+            status = error.response.status_code
+            reason = first_sentence(Exception(error.server_message or "no reason"))
             fix = login if status in (401, 403) else "check the name and try again"
             message = f"The hub refuses {repo} ({status}: {{}}); {fix}."
         elif isinstance(error, ValueError):  # front matter that the hub does not take
@@ -273,13 +270,15 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
     Conventions other than the adapter's own are in the rows. Raises AdapterError for results of
     other weights, another base model or another evictor.
     """
-    card, weights = stored.card, stored.weights_hash()
+    card = stored.card
+    weights = stored.weights_hash()
     try:
         rows = read_json(path, f"The file of results {path}")["rows"]
         same = [row for row in rows if row["fingerprint"] == card.fingerprint]
         mine = [row for row in same if row["adapter"] == weights]
         results = [result(row, rows, card) for row in mine if card.evictor in (None, row["method"])]
-        model, method = rows[0]["model"], (mine or rows)[0]["method"]
+        model = rows[0]["model"]
+        method = (mine or rows)[0]["method"]
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise AdapterError(
             f"{path} is not what `restorekv eval --json` writes; give its file."

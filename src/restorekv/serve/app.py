@@ -29,7 +29,8 @@ from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
 OPEN = ("/health", "/ready", *PATHS)  # asked without a key
-BYTES, FIGURES = "application/octet-stream", "text/plain; version=0.0.4"
+BYTES = "application/octet-stream"
+FIGURES = "text/plain; version=0.0.4"
 
 
 def make_app(
@@ -116,10 +117,8 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        message, headers = (
-            f"{request.method} {request.url.path[:200]}: {error.detail}.",
-            error.headers,
-        )
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+        headers = error.headers
         # The framework names the methods of one of the path's routes only.
         if error.status_code == 405:
             fitting = [

@@ -87,7 +87,10 @@ class Caches:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int
     ) -> None:
-        self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
+        self.model = model
+        self.tokenizer = tokenizer
+        self.store = store
+        self.memory = memory
         self.stops = generate.stop_ids(model, tokenizer)
         # By document and key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
@@ -97,7 +100,8 @@ class Caches:
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         more = (f"{name}={value}" for name, value in self.more.items())
         self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer), *more
-        self.lock, self.loading = threading.Lock(), threading.Lock()
+        self.lock = threading.Lock()
+        self.loading = threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
         self.ending = False
         self.compressing = threading.Thread(
@@ -283,7 +287,8 @@ class Caches:
         """Returns what was written about documents of so many tokens, pairs and bytes, and counts
         it.
         """
-        read, now = len(asked.prompt), time.perf_counter()
+        read = len(asked.prompt)
+        now = time.perf_counter()
         answers = [
             answer_of(self.tokenizer, row.answer, self.stops, read, row)
             if row.answer

@@ -249,11 +249,10 @@ class Embedded(Caches):
         """Returns the question with its documents as one, the ids that the model reads, and seeds
         for its answers.
         """
-        started, contexts = time.perf_counter(), [self.context(each) for each in question.documents]
-        whole, most = (
-            compose(contexts) if len(contexts) > 1 else contexts[0],
-            usable_positions(self.model),
-        )
+        started = time.perf_counter()
+        contexts = [self.context(each) for each in question.documents]
+        whole = compose(contexts) if len(contexts) > 1 else contexts[0]
+        most = usable_positions(self.model)
         said = "".join(
             (question.system, question.text, *(text for turn in question.turns for text in turn))
         )
@@ -266,7 +265,8 @@ class Embedded(Caches):
                 f"Documents and question are longer than the model's {most:,} positions; shorten them."
             )
         question.limit = min(question.limit, left)
-        decoding, read = question.decoding, torch.cat([whole.context.ids[0], prompt])[None]
+        decoding = question.decoding
+        read = torch.cat([whole.context.ids[0], prompt])[None]
         seeds = [decoding.seed + number for number in range(decoding.samples)]
         rows = rows_of(
             decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True
@@ -277,6 +277,7 @@ class Embedded(Caches):
 
     def reply(self, asked: AskedHere) -> None:
         """Settles a question."""
-        manifest, tokens = asked.context.manifest, asked.context.context.positions
+        manifest = asked.context.manifest
+        tokens = asked.context.context.positions
         held = manifest.pairs_held, manifest.bytes_held, manifest.seconds
         settle(asked.question.done, self.replied(asked, tokens, *held))

@@ -179,7 +179,8 @@ def begin(engine: Engine, **asked: Any) -> tuple[Question, asyncio.Future[Reply]
 
     Returns the question, its reply, and a queue of what `on_token` gets, at whose end stands None.
     """
-    loop, tokens = asyncio.get_running_loop(), asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    tokens = asyncio.Queue()
 
     def on_token(*item: Any) -> None:
         loop.call_soon_threadsafe(tokens.put_nowait, item)

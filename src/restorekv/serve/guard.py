@@ -38,7 +38,8 @@ class RefusedError(Exception):
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers or {}
+        self.status = status
+        self.headers = headers or {}
 
 
 class Ending:
@@ -70,7 +71,10 @@ class Guard:
         open_paths: Sequence[str],
         ending: Ending | None = None,
     ) -> None:
-        self.app, self.keys, self.largest, self.open_paths = app, keys, largest, open_paths
+        self.app = app
+        self.keys = keys
+        self.largest = largest
+        self.open_paths = open_paths
         self.ending = ending or Ending()
         self.held = 0  # bytes in memory of all bodies that are being read or answered
 
@@ -78,13 +82,17 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request, start, status, begun = Request(scope), time.perf_counter(), 500, False
+        request = Request(scope)
+        start = time.perf_counter()
+        status = 500
+        begun = False
         name = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
 
         async def named(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
-                status, begun = message["status"], True
+                status = message["status"]
+                begun = True
                 message = {
                     **message,
                     "headers": [*message["headers"], (b"x-request-id", name.encode("latin-1"))],
@@ -131,7 +139,9 @@ class Guard:
         """Runs the application; a body that is too large or too slow ends with an answer that says
         so.
         """
-        headers, begun, body = Request(scope).headers, False, Body(receive, self)
+        headers = Request(scope).headers
+        begun = False
+        body = Body(receive, self)
         form = headers.get("content-type", "").startswith("multipart/form-data")
         body.spooled = form and scope["path"] == "/v1/files"
 
@@ -170,8 +180,13 @@ class Body:
     """
 
     def __init__(self, receive: Receive, guard: Guard) -> None:
-        self.receive, self.guard, self.spooled, self.over = receive, guard, False, False
-        self.bytes, self.held, self.start = 0, 0, time.monotonic()
+        self.receive = receive
+        self.guard = guard
+        self.spooled = False
+        self.over = False
+        self.bytes = 0
+        self.held = 0
+        self.start = time.monotonic()
         self.refused: RefusedError | None = None  # why it is not read to its end
 
     async def piece(self) -> Message:
@@ -244,10 +259,8 @@ class Connection(H11Protocol):
         """Ends a connection on which nothing has moved since the last check."""
         if self not in self.connections:
             return
-        idle, unread = (
-            self.cycle is None or self.cycle.response_complete,
-            self.transport.get_write_buffer_size(),
-        )
+        idle = self.cycle is None or self.cycle.response_complete
+        unread = self.transport.get_write_buffer_size()
         if (idle or unread) and self.seen == (self.cycle, unread):
             self.transport.abort()
             return
@@ -262,7 +275,8 @@ def at_home(request: Request, keys: Sequence[str]) -> bool:
     Such a page sends its own Origin, or has made its name resolve to this machine, which the Host
     shows.
     """
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    host = request.headers.get("host", "")
+    origin = request.headers.get("origin")
     if keys:
         return True
     local = request.client is None or request.client.host in LOOPBACK

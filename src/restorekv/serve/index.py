@@ -36,9 +36,12 @@ Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
 
 # What rows may hold. Ids, keys and hashes become names of files, which are read and removed: a
 # stranger's would lead out of the store.
-FILE, KEY = r"file-[0-9a-f]{24}", r"[0-9a-f]{32}"
+FILE = r"file-[0-9a-f]{24}"
+KEY = r"[0-9a-f]{32}"
 SHA256 = r"[0-9a-f]{64}"
-UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
+UPLOADED = "uploaded"
+PROCESSED = "processed"
+FAILED = "error"
 
 
 class Row(BaseModel):

@@ -18,7 +18,9 @@ def shares(context: CompressedContext, layer: int | None, head: int | None) -> d
 
     `layer` and `head` count those heads alone; None is all of them.
     """
-    kept, manifest, start = context.kept, context.manifest, context.context.prefix
+    kept = context.kept
+    manifest = context.manifest
+    start = context.context.prefix
     layers, heads, columns = kept.shape
     chosen = kept[within("layer", layer, layers), within("head", head, heads), start:]
     shares = chosen.float().mean((0, 1))
@@ -58,7 +60,9 @@ def pieces_of(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[str, int
     characters.
     """
     pieces: list[tuple[str, int]] = []
-    before, start = 0, 0  # decoding from an earlier token keeps the space between words
+    # decoding from an earlier token keeps the space between words
+    before = 0
+    start = 0
     for end in range(1, len(ids) + 1):
         known = tokenizer.decode(ids[before:start])
         text = tokenizer.decode(ids[before:end])
@@ -68,5 +72,6 @@ def pieces_of(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[str, int
         pieces.append(
             (text[len(known) :] if whole else tokenizer.decode(ids[start:end]), end - start)
         )
-        before, start = start, end
+        before = start
+        start = end
     return pieces

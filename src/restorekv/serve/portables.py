@@ -26,12 +26,14 @@ class Portables:
 
     def __init__(self, folder: Path, limit: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         # Placeholders and bytes.
         self.known: OrderedDict[tuple[str, ...], tuple[list[int], int]] = OrderedDict()
         self.asked: Counter[tuple[str, ...]] = Counter()  # questions that need the file now
         self.forgotten: set[tuple[str, ...]] = set()  # which go with their last question
-        self.lock, self.writing = threading.Lock(), threading.Lock()
+        self.lock = threading.Lock()
+        self.writing = threading.Lock()
         for path in folder.iterdir():
             if OWN.fullmatch(path.name):
                 path.unlink()

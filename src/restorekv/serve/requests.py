@@ -269,7 +269,8 @@ def conversation(messages: Sequence[Message]) -> Conversation:
 
 def opened(message: Message) -> tuple[list[tuple[str, str | Attached]], str]:
     """Returns the documents of the first message and the question after them."""
-    documents, question = [], []
+    documents = []
+    question = []
     for part in message.content if isinstance(message.content, list) else []:
         check_kind(part)
         document = part.document

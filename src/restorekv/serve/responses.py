@@ -24,7 +24,8 @@ from restorekv.serve.requests import ChatRequest, Message, Text
 from restorekv.serve.service import ApiError, Pending, Service
 
 # Answers whose turns are known, and bytes of all their messages.
-REMEMBERED, LARGEST = 1000, 256 << 20
+REMEMBERED = 1000
+LARGEST = 256 << 20
 
 FORMAT = {"type": None, "schema": None}  # fields of a format that have an effect
 

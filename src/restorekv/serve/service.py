@@ -70,7 +70,10 @@ class ApiError(Exception):
         self, status: int, message: str, code: str | None = None, headers: dict | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, headers
+        self.status = status
+        self.message = message
+        self.code = code
+        self.headers = headers
 
 
 class Service:
@@ -79,13 +82,11 @@ class Service:
     def __init__(
         self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits
     ) -> None:
-        self.engine, self.store, self.base, self.default, self.limits = (
-            engine,
-            store,
-            base,
-            default,
-            limits,
-        )
+        self.engine = engine
+        self.store = store
+        self.base = base
+        self.default = default
+        self.limits = limits
         self.tasks: set[asyncio.Task] = set()
         self.wanting = 0  # requests whose documents are not at hand yet
         self.answering: dict[asyncio.Future, Question] = {}
@@ -180,7 +181,8 @@ class Service:
             reading = asyncio.get_running_loop().run_in_executor(
                 READERS, text_of, value.name, value.content
             )
-            kind, value = "text", await reading
+            kind = "text"
+            value = await reading
         if kind == "text":
             # As files are read, whose byte order mark is no part of the text.
             text = value.lstrip("\ufeff")
@@ -208,7 +210,8 @@ class Service:
 
     async def asked(self, request: ChatRequest, kind: str, gone: Callable[[], object]) -> Pending:
         """Hands a request to the engine; `kind` begins the id of the answer."""
-        asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
+        asked = conversation(request.messages)
+        variant = Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
         self.check_open()
 

@@ -53,7 +53,9 @@ class Shared:
     """The folder at `url`; raises RestoreKVError where it cannot be used from the start."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.resumes = re.sub("//[^/@]*@", "//", url), 0.0  # without a password
+        # without a password
+        self.url = re.sub("//[^/@]*@", "//", url)
+        self.resumes = 0.0
         try:
             self.files, root = import_module("fsspec").core.url_to_fs(url, use_listings_cache=False)
             self.root = root.rstrip("/")

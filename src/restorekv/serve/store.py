@@ -65,11 +65,16 @@ class Store:
     """
 
     def __init__(self, folder: Path, disk: int, shared: Shared | None = None) -> None:
-        self.folder, self.disk, self.shared, self.lock = folder, disk, shared, threading.RLock()
+        self.folder = folder
+        self.disk = disk
+        self.shared = shared
+        self.lock = threading.RLock()
         # Caches that came from the shared folder and were not yet found whole.
         self.fetched: set[str] = set()
         self.fetching = threading.Lock()
-        self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
+        self.telling = threading.Lock()
+        self.news = threading.Event()
+        self.closed = False
         self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
         # Takes the SHA-256 of every content that no upload has.
         self.on_delete: Callable[[str], object] = bool

@@ -73,11 +73,13 @@ class Inside:
         own = {"structured_outputs_config": {"backend": "guidance"}, "enable_log_requests": False}
         own["trust_remote_code"] = False
         self.options = {**own, "model": model, "dtype": dtype, **options}
-        self.store, self.fingerprint = store, fingerprint
+        self.store = store
+        self.fingerprint = fingerprint
 
     def start(self) -> None:
         """Starts the engine in the event loop that runs."""
-        arguments, config = import_module("vllm.engine.arg_utils"), import_module("vllm.config")
+        arguments = import_module("vllm.engine.arg_utils")
+        config = import_module("vllm.config")
         connector = transfer_config(self.store, fingerprint=self.fingerprint)
         given = {**self.options, "kv_transfer_config": config.KVTransferConfig(**connector)}
         given["structured_outputs_config"] = config.StructuredOutputsConfig(
@@ -99,10 +101,8 @@ class Inside:
         self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None
     ) -> AsyncIterator[Piece]:
         """See `Side`."""
-        sampling, known = (
-            import_module("vllm.sampling_params"),
-            import_module("vllm.v1.engine.exceptions"),
-        )
+        sampling = import_module("vllm.sampling_params")
+        known = import_module("vllm.v1.engine.exceptions")
         more = (
             {"structured_outputs": sampling.StructuredOutputsParams(json=schema)}
             if schema is not None
@@ -125,7 +125,8 @@ class Inside:
                             likely_of(*pair)
                             for pair in zip(each.token_ids, each.logprobs or (), strict=False)
                         ]
-                        ended, cached = each.finish_reason, output.num_cached_tokens
+                        ended = each.finish_reason
+                        cached = output.num_cached_tokens
                         yield Piece(each.index, each.token_ids, likely, ended, cached)
         except known.EngineDeadError:
             raise AwayError(
@@ -159,10 +160,13 @@ class Elsewhere:
     """A server of vLLM's, reached through its completions API."""
 
     def __init__(self, url: str, store: Path, vocabulary: int) -> None:
-        self.url, self.store, self.vocabulary = url.rstrip("/"), store, vocabulary
+        self.url = url.rstrip("/")
+        self.store = store
+        self.vocabulary = vocabulary
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.model, self.longest = "", None
+        self.model = ""
+        self.longest = None
 
     def start(self) -> None:
         """Asks the server for its model, and whether it has our connector."""
@@ -171,7 +175,8 @@ class Elsewhere:
                 found = client.get(f"{self.url}/models")
                 found.raise_for_status()
                 card = found.json()["data"][0]
-                self.model, self.longest = card["id"], card.get("max_model_len")
+                self.model = card["id"]
+                self.longest = card.get("max_model_len")
             except (httpx2.HTTPError, ValueError, LookupError) as error:
                 raise RestoreKVError(
                     f"There is no vLLM server at {self.url} ({first_sentence(error)}); give its address as "

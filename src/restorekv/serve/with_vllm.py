@@ -90,7 +90,8 @@ class Vllm(Caches):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(model, tokenizer, store, memory)
-        self.waiting, self.tasks = waiting, set()
+        self.waiting = waiting
+        self.tasks = set()
         self.whole: OrderedDict[str, Context] = OrderedDict()
         self.portables = Portables(folder or store.folder / "portable", memory)
         store.on_drop = self.portables.forget
@@ -206,7 +207,9 @@ class Vllm(Caches):
         """Returns a question with the ids of its documents, whose file then stays until the answer
         is there.
         """
-        started, decoding, documents = time.perf_counter(), question.decoding, question.documents
+        started = time.perf_counter()
+        decoding = question.decoding
+        documents = question.documents
         lacking = [
             name for name in UNSUPPORTED if getattr(decoding, name) != getattr(Decoding(), name)
         ]
@@ -231,18 +234,14 @@ class Vllm(Caches):
         begun = {"question": question, "rows": rows, "started": started}
         if not held:
             context = joined([each.context for each in documents])
-            size, prompt = (
-                (*full_size(self.model, context.positions), {}),
-                self.prompt(question, context),
-            )
+            size = (*full_size(self.model, context.positions), {})
+            prompt = self.prompt(question, context)
             return AskedThere(
                 **begun, context=context, held=size, prompt=prompt, document=context.ids[0].tolist()
             )
         whole = compose(held) if len(held) > 1 else held[0]
-        name, manifest = (
-            tuple(self.key(each.sha256, each.variant) for each in documents),
-            whole.manifest,
-        )
+        name = tuple(self.key(each.sha256, each.variant) for each in documents)
+        manifest = whole.manifest
         prompt = self.prompt(question, whole.context)
         ids = self.portables.take(name, whole)
         size = manifest.pairs_held, manifest.bytes_held, manifest.seconds
@@ -257,7 +256,8 @@ class Vllm(Caches):
 
     async def write(self, asked: AskedThere) -> None:
         """Has vLLM write the answers; tokens go to the question's `on_token`."""
-        question, ids = asked.question, [*asked.document, *asked.prompt.tolist()]
+        question = asked.question
+        ids = [*asked.document, *asked.prompt.tolist()]
         limit = min(question.limit, (self.side.longest or len(ids) + question.limit) - len(ids))
         if limit < 1:
             raise RestoreKVError(

@@ -185,7 +185,8 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
 def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
     """Checks names, dtypes, shapes and contents of all tensors against the manifest."""
     layers, heads, dim = (manifest.shape[name] for name in ("layers", "heads", "head_dim"))
-    columns, dtype = manifest.prefix + manifest.tokens, getattr(torch, manifest.dtype)
+    columns = manifest.prefix + manifest.tokens
+    dtype = getattr(torch, manifest.dtype)
     check_tensor(tensors, "context_ids", torch.int32, (1, columns))
     check_tensor(tensors, "suffix_ids", torch.int32, (1, None))
     columns += manifest.earlier  # whose positions are behind the text's
@@ -209,7 +210,9 @@ def check_layer(
         offsets[0] == 0 and min(lengths) >= 0 and max(lengths) <= columns,
         "has offsets that no cache has",
     )
-    rows, dim, storage = offsets[-1], manifest.shape["head_dim"], manifest.storage
+    rows = offsets[-1]
+    dim = manifest.shape["head_dim"]
+    storage = manifest.storage
     names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PARTS)}
     for part in PARTS:
         check_tensor(
@@ -286,7 +289,8 @@ def sums(cache: RaggedCache, prefix: int, columns: int, prefix_policy: str) -> d
     """Returns what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
     + T `columns`.
     """
-    first, of_prefix = cache.layers[0], cache.pairs_of_prefix(prefix)
+    first = cache.layers[0]
+    of_prefix = cache.pairs_of_prefix(prefix)
     numbers = len(cache.layers) * first.heads * columns * 2 * first.restore_keys.shape[-1]
     return {
         "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0),

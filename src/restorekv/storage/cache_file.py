@@ -201,10 +201,8 @@ def unpack(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedC
     layers = []
     for index, offsets in enumerate(tensors["offsets"]):
         restored = (tensors[name][index][None] for name in ("restore_keys", "restore_values"))
-        rows, positions = (
-            context_of(tensors, index, offsets, manifest),
-            tensors[f"layers.{index}.positions"],
-        )
+        rows = context_of(tensors, index, offsets, manifest)
+        positions = tensors[f"layers.{index}.positions"]
         layers.append(
             RaggedLayer(
                 *rows, offsets, positions, seen, *restored, tensors.get(f"layers.{index}.bias")

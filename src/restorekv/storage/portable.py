@@ -118,10 +118,8 @@ class Portable:
         `CompressedContext.ask` gives them.
         """
         support.install(model)
-        cache, several = (
-            RaggedCache.whole(self.cache()),
-            [questions] if isinstance(questions, str) else questions,
-        )
+        cache = RaggedCache.whole(self.cache())
+        several = [questions] if isinstance(questions, str) else questions
         said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
         return said[0] if isinstance(questions, str) else said
 
@@ -167,7 +165,8 @@ def mark(vocabulary: int) -> list[int]:
 
 def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
     """Returns `count` ids that follow from a seed."""
-    raw, first = hashlib.shake_256(seed).digest(4 * count), min(FIRST_ID, vocabulary // 2)
+    raw = hashlib.shake_256(seed).digest(4 * count)
+    first = min(FIRST_ID, vocabulary // 2)
     numbers = (int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
     return [first + number % (vocabulary - first) for number in numbers]
 
@@ -199,7 +198,8 @@ def check_contents(
     tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int, suffix_text: str
 ) -> None:
     """Checks the tensors of a file against each other and against the manifest."""
-    shape, dtype = manifest.shape, getattr(torch, manifest.dtype)
+    shape = manifest.shape
+    dtype = getattr(torch, manifest.dtype)
     require(
         set(tensors) == {"keys", "values", "ids", "suffix_ids"},
         "has other tensors than a portable cache",

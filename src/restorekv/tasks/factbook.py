@@ -23,7 +23,8 @@ class Factbook(Reading):
     decides.
     """
 
-    name, title = "factbook", "Factbook"
+    name = "factbook"
+    title = "Factbook"
     shipped = "factbook/evaluation.jsonl.gz"
     source = "60 sections of The World Factbook (factbook/factbook.json at 8662a8b1)"
     license = "CC0"

@@ -37,7 +37,8 @@ class FairytaleQA(Reading):
     others.
     """
 
-    name, title = "fairytaleqa", "FairytaleQA"
+    name = "fairytaleqa"
+    title = "FairytaleQA"
     shipped = "fairytaleqa/val.jsonl.gz"
     source = "FairytaleQA's validation set (uci-soe/FairytaleQAData at a24ddc17)"
     license = "Apache-2.0; the stories are in the public domain"

@@ -22,7 +22,8 @@ class Genres(Reading):
     text.
     """
 
-    name, title = "genres", "Forty genres"
+    name = "genres"
+    title = "Forty genres"
     shipped = "genres/evaluation.jsonl.gz"
     source = "80 passages of a corpus of 40 genres, kept out of training"
     metric = "token F1; in addition ROUGE-L"

@@ -91,7 +91,8 @@ class Quality(Lettered):
     wrong.
     """
 
-    name, title = "quality", "QuALITY"
+    name = "quality"
+    title = "QuALITY"
     file = "QuALITY.v1.0.1.htmlstripped.dev"
     source = "github.com/nyu-mll/quality (in data/v1.0.1/QuALITY.v1.0.1.zip)"
     license = "CC BY 4.0"
@@ -163,7 +164,8 @@ class LongHealth(Lettered):
     patient.
     """
 
-    name, title = "longhealth", "LongHealth"
+    name = "longhealth"
+    title = "LongHealth"
     file = "benchmark_v5.json"
     source = "github.com/kbressem/LongHealth (data/benchmark_v5.json)"
     license = "Apache-2.0"

@@ -74,7 +74,8 @@ PROMPTS = {task: Prompt(**words) for task, words in WORDS.items()}
 class LongBench(Benchmark):
     """`path` is a folder, or the hub if empty; `tasks` are names joined by "+", all 16 if empty."""
 
-    name, title = "longbench", "LongBench"
+    name = "longbench"
+    title = "LongBench"
     license = "MIT; the texts keep the licenses of the data sets that they come from"
     right_from = 0.5
     metric = "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references"

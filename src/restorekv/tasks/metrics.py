@@ -37,11 +37,13 @@ def normalized(text: str) -> str:
 
 def token_f1(prediction: str, reference: str) -> float:
     """Returns F1 of the two bags of normalized words; 0 if they share none, even if both are empty."""
-    said, wanted = normalized(prediction).split(), normalized(reference).split()
+    said = normalized(prediction).split()
+    wanted = normalized(reference).split()
     common = (Counter(said) & Counter(wanted)).total()
     if not common:
         return 0.0
-    precision, recall = common / len(said), common / len(wanted)
+    precision = common / len(said)
+    recall = common / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -56,7 +58,8 @@ def longest_common_f1(prediction: str, reference: str) -> float:
 
     Words are lower-case runs of letters and digits, not stemmed. `rouge_l` is another measure.
     """
-    said, wanted = WORDS.findall(prediction.lower()), WORDS.findall(reference.lower())
+    said = WORDS.findall(prediction.lower())
+    wanted = WORDS.findall(reference.lower())
     lengths = [0] * (len(wanted) + 1)  # of the words of `said` so far and each prefix of `wanted`
     for word in said:
         diagonal = 0

@@ -35,7 +35,8 @@ class Needle(Benchmark):
     generated from `seed`.
     """
 
-    name, title = "needle", "Needle in a haystack"
+    name = "needle"
+    title = "Needle in a haystack"
     metric = "the prediction contains the normalized answer (KVzip's)"
 
     lengths: str = "500+2000+8000"
@@ -73,11 +74,9 @@ class Needle(Benchmark):
                 text = tokenizer.decode(
                     hay[:place] + needle + hay[place:], clean_up_tokenization_spaces=False
                 ).strip()
-                name, task, facts = (
-                    f"{length}-{depth:g}",
-                    f"needle_{length}",
-                    {"length": length, "depth": depth},
-                )
+                name = f"{length}-{depth:g}"
+                task = f"needle_{length}"
+                facts = {"length": length, "depth": depth}
                 question = Question(
                     name, task, apart(QUESTION, protocol), (ANSWER,), MAX_NEW_TOKENS, facts=facts
                 )
@@ -123,7 +122,9 @@ def essays(folder: Path) -> list[str]:
 
 def first_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:
     """Returns at least `size` ids of as many parts as that takes, tokenized as one text."""
-    text, expected, ids = "", 0, []
+    text = ""
+    expected = 0
+    ids = []
     while len(ids) < size:
         text += (part := next(parts))
         expected += len(text_ids(tokenizer, part))

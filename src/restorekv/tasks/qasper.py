@@ -29,7 +29,8 @@ class Qasper(Benchmark):
     if empty).
     """
 
-    name, title = "qasper", "QASPER"
+    name = "qasper"
+    title = "QASPER"
     license = "CC BY 4.0"
     metric = "token F1, best over annotators"
 

@@ -47,7 +47,8 @@ class Reading(Benchmark):
         texts.
         """
         super().__post_init__()
-        split, length = getattr(self, "split", EVALUATION), getattr(self, "length", 0)
+        split = getattr(self, "split", EVALUATION)
+        length = getattr(self, "length", 0)
         if split not in (known := get_args(Split)):
             raise RestoreKVError(
                 f"A split is one of {', '.join(known)}, not {split!r}; default {EVALUATION}."
@@ -63,7 +64,8 @@ class Reading(Benchmark):
         """Yields the samples of one row of the file; `size` counts the tokens of a text."""
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
-        samples, size = [], token_counter(tokenizer)
+        samples = []
+        size = token_counter(tokenizer)
         for place, row in self.rows():
             with self.well_formed(place):
                 samples += self.read(row, size)
@@ -136,7 +138,9 @@ def packed(sizes: Sequence[int], most: int) -> list[range]:
 
     A size above `most` gets a group of its own.
     """
-    count, low, high = len(grouped(sizes, most)), 1, most
+    count = len(grouped(sizes, most))
+    low = 1
+    high = most
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(grouped(sizes, middle)) <= count else (middle + 1, high)
@@ -145,7 +149,8 @@ def packed(sizes: Sequence[int], most: int) -> list[range]:
 
 def grouped(sizes: Sequence[int], most: int) -> list[range]:
     """Returns groups of neighbors that fill each group before the next begins."""
-    starts, total = [0], 0
+    starts = [0]
+    total = 0
     for index, size in enumerate(sizes):
         if total and total + size > most:
             starts.append(index)

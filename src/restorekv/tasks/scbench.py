@@ -78,7 +78,8 @@ class SCBench(Benchmark):
     `path` is a folder of the files; if it is empty, they come from the hub at `revision`.
     """
 
-    name, title = "scbench", "SCBench"
+    name = "scbench"
+    title = "SCBench"
     license = "MIT (microsoft/SCBench)"
     metric = "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8"
     known_tasks = KNOWN
@@ -144,9 +145,11 @@ def full_task(task: str) -> str:
 
 def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
     """Returns a row's context and questions."""
-    kind, fix = full_task(task), "fetch the file again"
+    kind = full_task(task)
+    fix = "fetch the file again"
     with well_formed(f"{place} lacks a context and a prompt for every ground_truth", fix):
-        prompts, truths = texts(row, "prompts"), field(row, "ground_truth", list)
+        prompts = texts(row, "prompts")
+        truths = field(row, "ground_truth", list)
         if not truths or len(prompts) != len(truths) + 1:
             raise ValueError(len(prompts))
     facts: list[dict[str, object]] = [{}] * len(truths)

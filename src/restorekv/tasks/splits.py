@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 Split = Literal["training", "development", "evaluation"]
-TRAINING, DEVELOPMENT, EVALUATION = "training", "development", "evaluation"
+TRAINING = "training"
+DEVELOPMENT = "development"
+EVALUATION = "evaluation"
 
 EVALUATION_NOVEL = "Burnett_Garden_1911"
 DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"

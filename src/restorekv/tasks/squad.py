@@ -32,7 +32,8 @@ class Extractive(Reading):
 class XQuAD(Extractive):
     """Contexts are paragraphs of an article, joined up to `length` tokens (0: whole articles)."""
 
-    name, title = "xquad", "XQuAD"
+    name = "xquad"
+    title = "XQuAD"
     shipped = "share-alike/squad.json.gz"
     source = "36 articles of XQuAD's English part, a subset of SQuAD v1.1 dev"
 
@@ -73,7 +74,8 @@ class XQuAD(Extractive):
 class HotpotQA(Extractive):
     """Asks every question about its own ten paragraphs."""
 
-    name, title = "hotpotqa", "HotpotQA"
+    name = "hotpotqa"
+    title = "HotpotQA"
     shipped = "share-alike/hotpotqa.json.gz"
     source = "75 of the 100 development examples on HotpotQA's site"
 
@@ -90,7 +92,8 @@ class HotpotQA(Extractive):
         """Returns token F1, or 0 if only one of answer and prediction is "yes" or "no", as the
         official evaluator.
         """
-        answer, reference = normalized(prediction), normalized(question.answers[0])
+        answer = normalized(prediction)
+        reference = normalized(question.answers[0])
         if answer != reference and {answer, reference} & set(VERDICTS):
             return 0.0
         return super().score(question, prediction)

@@ -14,7 +14,8 @@ class TinySuite(Benchmark):
     training).
     """
 
-    name, title = "tiny", "Tiny suite"
+    name = "tiny"
+    title = "Tiny suite"
     data = "generated"
     license = "Apache-2.0"
     metric = "share found, letter or token F1 by family"

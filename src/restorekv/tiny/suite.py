@@ -14,7 +14,8 @@ from restorekv.model.tokenize import text_ids
 from restorekv.tiny.world import KINDS, Document, document
 
 SHARES = (12, 12, 12, 16)  # of every 52 documents, by kind
-LONGEST, SHORTEST = 2048, 512
+LONGEST = 2048
+SHORTEST = 512
 MOST_PER_FAMILY = 2  # questions of one family asked of one document
 
 
@@ -51,7 +52,8 @@ def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]
     """
     rng = random.Random(name)
     whole = document(rng, kind, rng.randint(low, high) - 3, length)
-    asked, counts = [], {}
+    asked = []
+    counts = {}
     for question in rng.sample(whole.questions, len(whole.questions)):
         counts[question.family] = counts.get(question.family, 0) + 1
         if counts[question.family] <= (1 if question.family == "freeform" else MOST_PER_FAMILY):

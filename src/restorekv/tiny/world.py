@@ -30,7 +30,8 @@ GROUPS = {
 }
 FAMILIES = tuple(family for families in GROUPS.values() for family in families)
 KINDS = ("needles", "people", "links", "words")
-STORIES, SENTENCES_PER_STORY = 24, 8
+STORIES = 24
+SENTENCES_PER_STORY = 8
 NUMBERS = range(10, 100)  # one id each in the tiny tokenizer
 WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS)]
 
@@ -135,7 +136,8 @@ def needles(rng: random.Random, size: int) -> Facts:
 
 def needle(rng: random.Random) -> Facts:
     """Draws one key with one code."""
-    key, code = rng.choice(ITEMS), _code(rng)
+    key = rng.choice(ITEMS)
+    code = _code(rng)
     return Facts((f"Register of codes: {key} {code}.",), (_code_question(key, code, "single"),))
 
 
@@ -158,11 +160,13 @@ def people(rng: random.Random, size: int) -> Facts:
     """Draws `size` people with three facts each, in separate sentences."""
     names = rng.sample(NAMES, size)
     values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, pool) in RELATIONS.items()}
-    sentences, asked = [], []
+    sentences = []
+    asked = []
     for index, name in enumerate(names):
         about = []
         for relation, (question, _) in RELATIONS.items():
-            value, text = values[relation][index], question.format(name=name)
+            value = values[relation][index]
+            text = question.format(name=name)
             about.append((relation, f"{name} {value}"))
             asked.append(_plain(text, [value], "qa", f"{name} {value}."))
             asked += [
@@ -193,7 +197,8 @@ def links(rng: random.Random, size: int) -> Facts:
     """
     names = rng.sample(LINKS, 4 * size)
     numbers = rng.sample(NUMBERS, size)
-    chains, asked = [], []
+    chains = []
+    asked = []
     for index, number in enumerate(numbers):
         chain = names[4 * index : 4 * index + rng.choice((3, 4))]
         chains.append(

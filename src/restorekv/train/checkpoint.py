@@ -26,7 +26,8 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example, examples_hash
 from restorekv.train.teacher_cache import facts
 
-FILE, LOG = "checkpoint.safetensors", "loss.csv"
+FILE = "checkpoint.safetensors"
+LOG = "loss.csv"
 FIX = "start again in another folder"
 KIND = FileKind("restorekv-checkpoint", "1", "a checkpoint of restorekv", FIX)
 HEADER = "step,loss,lr,seconds\n"
@@ -147,13 +148,15 @@ def restart(folder: Path, run: Run) -> int:
     what = f"The checkpoint {path}"
     metadata, tensors = seal.read(path, KIND, what, finite=True)
     try:
-        saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"][:20])
+        saved = TrainConfig.parse(metadata["config"])
+        step = int(metadata["step"][:20])
         source = parse_record(metadata["origin"], what)
         asdict(saved) | source
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
-    before, now = asdict(saved) | source, asdict(run.config) | run.origin
+    before = asdict(saved) | source
+    now = asdict(run.config) | run.origin
     changes = [
         f"{name} is {now[name]}, was {shown(before.get(name))}"
         for name in now
@@ -184,7 +187,8 @@ def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
     }
     kind = torch.float32
     for index, parameter in enumerate(run.optimizer.param_groups[0]["params"]):
-        name, size = f"optimizer.{index}.", (kind, tuple(parameter.shape))
+        name = f"optimizer.{index}."
+        size = (kind, tuple(parameter.shape))
         if f"{name}step" in tensors:
             sizes |= {f"{name}exp_avg": size, f"{name}exp_avg_sq": size, f"{name}step": (kind, ())}
     return (

@@ -45,7 +45,8 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
     is the one that the definition of ragged attention gives; with no restore tokens the adapter
     changes nothing.
     """
-    model, ratio = teachers.model, teachers.config.ratio_max
+    model = teachers.model
+    ratio = teachers.config.ratio_max
     prepared, targets = teachers.get(sample.index, sample.evictor)
     targets = [targets[question] for question in sample.questions]
     tolerance = TOLERANCE.get(model.dtype, ROUNDED)
@@ -58,7 +59,8 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
 
     plain = []  # the model on the dense cache, one question at a time, with its own logits
     for target in targets:
-        ids, dense = target.ids[None].to(model.device), read_only_view(prepared.full)
+        ids = target.ids[None].to(model.device)
+        dense = read_only_view(prepared.full)
         output = model(
             input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1
         )
@@ -70,7 +72,8 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
             "with this model, or delete the folder of --store."
         )
     restored = prepared.with_restore_cache(adapter)
-    base, none = loss(prepared.evict(ratio)), loss(restored.evict(ratio, 0))
+    base = loss(prepared.evict(ratio))
+    none = loss(restored.evict(ratio, 0))
     with attention.using("naive"):
         defined = loss(prepared.evict(ratio))
     for what, other in (

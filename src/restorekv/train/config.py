@@ -123,7 +123,8 @@ class TrainConfig:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read what `text` wrote; settings that it lacks take their defaults."""
-        hints, values = get_type_hints(cls), parse_json(text, "The settings")
+        hints = get_type_hints(cls)
+        values = parse_json(text, "The settings")
         wrong = [key for key in values if key not in hints or not has_type(values[key], hints[key])]
         if wrong:
             raise RestoreKVError(

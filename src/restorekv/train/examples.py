@@ -270,7 +270,9 @@ def check_lengths(
     over processes needs a restore token at every ratio: without one there is no backward pass, and
     the others would wait for its shards.
     """
-    limit, few, conventions = usable_positions(model), 0, config.evictions()[0].conventions
+    limit = usable_positions(model)
+    few = 0
+    conventions = config.evictions()[0].conventions
     ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)

@@ -87,10 +87,8 @@ def collect(
     facts = [model_fingerprint(model), str(model.dtype), target, tokens, seed]
     parts = []
     for index, text in enumerate(texts):
-        context, path = (
-            fit(model, make_context(tokenizer, text))[0],
-            folder / f"{index:05d}.safetensors",
-        )
+        context = fit(model, make_context(tokenizer, text))[0]
+        path = folder / f"{index:05d}.safetensors"
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
             columns = sample_columns(context, tokens, f"{seed} {index}")
@@ -103,10 +101,8 @@ def collect(
         }
         parts.append(read(path, origin, sizes))
         progress(index + 1, len(texts), f"{target} scores")
-    hidden, scores = (
-        torch.cat([part["hidden"] for part in parts]),
-        torch.cat([part["target"] for part in parts]),
-    )
+    hidden = torch.cat([part["hidden"] for part in parts])
+    scores = torch.cat([part["target"] for part in parts])
     document = torch.cat(
         [torch.full((len(part["target"]),), index) for index, part in enumerate(parts)]
     )
@@ -126,7 +122,8 @@ def observe(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, target: str, columns: Tensor
 ) -> dict[str, Tensor]:
     """Returns attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
-    shape, columns = CacheShape.of(model), columns.to(model.device)
+    shape = CacheShape.of(model)
+    columns = columns.to(model.device)
     hidden = torch.empty(
         shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device
     )

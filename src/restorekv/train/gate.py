@@ -109,7 +109,8 @@ def train_gate(
         raise RestoreKVError(
             "A gate needs at least two contexts, one of them to check it on; give more."
         )
-    target, shape = TARGETS[config.kind], CacheShape.of(model)
+    target = TARGETS[config.kind]
+    shape = CacheShape.of(model)
     config = config.resolved(shape)
     data = collect(
         model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress
@@ -147,7 +148,10 @@ def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor
     tiny model (held-out loss 1.983, 1.984).
     """
     generator = torch.Generator().manual_seed(config.seed)
-    layers, heads, groups, rank = shape.layers, shape.heads, shape.groups, config.rank
+    layers = shape.layers
+    heads = shape.heads
+    groups = shape.groups
+    rank = config.rank
     query = linear(generator, "q_proj", layers, heads * groups * rank, shape.hidden)
     key = linear(generator, "k_proj", layers, heads * rank, shape.hidden)
     return query | {
@@ -200,7 +204,8 @@ def fit_linear(
     for layer in range(shape.layers):
         hidden = data.hidden[:, layer].to(device, torch.float64)
         target = logarithm(data.target[:, layer].to(device, torch.float64), config.floor)
-        center, mean = hidden.mean(0), target.mean(0)
+        center = hidden.mean(0)
+        mean = target.mean(0)
         hidden = hidden - center
         gram = hidden.T @ hidden + config.alpha * torch.eye(
             shape.hidden, dtype=torch.float64, device=device
@@ -219,7 +224,8 @@ def fit_mlp(
     epoch by epoch.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    layers, width = shape.layers, config.width
+    layers = shape.layers
+    width = config.width
     start = linear(generator, "0", layers, width, shape.hidden) | linear(
         generator, "2", layers, shape.heads, width
     )

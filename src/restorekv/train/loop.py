@@ -56,8 +56,10 @@ def sample_loss(
     """Returns the loss of one context over the answer tokens of the sampled questions."""
     chosen = [targets[question] for question in sample.questions]
     student = prepared.with_restore_cache(adapter).evict(sample.ratio, sample.restore_tokens)
-    weights, model = config.state_weights(), prepared.model
-    rows, answers = [target.ids for target in chosen], [target.answer for target in chosen]
+    weights = config.state_weights()
+    model = prepared.model
+    rows = [target.ids for target in chosen]
+    answers = [target.answer for target in chosen]
     output = answer_pass(model, student, rows, answers, tuple(weights))
     losses = from_hidden(
         model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl
@@ -135,7 +137,8 @@ def take_steps(
 
     An interrupted step leaves nothing: adapter and optimizer change at its very end, all at once.
     """
-    config, done = run.config, start
+    config = run.config
+    done = start
     try:
         with step_log(folder, start, group.rank) as log:
             for step in range(start, config.steps):
@@ -182,7 +185,8 @@ def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGro
     """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the
     mean loss.
     """
-    config, parameters = run.config, run.optimizer.param_groups[0]["params"]
+    config = run.config
+    parameters = run.optimizer.param_groups[0]["params"]
     samples = sample_step(config, step, teachers.examples, group.size)
     samples = own_samples(samples, config.draws, group.rank, group.size)
     total = 0.0
@@ -262,7 +266,8 @@ def finish(
     """Saves the adapter with what it was trained with, which includes the data of the adapter it
     started from.
     """
-    config, before = teachers.config, adapter.card
+    config = teachers.config
+    before = adapter.card
     own = sources(teachers.examples)
     inherited = [
         row

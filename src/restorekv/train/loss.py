@@ -15,9 +15,12 @@ from restorekv.model.shape import decoder, logits
 
 Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]
-DIRECTIONS, REDUCTIONS = get_args(Direction), get_args(Reduction)
+DIRECTIONS = get_args(Direction)
+REDUCTIONS = get_args(Reduction)
 LOGITS = 2**24  # logits (rows x vocabulary) that are held at a time: 64 MiB in float32
-HIDDEN, ATTENTION = "hidden", "attention"  # the output of a layer; of its attention
+# the output of a layer; of its attention
+HIDDEN = "hidden"
+ATTENTION = "attention"
 States = dict[str, Tensor]  # (layers, M, d) each
 
 
@@ -62,7 +65,8 @@ def matching(teacher: Tensor, student: Tensor) -> Tensor:
     """States (layers, M, d) -> (M,) float32: squared distance over the teacher's squared length,
     mean over layers.
     """
-    teacher, student = teacher.detach().float(), student.float()
+    teacher = teacher.detach().float()
+    student = student.float()
     return ((student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=1e-12)).mean(
         0
     )

@@ -36,7 +36,8 @@ class ProcessGroup:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.device, self.compared = device, False
+        self.device = device
+        self.compared = False
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -205,7 +206,8 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     base_weights.remember(model)
-    backbone, mesh = decoder(model), init_device_mesh(device.type, (dist.get_world_size(),))
+    backbone = decoder(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in backbone.layers:
         fully_shard(layer, mesh=mesh)
     layers = set(backbone.layers.parameters())

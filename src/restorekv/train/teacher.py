@@ -101,12 +101,14 @@ class Teacher:
         """Returns the targets of the questions `indices`, and whether each answer is the greedy
         one.
         """
-        targets, stops = [], stop_ids(self.model, self.tokenizer)
+        targets = []
+        stops = stop_ids(self.model, self.tokenizer)
         for first in range(0, len(indices), BATCH):
             batch = indices[first : first + BATCH]
             rows = [torch.cat([asked[index], answers[index]]) for index in batch]
             counts = [len(answers[index]) for index in batch]
-            output, start = answer_pass(self.model, cache, rows, counts, self.record), 0
+            output = answer_pass(self.model, cache, rows, counts, self.record)
+            start = 0
             for row, count in zip(rows, counts, strict=True):
                 part = slice(start, start := start + count)
                 hidden = output.hidden[part].clone()

@@ -92,10 +92,8 @@ class Store:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            size, free = (
-                sum(value.nbytes for value in tensors.values()),
-                shutil.disk_usage(path.parent).free,
-            )
+            size = sum(value.nbytes for value in tensors.values())
+            free = shutil.disk_usage(path.parent).free
             self.full = size + SPARE > free
             if self.full:
                 return warn(
@@ -126,7 +124,10 @@ class TeacherCache:
         store: Path | None = None,
         store_prefill: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.examples = examples
+        self.config = config
         self.evictions = config.evictions()
         self.teacher = Teacher(
             model, tokenizer, config.max_new_tokens, tuple(config.state_weights())
@@ -271,7 +272,8 @@ def are_targets(
     tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]
 ) -> bool:
     """Returns whether these are this model's targets for the questions whose ids are `asked`."""
-    shape, sizes = CacheShape.of(model), {}
+    shape = CacheShape.of(model)
+    sizes = {}
     vocabulary = model.get_input_embeddings().num_embeddings
     for number, question in enumerate(asked):
         row, answer = (

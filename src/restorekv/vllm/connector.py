@@ -116,14 +116,14 @@ class RestoreKVConnector(KVConnectorBase_V1):
         """Returns how many tokens of the prompt the document brings beyond those that vLLM still
         has.
         """
-        ids, wanted = (
-            list(request.prompt_token_ids or ()),
-            (request.kv_transfer_params or {}).get("document"),
-        )
+        ids = list(request.prompt_token_ids or ())
+        wanted = (request.kv_transfer_params or {}).get("document")
         try:
-            document, problem = self.store.find(ids, wanted), ""
+            document = self.store.find(ids, wanted)
+            problem = ""
         except RestoreKVError as error:
-            document, problem = None, str(error)
+            document = None
+            problem = str(error)
         if document is None and not problem:
             return 0, False
         self.found[request.request_id] = document, problem
@@ -138,10 +138,8 @@ class RestoreKVConnector(KVConnectorBase_V1):
         if num_external_tokens > 0:
             end = len(document.ids) if document else len(request.prompt_token_ids) - 1
             ids = tuple(blocks.get_block_ids()[0])
-            first, beside = (
-                end - num_external_tokens,
-                bool(document and document.name not in self.read),
-            )
+            first = end - num_external_tokens
+            beside = bool(document and document.name not in self.read)
             self.pending[request.request_id] = Load(
                 request.request_id, document, problem, first, end, ids, beside
             )
@@ -156,7 +154,8 @@ class RestoreKVConnector(KVConnectorBase_V1):
         self.read |= {self.awaited.pop(name).name for name in done if name in self.awaited}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
-        loads, self.pending = Loads(list(self.pending.values())), {}
+        loads = Loads(list(self.pending.values()))
+        self.pending = {}
         return loads
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
@@ -210,7 +209,8 @@ class RestoreKVConnector(KVConnectorBase_V1):
         return None, set(done)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self.failed = self.failed, set()
+        failed = self.failed
+        self.failed = set()
         return failed
 
     def shutdown(self) -> None:
@@ -285,7 +285,8 @@ def write(
     """
     if not set(layers) <= set(range(len(keys))) or len(layers) == 0:
         raise RestoreKVError("The engine's layers are not those of the document.")
-    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    rank = get_tensor_model_parallel_rank()
+    ranks = get_tensor_model_parallel_world_size()
     positions = torch.arange(load.first, load.end)
     slots = torch.tensor(load.blocks)[positions // block_size] * block_size + positions % block_size
     for number, layer in layers.items():

@@ -74,7 +74,9 @@ class Store:
     """
 
     def __init__(self, folder: str | Path, expected: Expected, limit: int = MEMORY) -> None:
-        self.folder, self.expected, self.limit = Path(folder), expected, limit
+        self.folder = Path(folder)
+        self.expected = expected
+        self.limit = limit
         if not self.folder.is_dir():
             raise RestoreKVError(
                 f"The store {folder} is no folder; make it and put files of restorekv export there."

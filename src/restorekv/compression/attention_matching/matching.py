@@ -49,7 +49,8 @@ def observe(
     at a time.
     """
     heads, count, _ = query.shape
-    keys, values = key.float(), value.float()
+    keys = key.float()
+    values = value.float()
     highest, mass = (torch.empty(heads, count, device=key.device) for _ in range(2))
     output = torch.empty(query.shape, device=key.device)
     squares = torch.zeros(key.shape[:2], device=key.device)
@@ -112,7 +113,8 @@ def ridge(matrix: Tensor, target: Tensor) -> Tensor:
     """Returns (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost
     below float64.
     """
-    exact, wanted = matrix.double(), target.double()
+    exact = matrix.double()
+    wanted = target.double()
     wide = len(exact) < exact.shape[1]
     gram = exact @ exact.T if wide else exact.T @ exact
     gram.diagonal().add_(RIDGE)

@@ -219,7 +219,8 @@ def reference(
     reading.layers = [copy.copy(layer) for layer in full.layers]
     queries: list[list[Tensor]] = [[] for _ in full.layers]
     scales = [0.0 for _ in full.layers]
-    chosen, columns = chosen.to(model.device), full.get_seq_length()
+    chosen = chosen.to(model.device)
+    columns = full.get_seq_length()
 
     def on_layer(view: LayerView) -> None:
         pool = view.query.transpose(1, 2).flatten(1, 2)

@@ -52,15 +52,14 @@ def attend(
             torch.cat([*(x[part] for part in inside), mine[head]])
             for x, mine in zip(pairs, own, strict=True)
         )
-        keys, others = (
-            keys.to(exact),
-            [tuple(x[part] for x in pairs) for part in outside(inside, len(pairs[0]))],
-        )
+        keys = keys.to(exact)
+        others = [tuple(x[part] for x in pairs) for part in outside(inside, len(pairs[0]))]
         scaled = query[head].to(exact) * (scale * math.log2(math.e))
         step = max(BLOCK // (groups * max(len(keys), TILE if others else 1)), 1)
         for low in range(0, rows, step):
             high = min(low + step, rows)
-            part, last = scaled[:, low:high].flatten(0, 1), len(keys) - rows + high
+            part = scaled[:, low:high].flatten(0, 1)
+            last = len(keys) - rows + high
             weights, near = average(part, keys[:last], values[:last], high - low)
             far = (average(part, key.to(exact), value)[1] for key, value in others)
             mean = reduce(merged, far, near)[0]

@@ -52,7 +52,8 @@ class Frozen(torch.autograd.Function):
         for head, rows, scaled, keys, values, weights in blocks(
             *ctx.saved_tensors, ctx.bounds, ctx.scale
         ):
-            arriving, kept = gradient[:, head, :, rows].to(exact), len(keys[0])
+            arriving = gradient[:, head, :, rows].to(exact)
+            kept = len(keys[0])
             slopes = products(arriving, values)
             slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
             slopes[..., kept:].masked_fill_(~mask[:, :, rows], 0)

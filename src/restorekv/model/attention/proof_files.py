@@ -20,7 +20,9 @@ from typing import get_type_hints
 from restorekv.errors import RestoreKVError
 from restorekv.files import HOST, alive, cache_folder, has_type, parse_json, regular, replacing
 
-FORMAT, LIMIT = "restorekv-proof-1", 1 << 16  # bytes
+# bytes
+FORMAT = "restorekv-proof-1"
+LIMIT = 1 << 16
 FOLDER = "proofs"
 DIED = object()  # a check that began in a process that is gone, and never ended
 
@@ -39,7 +41,8 @@ def load(key: Mapping[str, object], kind: type) -> object | None:
         return None
     if record["proof"] is None:
         return DIED if has_died(record["process"]) else None
-    proof, hints = record["proof"], get_type_hints(kind)
+    proof = record["proof"]
+    hints = get_type_hints(kind)
     if set(proof) != set(hints) or not all(
         has_type(proof[name], hint) for name, hint in hints.items()
     ):

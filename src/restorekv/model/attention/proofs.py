@@ -160,7 +160,8 @@ def require(
 ) -> None:
     """Refuses a component that somebody asks for by name and that is wrong there."""
     if needed(device) and not is_proven(name, device, heads, groups, dim, dtype):
-        component, target = COMPONENTS[name], Target(device, heads, groups, dim, dtype)
+        component = COMPONENTS[name]
+        target = Target(device, heads, groups, dim, dtype)
         found = _proofs.get(place_of(name, target))
         reason = found.reason() if found else "it cannot be checked while a CUDA graph is captured"
         raise RestoreKVError(
@@ -213,8 +214,11 @@ def remembered(component: Component, target: Target, again: bool) -> Proof:
 
 def check(component: Component, target: Target) -> Proof:
     """Runs every trial of a component, up to the first that fails."""
-    started, trials, worst = time.perf_counter(), 0, Measured("", 0.0, math.inf)
-    problem, lasting = "", True
+    started = time.perf_counter()
+    trials = 0
+    worst = Measured("", 0.0, math.inf)
+    problem = ""
+    lasting = True
     try:
         with undisturbed(target.device):
             for measured in component.measure(target):

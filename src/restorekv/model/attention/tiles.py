@@ -52,7 +52,9 @@ def cut(bounds: tuple[int, ...]) -> Tiles:
     """Returns the lists, on the CPU, of heads that have the rows bounds[h]:bounds[h + 1]."""
     starts, ends = (torch.tensor(edge, dtype=torch.long) for edge in (bounds[:-1], bounds[1:]))
     longest = max(end - start for start, end in pairwise(bounds))
-    entries, first, span = [], [], BASE
+    entries = []
+    first = []
+    span = BASE
     while True:
         tiles = (ends - starts + span - 1) // span
         edges = torch.cat([tiles.new_zeros(1), tiles.cumsum(0)])

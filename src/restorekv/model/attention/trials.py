@@ -171,7 +171,8 @@ class Sample:
         together may feel.
         """
         layer = in_float64(self.layer)
-        context, tail = layer.context_values.abs(), layer.values.abs()
+        context = layer.context_values.abs()
+        tail = layer.values.abs()
         largest = max((float(x.max()) for x in (context, tail) if x.numel()), default=0.0)
         absolute = ragged_layer(
             layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias
@@ -200,8 +201,13 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    heads, groups, dim, dtype = target.heads, target.groups, target.dim, target.dtype
-    batch, queries, tail = trial.batch, trial.queries, trial.tail
+    heads = target.heads
+    groups = target.groups
+    dim = target.dim
+    dtype = target.dtype
+    batch = trial.batch
+    queries = trial.queries
+    tail = trial.tail
     lengths = [
         0 if trial.first is None else LENGTHS[(trial.first + head) % len(LENGTHS)]
         for head in range(heads)
@@ -330,7 +336,8 @@ def measure_frozen(target: Target) -> Iterator[Measured]:
     wanted = gradients(
         naive.attend, sample.query.double(), in_float64(sample.layer), sample.mask, sample.scale
     )
-    layer, mask = on_device(sample.layer, target.device), sample.mask.to(target.device)
+    layer = on_device(sample.layer, target.device)
+    mask = sample.mask.to(target.device)
     found = gradients(frozen.attend, sample.query.to(target.device), layer, mask, sample.scale)
     for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
         longest = float(theirs.norm(dim=-1).max())
@@ -356,7 +363,8 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
     allowed = tolerance(target.dtype, 0.0)
     for number, trial in enumerate(TRIALS):
         sample = make_sample(target, trial)
-        plain, bounds = sample.layer, sample.layer.bounds
+        plain = sample.layer
+        bounds = sample.layer.bounds
         rows = plain.context_keys, plain.context_values
         packed = quantized.pack(*rows, bounds, storage)
         there = quantized.pack(*(x.to(target.device) for x in rows), bounds, storage)

@@ -106,10 +106,12 @@ def launch(
     entries, first and counts are those of `tiles.Tiles`.
     """
     query, (keys, values) = contiguous_rows(query), same_strides(keys, values)
-    context_keys, context_values = context_keys.contiguous(), context_values.contiguous()
+    context_keys = context_keys.contiguous()
+    context_values = context_values.contiguous()
     bias = None if bias is None else bias.contiguous()
     batch, heads, groups, queries, width = query.shape
-    rows, wanted = groups * queries, wanted_programs(query.device)
+    rows = groups * queries
+    wanted = wanted_programs(query.device)
     block_d = max(triton.next_power_of_2(width), 16)
     m, warps, stages = resources(query.dtype, block_d, batch * rows)
     level = tiles.choose(counts, triton.cdiv(batch * rows, m), wanted)

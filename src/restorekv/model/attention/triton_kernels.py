@@ -207,7 +207,8 @@ def attend_tile(
             query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D
         )
         first = question * t_batch + head * t_head
-        start, end = piece * piece_rows, min(piece * piece_rows + piece_rows, tail)
+        start = piece * piece_rows
+        end = min(piece * piece_rows + piece_rows, tail)
         output, lse = average(
             q,
             keys + first,
@@ -263,7 +264,8 @@ def merge(
     row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     head = tl.program_id(1)
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    real, within = row < total_rows, column < D
+    real = row < total_rows
+    within = column < D
     low = tl.load(first + begin + head)
     own = tl.load(first + begin + head + 1) - low
     best = tl.full([M], float("-inf"), tl.float32)
@@ -279,12 +281,15 @@ def merge(
         part = tl.load(cell, mask=valid[:, :, None] & within[None, None, :], other=0.0)
         higher = tl.maximum(best, tl.max(lse, 0))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
-        share, fade = tl.exp2(lse - finite[None, :]), tl.exp2(best - finite)
+        share = tl.exp2(lse - finite[None, :])
+        fade = tl.exp2(best - finite)
         result = result * fade[:, None] + tl.sum(part * share[:, :, None], 0)
         weight = weight * fade + tl.sum(share, 0)
         best = higher
     result /= tl.where(weight > 0, weight, 1.0)[:, None]
-    question, group, query = row // (G * queries), row // queries % G, row % queries
+    question = row // (G * queries)
+    group = row // queries % G
+    query = row % queries
     place = ((question * queries + query) * H + head) * G + group
     cell = output + place[:, None] * D + column[None, :]
     tl.store(cell, result.to(output.dtype.element_ty), mask=real[:, None] & within[None, :])

@@ -66,11 +66,10 @@ class RayEngine:
     farewell = FAREWELL
 
     def __init__(self, handle: Any, waiting: int) -> None:
-        self.handle, self.waiting = handle, waiting
-        self.replica, self.errors = (
-            import_module("restorekv.serve.ray.replica"),
-            import_module("ray.exceptions"),
-        )
+        self.handle = handle
+        self.waiting = waiting
+        self.replica = import_module("restorekv.serve.ray.replica")
+        self.errors = import_module("ray.exceptions")
         self.tokenizer, self.stops, self.made_with = handle.described.remote().result()
         self.known: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
         self.making: dict[str, str] = {}  # phases of those that are being made
@@ -193,7 +192,8 @@ class RayEngine:
         sample.
         """
         places = [(each.sha256, each.variant) for each in question.documents]
-        counts, reply = [0] * len(sent), None
+        counts = [0] * len(sent)
+        reply = None
         async for item in self.items(
             "ask", self.key(*places[0]), places, self.replica.asked_of(question)
         ):
@@ -231,7 +231,9 @@ class RayEngine:
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `Engine`; of the replicas, as they were at their last answer."""
-        alive, total, now = replicas.REPLICAS, {}, {}
+        alive = replicas.REPLICAS
+        total = {}
+        now = {}
         for report in list(self.reports.values()):
             for name, value in report.counted.items():
                 total[name] = total.get(name, 0) + value
@@ -255,7 +257,8 @@ def deployed(
     They share caches at `settings.shared`; each has a folder of its own in the store's folder on
     its machine.
     """
-    most, needed = max(spread.replicas, spread.max_replicas), spread.needed(device)
+    most = max(spread.replicas, spread.max_replicas)
+    needed = spread.needed(device)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ray = connect(spread.ray, spread.replica_cpus * most, SHARED_MEMORY, needed)
     try:
@@ -294,7 +297,8 @@ def deployed(
 def modules() -> tuple[ModuleType, ModuleType]:
     """Returns Ray Serve, without its remarks, and what runs in a replica."""
     try:
-        serve, replica = import_module("ray.serve"), import_module("restorekv.serve.ray.replica")
+        serve = import_module("ray.serve")
+        replica = import_module("restorekv.serve.ray.replica")
     except ImportError as error:
         raise RestoreKVError(
             f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'."

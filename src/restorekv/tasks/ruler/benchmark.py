@@ -76,7 +76,8 @@ class Ruler(Benchmark):
     that ships, and "generated" generates one.
     """
 
-    name, title = "ruler", "RULER"
+    name = "ruler"
+    title = "RULER"
     metric = "string match: share of references found, any of them in qa"
     known_tasks = TASKS
 
@@ -117,7 +118,8 @@ class Ruler(Benchmark):
         else:
             folder = existing(self.source) / str(self.length)
             rows = local_rows(folder if folder.is_dir() else self.source)
-        questions, counts = [], Counter()
+        questions = []
+        counts = Counter()
         for place, row in rows:
             with well_formed(
                 f"{place} is not a row of kvpress's RULER data set", "give files of that form"
@@ -138,7 +140,8 @@ class Ruler(Benchmark):
         texts have.
         """
         for name in self.chosen_tasks:
-            task_of, count = self.maker(name, tokens), self.per_task
+            task_of = self.maker(name, tokens)
+            count = self.per_task
             if name in ("qa_1", "qa_2") and self.ships(name):
                 count = min(count, len(self.collection(name).questions))
             for index in range(count):
@@ -222,10 +225,8 @@ class Ruler(Benchmark):
         seed's, or generated.
         """
         if not self.file(name):
-            make, count = (
-                {"qa_1": documents.articles, "qa_2": documents.pairs}[name],
-                self.length // LEAST_TOKENS + 1,
-            )
+            make = {"qa_1": documents.articles, "qa_2": documents.pairs}[name]
+            count = self.length // LEAST_TOKENS + 1
             return lambda index: make(count, Random(f"{self.seed} {name} {index} documents"))
         texts, questions = self.collection(name)
         order = list(range(len(questions)))

@@ -120,7 +120,9 @@ def articles(count: int, rng: Random) -> Task:
     A town has three paragraphs, one of which answers. All names are unique among a question's
     documents, so that a question has one answer.
     """
-    new_name, filler, documents = names(rng), prose.sentences(rng), []
+    new_name = names(rng)
+    filler = prose.sentences(rng)
+    documents = []
     answering = rng.randrange(len(PARAGRAPHS))
     while len(documents) < count:
         values = draw_values(rng, new_name, "town founder river market owner patron artist")
@@ -139,7 +141,9 @@ def pairs(count: int, rng: Random) -> Task:
 
     They are a person and the company that the person founded, and must be read together.
     """
-    new_name, filler, documents = names(rng), prose.sentences(rng), []
+    new_name = names(rng)
+    filler = prose.sentences(rng)
+    documents = []
     while len(documents) < max(count, WITH_A_PAIR + 2):
         values = draw_values(rng, new_name, "person birthplace company town")
         if not documents:

@@ -60,14 +60,18 @@ def most_units(size: Callable[[int], int], limit: int, least: int, most: int) ->
     Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
     step halves.
     """
-    low, high = least, most + 1
+    low = least
+    high = most + 1
     sizes = {least: size(least)}
-    last, guess, step = least, min(2 * least + 8, most), 0
+    last = least
+    guess = min(2 * least + 8, most)
+    step = 0
     while high - low > 1:
         sizes[guess] = size(guess)
         low, high = (guess, high) if sizes[guess] <= limit else (low, guess)
         slope = max((sizes[guess] - sizes[last]) / (guess - last), 0.01)
-        last, step = guess, step + 1
+        last = guess
+        step = step + 1
         halve = step % 4 == 0 and high in sizes
         guess = (low + high) // 2 if halve else low + int((limit - sizes[low]) / slope)
         guess = min(max(guess, low + 1), high - 1)

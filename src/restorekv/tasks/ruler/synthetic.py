@@ -37,7 +37,8 @@ def chains(length: int, tokens: Callable[[str], int]) -> Task:
     noises = most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1
 
     def draft(units: int, rng: Random) -> Draft:
-        solved, task = example(noises, rng), chain(5, units, rng)
+        solved = example(noises, rng)
+        task = chain(5, units, rng)
         return task._replace(context=f"{solved}\n\n\n\n{task.context}")
 
     return Task(draft)
@@ -81,12 +82,14 @@ def common_words(length: int) -> Task:
     of words for the example.
     """
     if length >= 4096:
-        times, example = (30, 3), (40, 10, 3)
+        times = (30, 3)
+        example = (40, 10, 3)
     else:
         times, example = ((6, 1), (20, 3, 1)) if length >= SHORT else ((3, 1), (15, 2, 1))
 
     def draft(units: int, rng: Random) -> Draft:
-        solved, task = counted(*example, rng), counted(units, *times, rng)
+        solved = counted(*example, rng)
+        task = counted(units, *times, rng)
         return task._replace(context=f"{solved.text}{numbered(solved.answers)}\n{task.context}")
 
     return Task(draft, ASKED + 1)
