@@ -17,8 +17,8 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import support
 from restorekv.model.prompt import Context, usable_positions
+from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.storage.portable import rotated
 from tests import families
 from tests.helpers import decoders, exactness
 from tests.helpers.models import build_tokenizer
@@ -258,9 +258,9 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
 def test_layers_without_rope_keep_keys_from_being_moved():
     plain, mixed = (decoders.build(kind, num_hidden_layers=4) for kind in ("llama", "smollm3"))
     keys = torch.randn(1, decoders.KV_HEADS, 5, decoders.HEAD_DIM)
-    assert rotated(plain, keys, 7).shape == keys.shape
+    assert shift_keys(plain, keys, 7).shape == keys.shape
     with pytest.raises(RestoreKVError, match="layers that do not rotate keys"):
-        rotated(mixed, keys, 7)
+        shift_keys(mixed, keys, 7)
 
 
 def test_queries_scaled_by_position_keep_keys_from_being_moved():
@@ -275,7 +275,7 @@ def test_queries_scaled_by_position_keep_keys_from_being_moved():
         pytest.skip("this transformers does not have it")
     model = decoders.build("ministral3", **config)
     with pytest.raises(RestoreKVError, match="queries by RoPE alone"):
-        rotated(model, torch.randn(1, decoders.KV_HEADS, 5, decoders.HEAD_DIM), 7)
+        shift_keys(model, torch.randn(1, decoders.KV_HEADS, 5, decoders.HEAD_DIM), 7)
 
 
 def saved(model, folder):

@@ -20,6 +20,8 @@ from restorekv.errors import RestoreKVError, shown
 
 VERSION = 2  # of what the rows mean
 RESERVE = 1 << 16  # bytes
+# Pending is what the shared folder does not know yet: a new cache, or with an empty key, the
+# deletion of a document.
 SCHEMA = """
 create table if not exists files (
     id text primary key, sha256 text not null, name text not null, purpose text not null, bytes integer not null,
@@ -28,8 +30,6 @@ create table if not exists caches (
     key text primary key, sha256 text not null, bytes integer not null, used real not null);
 create table if not exists pending (sha256 text not null, key text not null, primary key (sha256, key));
 create table if not exists reserve (id integer primary key, filler blob not null);
-# Pending is what the shared folder does not know yet: a new cache, or with an empty key, a
-# document's deletion.
 """
 TABLES = {"files", "caches", "pending"}
 Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
