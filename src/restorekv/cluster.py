@@ -24,7 +24,7 @@ ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log 
 PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
 
-def connect(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -> ModuleType:
+def connect_ray(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -> ModuleType:
     """Returns Ray, connected to the cluster at `address`, "auto" or "host:port", without its own
     output.
 

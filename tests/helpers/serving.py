@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from restorekv import compress
-from restorekv.serve.run import HTTP, Server, Settings, application
+from restorekv.serve.run import HTTP, Server, Settings, build_app
 
 TEXT = (
     "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
@@ -29,7 +29,7 @@ KEY = "a-key-of-sixteen-characters"
 def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
     """The address of a server with the library as engine."""
     with listening(
-        application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
+        build_app(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
     ) as url:
         yield url
 

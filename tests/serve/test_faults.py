@@ -343,7 +343,7 @@ def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_
 def test_a_slow_shared_folder_holds_up_no_local_document(
     model, tiny_tokenizer, tmp_path, monkeypatch
 ):
-    store = Store(tmp_path / "store", MUCH, shared.Shared(f"file://{tmp_path}/shared"))
+    store = Store(tmp_path / "store", MUCH, shared.SharedFolder(f"file://{tmp_path}/shared"))
     caches, variant = (
         Caches(model, tiny_tokenizer, store, MUCH),
         Variant.parse("tiny:snapkv-0.4", "tiny"),
@@ -354,7 +354,9 @@ def test_a_slow_shared_folder_holds_up_no_local_document(
         threading.Event(),
     )
     caches.held.clear()
-    monkeypatch.setattr(shared.Shared, "get", lambda *_: inside.set() or (go.wait(30) and False))
+    monkeypatch.setattr(
+        shared.SharedFolder, "get", lambda *_: inside.set() or (go.wait(30) and False)
+    )
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(caches.loaded, "0" * 32, "cd" * 32)
         assert inside.wait(30) and caches.context(made) is not None and not other.done()

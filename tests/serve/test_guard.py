@@ -18,10 +18,10 @@ from fastapi.testclient import TestClient  # noqa: E402
 from starlette.datastructures import URL  # noqa: E402
 
 from restorekv.readers import extract  # noqa: E402
-from restorekv.readers.extract import text_of  # noqa: E402
+from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.serve import documents, guard  # noqa: E402
 from restorekv.serve.responses import Remembered  # noqa: E402
-from restorekv.serve.run import Settings, application  # noqa: E402
+from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -107,7 +107,7 @@ def test_a_body_that_is_too_large_gets_a_sentence(url, path, kind, start):
 
 
 def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_path):
-    app = TestClient(application(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT)))
+    app = TestClient(build_app(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT)))
     for length in ("x", "-1", "1e9", "²", "9" * 5000):
         answer = app.get("/v1/models", headers={"content-length": length.encode()})
         assert (
@@ -372,7 +372,7 @@ def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
     monkeypatch.setattr(extract, "SECONDS", dict.fromkeys(extract.SECONDS, 2))
     case = next(each for each in uploads.strange() if each.kind == kind)
     with pytest.raises(ValueError, match=r"too much memory|can be read"):
-        text_of(case.name.decode(), case.content)
+        extract_text(case.name.decode(), case.content)
 
 
 def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):

@@ -24,10 +24,10 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import Decoding  # noqa: E402
 from restorekv.serve.engine import AwayError, BusyError, Question, Reply  # noqa: E402
-from restorekv.serve.ray import spread  # noqa: E402
-from restorekv.serve.ray.engine import TRIES, RayEngine, Sent, deployed, modules, payload  # noqa: E402
-from restorekv.serve.ray.spread import Spread  # noqa: E402
-from restorekv.serve.run import Settings, application_of, store_of  # noqa: E402
+from restorekv.serve.ray import options  # noqa: E402
+from restorekv.serve.ray.engine import TRIES, RayEngine, Sent, deploy_replicas, modules, payload  # noqa: E402
+from restorekv.serve.ray.options import RayOptions  # noqa: E402
+from restorekv.serve.run import Settings, build_engine_app, open_store  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.helpers.grid_world import save_world  # noqa: E402
@@ -197,7 +197,7 @@ def test_who_has_gone_and_who_is_too_many(tiny_tokenizer):
 
 def test_the_order_of_replicas_is_the_documents():
     """It is the same everywhere, spreads documents evenly, and changes little when one goes."""
-    router = modules()[1].ByDocument
+    router = modules()[1].DocumentRouter
     replicas = [
         types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in "abcd"
     ]
@@ -226,12 +226,12 @@ def test_what_is_deployed():
     fixed = replica.deployment(2, 2, {"CPU": 1, "GPU": 0.5})
     assert fixed.num_replicas == 2 and fixed.ray_actor_options["num_gpus"] == 0.5
     growing = replica.deployment(
-        1, 3, Spread("auto", 1, 3).needed("cuda")
+        1, 3, RayOptions("auto", 1, 3).needed("cuda")
     )._deployment_config.autoscaling_config
     assert (growing.min_replicas, growing.max_replicas) == (1, 3)
     assert (
-        Spread("auto").needed("cuda") == {"CPU": 1, "GPU": 1}
-        and Spread("auto").needed("cpu")["GPU"] == 0
+        RayOptions("auto").needed("cuda") == {"CPU": 1, "GPU": 1}
+        and RayOptions("auto").needed("cpu")["GPU"] == 0
     )
 
 
@@ -240,7 +240,7 @@ def test_what_is_deployed():
 )
 def test_numbers_that_make_no_sense(given):
     with pytest.raises(RestoreKVError, match="at least 1 replica"):
-        Spread("local", **given)
+        RayOptions("local", **given)
 
 
 def test_replicas_have_folders_of_their_own(tmp_path):
@@ -273,7 +273,9 @@ def engine(tiny_tokenizer, tmp_path_factory):
     with ExitStack() as lasting:
         try:
             made = lasting.enter_context(
-                deployed(settings, Spread("local", 2), str(root / "model"), "auto", "cpu")
+                deploy_replicas(
+                    settings, RayOptions("local", 2), str(root / "model"), "auto", "cpu"
+                )
             )
         except RestoreKVError as error:
             if TOO_BUSY not in str(error):
@@ -285,7 +287,7 @@ def engine(tiny_tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(engine):
-    with listening(application_of(engine, store_of(engine.settings), engine.settings)) as url:
+    with listening(build_engine_app(engine, open_store(engine.settings), engine.settings)) as url:
         yield client_of(url)
 
 
@@ -325,7 +327,7 @@ def holder(engine, client, file):
 
 
 def both_up(without=None):
-    until(lambda: len(spread.REPLICAS - {without}) == 2, PATIENCE)
+    until(lambda: len(options.REPLICAS - {without}) == 2, PATIENCE)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ openai = pytest.importorskip("openai")
 from restorekv import CompressedContext  # noqa: E402
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
-from restorekv.readers.extract import text_of  # noqa: E402
-from restorekv.serve.run import Settings, application  # noqa: E402
+from restorekv.readers.extract import extract_text  # noqa: E402
+from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     KEY,
@@ -315,7 +315,7 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
 
 def test_a_model_may_have_an_owner(model, tiny_tokenizer, tmp_path):
     with listening(
-        application(model, tiny_tokenizer, Settings(tmp_path, "Org/tiny", "Org/tiny:snapkv-0.4"))
+        build_app(model, tiny_tokenizer, Settings(tmp_path, "Org/tiny", "Org/tiny:snapkv-0.4"))
     ) as url:
         for name in ("Org/tiny", "Org/tiny:snapkv-0.4"):
             assert (
@@ -347,15 +347,15 @@ def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
 
 def test_uploads_of_many_kinds(tmp_path):
     page = b"<html><head><title>no</title></head><body><p>Who lives <b>here</b>?</p><script>x</script><p>Nobody.</p>"
-    assert text_of("a.html", page) == "Who lives here?\nNobody."
+    assert extract_text("a.html", page) == "Who lives here?\nNobody."
     docx = pytest.importorskip("docx")
     document = docx.Document()
     document.add_paragraph("The miller lives here.")
     document.save(tmp_path / "a.docx")
-    assert text_of("a.docx", (tmp_path / "a.docx").read_bytes()) == "The miller lives here."
+    assert extract_text("a.docx", (tmp_path / "a.docx").read_bytes()) == "The miller lives here."
     for name in ("a.pdf", "a.docx", "a.txt", "a.html"):
         with pytest.raises(Exception, match=r"a\."):
-            text_of(name, b"\x00\xff")
+            extract_text(name, b"\x00\xff")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_uploads_of_many_kinds(tmp_path):
     ],
 )
 def test_pages_lose_and_glue_no_text(page, text):
-    assert text_of("a.html", page.encode()) == text
+    assert extract_text("a.html", page.encode()) == text
 
 
 def test_tables_of_word_files_are_read(tmp_path):
@@ -398,7 +398,7 @@ def test_tables_of_word_files_are_read(tmp_path):
     inner.cell(0, 0).text, inner.cell(0, 1).text = "in", "ner"
     document.add_paragraph("End.")
     document.save(tmp_path / "a.docx")
-    text = text_of("a.docx", (tmp_path / "a.docx").read_bytes())
+    text = extract_text("a.docx", (tmp_path / "a.docx").read_bytes())
     assert text == "Ages:\n\nwide\tc\ntall\te\tf\n\th\ti in ner\n\nEnd."
 
 

@@ -13,7 +13,7 @@ from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.serve import shared as shared_module
 from restorekv.serve.caches import Caches
-from restorekv.serve.shared import Shared
+from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 from tests.helpers.models import build_model
@@ -36,7 +36,7 @@ def url(request, tmp_path):
 
 @pytest.fixture
 def two(url, tmp_path):
-    stores = [Store(tmp_path / name, MUCH, Shared(url)) for name in ("one", "two")]
+    stores = [Store(tmp_path / name, MUCH, SharedFolder(url)) for name in ("one", "two")]
     yield stores
     for store in stores:
         store.close()
@@ -64,7 +64,7 @@ def test_what_one_writes_the_other_finds(two):
 
 def test_the_quota_is_the_local_folders(url, tmp_path):
     """What had to go here is fetched again; what does not fit is never fetched."""
-    store = Store(tmp_path / "small", 12, Shared(url))
+    store = Store(tmp_path / "small", 12, SharedFolder(url))
     for number in range(3):
         write(store, b"12345", f"{number}" * 32)
     assert len(list((tmp_path / "small" / "caches").iterdir())) == 2 and not store.has("0" * 32)
@@ -107,9 +107,9 @@ def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):
         with pytest.raises(
             RestoreKVError, match=r"Cannot use the shared folder .*; check its address"
         ):
-            Shared(url)
+            SharedFolder(url)
     with pytest.raises(RestoreKVError, match="ftp://host/x ") as caught:
-        Shared("ftp://me:secret@host/x")
+        SharedFolder("ftp://me:secret@host/x")
     assert "secret" not in str(caught.value)
 
 
@@ -150,7 +150,7 @@ def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
 
 def test_nothing_half_is_seen(tmp_path, monkeypatch):
     """A write that breaks off leaves no cache; what a dead server left goes a day later."""
-    shared = Shared(f"file://{tmp_path}/shared")
+    shared = SharedFolder(f"file://{tmp_path}/shared")
     (tmp_path / "cache").write_bytes(b"whole")
 
     def half(self, source, target):
@@ -166,7 +166,7 @@ def test_nothing_half_is_seen(tmp_path, monkeypatch):
         (
             tmp_path / "shared" / "tmp" / f"{time.time_ns() - age * 10**9}-dead-1-2-{KEY}"
         ).write_bytes(b"wh")
-    Shared(f"file://{tmp_path}/shared")
+    SharedFolder(f"file://{tmp_path}/shared")
     assert len(list((tmp_path / "shared" / "tmp").iterdir())) == 1
 
 

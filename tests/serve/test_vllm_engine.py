@@ -16,7 +16,7 @@ from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.model.load import model_fingerprint  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
-from restorekv.serve.run import engine_class  # noqa: E402
+from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store as Uploads  # noqa: E402
 from restorekv.serve.vllm_side import Elsewhere  # noqa: E402
@@ -274,7 +274,7 @@ def test_a_server_that_ends_is_no_fault_of_the_request(model, tiny_tokenizer, tm
 
 
 def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
-    kind = engine_class("vllm")
+    kind = find_engine_class("vllm")
     if not find_spec("vllm"):
         with pytest.raises(RestoreKVError, match="pip install vllm"):
             kind.check()
@@ -289,7 +289,7 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
     with pytest.raises(RestoreKVError, match="There is no vLLM server at"):
         side(model, tiny_tokenizer, tmp_path, "http://127.0.0.1:1/v1").start()
     with pytest.raises(RestoreKVError, match="one of embedded, vllm"):
-        engine_class("none")
+        find_engine_class("none")
 
 
 def side(model, tokenizer, folder: Path, url: str):
@@ -320,7 +320,9 @@ def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
     model, tiny_tokenizer, tmp_path
 ):
     """All that comes before vLLM itself, which only tests/vllm has."""
-    engine = engine_class("vllm")(model, tiny_tokenizer, Uploads(tmp_path, 1 << 30), 1 << 20, 4)
+    engine = find_engine_class("vllm")(
+        model, tiny_tokenizer, Uploads(tmp_path, 1 << 30), 1 << 20, 4
+    )
     assert engine.side.fingerprint == model_fingerprint(model)
     assert model_fingerprint(
         load_model(engine.side.options["model"], dtype="float32")[0]

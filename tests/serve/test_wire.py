@@ -18,7 +18,7 @@ pytest.importorskip("openai")
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
 from restorekv.serve.engine import BusyError, Document, Reply, settle
-from restorekv.serve.run import Settings, application_of, store_of
+from restorekv.serve.run import Settings, build_engine_app, open_store
 from tests.helpers.models import build_tokenizer
 from tests.helpers.serving import KEY, listening
 
@@ -240,7 +240,7 @@ def all_answers(folder):
     """Returns the answer to each of REQUESTS."""
     engine, settings = Scripted(), Settings(folder, "tiny", "tiny:snapkv-0.4", keys=(KEY,))
     answers, made = {}, ""
-    with listening(application_of(engine, store_of(settings), settings)) as url:
+    with listening(build_engine_app(engine, open_store(settings), settings)) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
         for name, (method, path, body) in REQUESTS.items():
             status, kind, text = settled(connection, method, path.replace("ID", made), body)

@@ -26,7 +26,7 @@ from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import default_between, template_hash
 from restorekv.pipeline import compress
-from restorekv.readers.extract import text_of
+from restorekv.readers.extract import extract_text
 from restorekv.seal import file_digest
 from restorekv.storage.cache_file import read
 
@@ -111,7 +111,7 @@ class Maker:
             return there
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
-        compressed = compress(*self.opened, text_of(name, content), **self.recipe.options)
+        compressed = compress(*self.opened, extract_text(name, content), **self.recipe.options)
         seconds = compressed.manifest.seconds
         plain = replace(compressed.manifest, seconds={})
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none

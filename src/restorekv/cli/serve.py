@@ -17,13 +17,13 @@ from restorekv.cli import options
 from restorekv.cli.session import notes, open_model
 from restorekv.errors import RestoreKVError
 from restorekv.files import alone, read_bytes
-from restorekv.serve.ray.spread import Spread
+from restorekv.serve.ray.options import RayOptions
 
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@options.options_of(Spread)
+@options.options_of(RayOptions)
 def run(
     model: options.Model = "smollm2",
     preset: Annotated[
@@ -67,7 +67,7 @@ def run(
     dtype: options.Dtype = "auto",
     **spread: Any,
 ) -> None:
-    spread = Spread(**spread)
+    spread = RayOptions(**spread)
     if spread.ray and engine != "embedded":
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = read_keys(api_key_file) if api_key_file else ()
@@ -91,10 +91,10 @@ def run(
         engine,
         {k: v for k, v in own.items() if v},
     )
-    server.engine_class(engine).check(**settings.options)
+    server.find_engine_class(engine).check(**settings.options)
     server.Variant.parse(settings.default, model)
     if shared:
-        server.Shared(shared)  # refuses what cannot be used
+        server.SharedFolder(shared)  # refuses what cannot be used
     with ExitStack() as lasting:
         # Before the model is loaded, which takes seconds, so that nobody takes the port meanwhile.
         listeners = open_listeners(host, port, lasting)
@@ -103,17 +103,17 @@ def run(
             engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
                 replicas = lasting.enter_context(
-                    engines.deployed(settings, spread, model, dtype, device)
+                    engines.deploy_replicas(settings, spread, model, dtype, device)
                 )
-            app = server.application_of(replicas, server.store_of(settings), settings)
+            app = server.build_engine_app(replicas, server.open_store(settings), settings)
         else:
-            app = server.application(*open_model(model, dtype, device), settings)
+            app = server.build_app(*open_model(model, dtype, device), settings)
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listeners[0].getsockname()[1]}"
         say(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
-        server.serve(app, listeners)
+        server.serve_app(app, listeners)
         say(f"Stopped; the documents stay in {store}.")
-        server.leave(app)
+        server.exit_after_signal(app)
 
 
 def lock_store(store: Path, lasting: ExitStack) -> None:

@@ -32,7 +32,7 @@ from restorekv.errors import RestoreKVError, shown
 from restorekv.files import read_bytes
 from restorekv.model.load import check_dtype, load_model, shipped_name
 from restorekv.model.tokenize import decoded
-from restorekv.readers.extract import KINDS, text_of
+from restorekv.readers.extract import KINDS, extract_text
 from restorekv.storage.cache_file import Manifest, read
 
 
@@ -68,7 +68,7 @@ def read_text(name: str) -> str:
     else:
         payload = read_bytes(Path(name), f"The file {name}", TEXT_BYTES)
     if Path(name).suffix.lower() in KINDS:
-        return text_of(name, payload)
+        return extract_text(name, payload)
     source = "The input" if name == "-" else f"The file {name}"
     text = decoded(payload, source)
     if not text.strip():

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from restorekv.cluster import LOCAL, connect
+from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import RestoreKVError, RestoreKVWarning, first_sentence, warn
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.run import Facts, LocalPool, Missing
@@ -83,7 +83,7 @@ class Workers:
                 f"Ray needs at least 1 worker and 1 thread, not {workers} and {threads}."
             )
         gpus = int(device.startswith("cuda"))
-        self.ray = connect(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})
+        self.ray = connect_ray(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})
         # It sees its own GPU alone.
         self.arguments = (*arguments, "cuda" if gpus else device, threads, os.getcwd())
         # Pending answer -> worker, number of its call (None: start)

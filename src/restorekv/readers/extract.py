@@ -25,7 +25,7 @@ TEXT = "text"
 CACHE = "rkv"
 
 
-def kind_of(name: str) -> str:
+def find_kind(name: str) -> str:
     """Returns how a file is read, by the ending of its name: as a cache file, in one of KINDS, or
     as plain text.
     """
@@ -33,9 +33,9 @@ def kind_of(name: str) -> str:
     return CACHE if ending == ".rkv" else KINDS.get(ending, TEXT)
 
 
-def text_of(name: str, content: bytes) -> str:
+def extract_text(name: str, content: bytes) -> str:
     """Returns the text of a file by its name's ending; refuses what has none."""
-    kind = kind_of(name)
+    kind = find_kind(name)
     name = printable_name(name)
     text = decoded(content, name) if kind not in ("pdf", "docx") else ""
     if kind in KINDS.values():

@@ -21,19 +21,19 @@ LARGEST = 64 << 20  # bytes of a text; no model reads as much
 MISSING = 3  # the exit status where a library is not installed
 
 
-def of_pdf(content: bytes) -> str:
+def extract_pdf(content: bytes) -> str:
     from pypdf import PdfReader
 
     return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages[:PAGES])
 
 
-def of_docx(content: bytes) -> str:
+def extract_docx(content: bytes) -> str:
     from docx import Document
 
-    return "\n\n".join(blocks(Document(io.BytesIO(content))))
+    return "\n\n".join(iter_blocks(Document(io.BytesIO(content))))
 
 
-def blocks(place: Any) -> Iterator[str]:
+def iter_blocks(place: Any) -> Iterator[str]:
     """Yields the paragraphs and tables of a document or a cell, of a table a line a row with tabs
     between its cells.
     """
@@ -46,20 +46,20 @@ def blocks(place: Any) -> Iterator[str]:
         # row.cells repeats merged ones.
         rows = ([_Cell(cell, block) for cell in row._tr.tc_lst] for row in block.rows)
         yield "\n".join(
-            "\t".join(" ".join(" ".join(blocks(cell)).split()) for cell in row) for row in rows
+            "\t".join(" ".join(" ".join(iter_blocks(cell)).split()) for cell in row) for row in rows
         )
 
 
-def of_html(content: bytes) -> str:
+def extract_html(content: bytes) -> str:
     """Returns what a browser would show as text."""
-    reader = Words()
+    reader = TextCollector()
     reader.feed(content.decode())
     reader.close()
     lines = (" ".join(line.split()) for line in "".join(reader.parts).splitlines())
     return "\n".join(line for line in lines if line)
 
 
-class Words(HTMLParser):
+class TextCollector(HTMLParser):
     """Collects the text outside of scripts and the like."""
 
     CDATA_CONTENT_ELEMENTS = HIDDEN
@@ -95,7 +95,9 @@ def main(kind: str, memory: int, seconds: int) -> int:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     try:
-        text = {"pdf": of_pdf, "docx": of_docx, "html": of_html}[kind](sys.stdin.buffer.read())
+        text = {"pdf": extract_pdf, "docx": extract_docx, "html": extract_html}[kind](
+            sys.stdin.buffer.read()
+        )
         payload = text.replace("\0", "").encode(errors="replace")
         if len(payload) > LARGEST:
             raise MemoryError

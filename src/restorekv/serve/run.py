@@ -31,7 +31,7 @@ from restorekv.serve.app import make_app
 from restorekv.serve.engine import Engine, explain_lack
 from restorekv.serve.guard import Connection
 from restorekv.serve.service import Limits, Service
-from restorekv.serve.shared import Shared
+from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
 
@@ -67,7 +67,7 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the engine
 
 
-def engine_class(name: str) -> type[Engine]:
+def find_engine_class(name: str) -> type[Engine]:
     """Returns the class of an engine; refuses unknown names."""
     if name not in ENGINES:
         raise RestoreKVError(f"An engine is one of {', '.join(ENGINES)}, not {name!r}.")
@@ -75,23 +75,23 @@ def engine_class(name: str) -> type[Engine]:
     return getattr(import_module(module), kind)
 
 
-def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
+def build_app(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """Returns the application with the engine that the settings name."""
-    store = store_of(settings)
-    make = engine_class(settings.engine)
+    store = open_store(settings)
+    make = find_engine_class(settings.engine)
     engine = make(
         model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options
     )
-    return application_of(engine, store, settings, lambda: check_loading(model, tokenizer))
+    return build_engine_app(engine, store, settings, lambda: check_loading(model, tokenizer))
 
 
-def store_of(settings: Settings) -> Store:
+def open_store(settings: Settings) -> Store:
     return Store(
-        settings.store, settings.disk, Shared(settings.shared) if settings.shared else None
+        settings.store, settings.disk, SharedFolder(settings.shared) if settings.shared else None
     )
 
 
-def application_of(
+def build_engine_app(
     engine: Engine, store: Store, settings: Settings, check: Callable[[], None] = bool
 ) -> FastAPI:
     """Returns the application, whose start-up checks itself and goes on with what was not
@@ -109,7 +109,7 @@ def application_of(
             for upload in store.list():
                 if upload.status == UPLOADED:
                     service.begin(upload)
-        except Exception as error:  # `serve` raises it again
+        except Exception as error:  # `serve_app` raises it again
             app.state.problem = error
             raise
         state["ready"] = True
@@ -208,7 +208,7 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
 
-def serve(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
+def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
     """Serves at sockets that listen, until a signal ends it; see `Server`. Raises why it could not
     start.
     """
@@ -232,7 +232,7 @@ def serve(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
         log.removeFilter(is_wanted)
 
 
-def leave(app: FastAPI) -> None:
+def exit_after_signal(app: FastAPI) -> None:
     """Ends the process after a signal without waiting for threads, of which one may still compute.
 
     Everything is closed by now. An engine with a farewell has processes that end in their own way.

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Growing
-from restorekv.readers.extract import CACHE, TEXT, kind_of, printable_name, text_of
+from restorekv.readers.extract import CACHE, TEXT, extract_text, find_kind, printable_name
 from restorekv.serve import replies, schemas
 from restorekv.serve.documents import document_hash
 from restorekv.serve.engine import (
@@ -151,9 +151,9 @@ class Service:
 
     def content(self, upload: Upload) -> str | Path:
         """Returns the text of an upload, or the path of a cache file, which is taken as it is."""
-        if kind_of(upload.name) == CACHE:
+        if find_kind(upload.name) == CACHE:
             return self.store.file(upload.id)
-        return text_of(upload.name, self.store.content(upload.id))
+        return extract_text(upload.name, self.store.content(upload.id))
 
     def found(self, name: str) -> Upload:
         upload = self.store.get(name)
@@ -179,7 +179,7 @@ class Service:
         """Returns a document, from memory, from disk or compressed now; see `Part.document`."""
         if isinstance(value, Attached):
             reading = asyncio.get_running_loop().run_in_executor(
-                READERS, text_of, value.name, value.content
+                READERS, extract_text, value.name, value.content
             )
             kind = "text"
             value = await reading

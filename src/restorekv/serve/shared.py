@@ -36,7 +36,7 @@ def going_on(method: Callable) -> Callable:
     """
 
     @wraps(method)
-    def tried(self: Shared, *arguments: object) -> object:
+    def tried(self: SharedFolder, *arguments: object) -> object:
         if time.monotonic() < self.resumes:
             return None
         try:
@@ -49,7 +49,7 @@ def going_on(method: Callable) -> Callable:
     return tried
 
 
-class Shared:
+class SharedFolder:
     """The folder at `url`; raises RestoreKVError where it cannot be used from the start."""
 
     def __init__(self, url: str) -> None:

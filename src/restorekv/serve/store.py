@@ -31,10 +31,10 @@ from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, read_bytes, replacing
-from restorekv.readers.extract import kind_of
+from restorekv.readers.extract import find_kind
 from restorekv.serve.documents import document_hash
 from restorekv.serve.index import FILE, KEY, UPLOADED, Index
-from restorekv.serve.shared import Shared
+from restorekv.serve.shared import SharedFolder
 
 LOG = logging.getLogger("restorekv.serve")
 FOLDERS = ("files", "caches", "damaged")
@@ -64,7 +64,7 @@ class Store:
     it.
     """
 
-    def __init__(self, folder: Path, disk: int, shared: Shared | None = None) -> None:
+    def __init__(self, folder: Path, disk: int, shared: SharedFolder | None = None) -> None:
         self.folder = folder
         self.disk = disk
         self.shared = shared
@@ -148,7 +148,7 @@ class Store:
         own = f"file-{secrets.token_hex(12)}"
         created = int(time.time())
         size = 0
-        digest = document_hash(kind_of(name))
+        digest = document_hash(find_kind(name))
         with replacing(self.file(own), follow=False) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
                 digest.update(piece)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from restorekv.cluster import LOCAL, connect
+from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import RestoreKVError
 from restorekv.files import HOST
 from restorekv.serve.caches import key_of
@@ -38,8 +38,8 @@ from restorekv.serve.engine import (
     settle,
     until_left,
 )
-from restorekv.serve.ray import spread as replicas
-from restorekv.serve.ray.spread import Spread
+from restorekv.serve.ray import options as ray_options
+from restorekv.serve.ray.options import RayOptions
 from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
@@ -231,7 +231,7 @@ class RayEngine:
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `Engine`; of the replicas, as they were at their last answer."""
-        alive = replicas.REPLICAS
+        alive = ray_options.REPLICAS
         total = {}
         now = {}
         for report in list(self.reports.values()):
@@ -249,8 +249,8 @@ def payload(content: Content) -> str | bytes:
 
 
 @contextmanager
-def deployed(
-    settings: Settings, spread: Spread, model: str, dtype: str, device: str
+def deploy_replicas(
+    settings: Settings, spread: RayOptions, model: str, dtype: str, device: str
 ) -> Iterator[RayEngine]:
     """Yields an engine whose replicas have loaded the model; they end with the block.
 
@@ -260,7 +260,7 @@ def deployed(
     most = max(spread.replicas, spread.max_replicas)
     needed = spread.needed(device)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ray = connect(spread.ray, spread.replica_cpus * most, SHARED_MEMORY, needed)
+    ray = connect_ray(spread.ray, spread.replica_cpus * most, SHARED_MEMORY, needed)
     try:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():  # Ray has its own

@@ -27,9 +27,9 @@ from restorekv.generation import generate
 from restorekv.model.load import load_model
 from restorekv.serve.embedded import Embedded
 from restorekv.serve.engine import Document, Question, begin
-from restorekv.serve.ray.router import ByDocument
+from restorekv.serve.ray.router import DocumentRouter
 from restorekv.serve.run import check_loading
-from restorekv.serve.shared import Shared
+from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
@@ -79,7 +79,7 @@ class Replica:
         check_loading(model, tokenizer)
         self.lasting = ExitStack()
         folder = own_folder(Path(recipe.folder), self.lasting)
-        self.store = Store(folder, recipe.disk, Shared(recipe.shared))
+        self.store = Store(folder, recipe.disk, SharedFolder(recipe.shared))
         # Who sends bounds what waits.
         self.engine = Embedded(model, tokenizer, self.store, recipe.memory, 0)
         self.engine.start()
@@ -166,7 +166,7 @@ def deployment(least: int, most: int, needed: Mapping[str, float]) -> serve.Depl
         name="documents",
         max_ongoing_requests=2 * generate.BATCH,
         ray_actor_options=resources,
-        request_router_config=RequestRouterConfig(request_router_class=ByDocument),
+        request_router_config=RequestRouterConfig(request_router_class=DocumentRouter),
         **number,
     )
 

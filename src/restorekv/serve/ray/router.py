@@ -6,10 +6,10 @@ import hashlib
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from restorekv.serve.ray import spread
+from restorekv.serve.ray import options
 
 
-class ByDocument(RequestRouter):
+class DocumentRouter(RequestRouter):
     """Sends all requests about a document to one replica, which holds it then, and to the next one
     where that is full.
 
@@ -23,7 +23,7 @@ class ByDocument(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        spread.note_replicas(each.replica_id.unique_id for each in replicas)
+        options.note_replicas(each.replica_id.unique_id for each in replicas)
 
     async def choose_replicas(
         self,

@@ -23,7 +23,7 @@ def option(default: object, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RayOptions:
     """Whether and how a server answers in replicas of Ray Serve."""
 
     ray: str | None = option(
