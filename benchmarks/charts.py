@@ -19,7 +19,7 @@ from benchmarks.vllm_chart import serving
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.tables import make_slug
-from restorekv.files import replacing
+from restorekv.files import replace_file
 
 KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
     frozenset({"tokens", "side", "seconds", "small", "full"}): compressing,
@@ -57,7 +57,7 @@ def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
         }
     out.mkdir(parents=True, exist_ok=True)
     for path, payload in payloads.items():
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             temporary.write_bytes(payload)
     return list(payloads)
 

@@ -16,10 +16,10 @@ from paper.training import train_all
 from paper.write import write
 from restorekv.cli import options
 from restorekv.cli.eval import open_pool
-from restorekv.cli.session import notes, output, print_written, quiet
+from restorekv.cli.session import notes, output, print_written, silence_transformers
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.report import SVG
-from restorekv.files import check_target, replacing
+from restorekv.files import check_target, replace_file
 from restorekv.model.load import SMOLLM2, TINY, canonical
 
 RESULTS = "results"
@@ -82,7 +82,7 @@ def run(
         raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
     if markdown:
         check_target(markdown)
-    quiet()
+    silence_transformers()
     out.mkdir(parents=True, exist_ok=True)
     if retrain:
         train_all(plan.trainings(experiments, asked), workers, 1)
@@ -149,14 +149,14 @@ def copy(report: Path, markdown: Path) -> None:
         charts.rmdir()
     put(report / "paper.json", results / f"{markdown.stem}.json")
     text = (report / "paper.md").read_text(encoding="utf-8")
-    with replacing(markdown) as temporary:
+    with replace_file(markdown) as temporary:
         place = charts.relative_to(markdown.parent).as_posix()
         temporary.write_text(text.replace(f"]({SVG}/", f"]({place}/"), encoding="utf-8")
 
 
 def put(source: Path, target: Path) -> None:
     """A whole copy or none."""
-    with replacing(target) as temporary:
+    with replace_file(target) as temporary:
         shutil.copyfile(source, temporary)
 
 

@@ -148,7 +148,7 @@ class Setting:
         """
         if self.adapters == PUBLISHED:
             try:
-                return publish.published_name(self.model, evictor)
+                return publish.find_published_name(self.model, evictor)
             except AdapterError:
                 return None
         if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():

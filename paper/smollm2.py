@@ -127,7 +127,7 @@ def settings(adapters: str | None) -> TrainConfig:
     """
     given = Path(adapters or "") / METHOD
     folder = given if (given / adapter_file.CARD).exists() else shipped_adapter(SMOLLM2, METHOD)
-    card = adapter_file.read(folder).card if folder else None
+    card = adapter_file.read_adapter(folder).card if folder else None
     if card is None:
         return TrainConfig()
     known = {each.name for each in fields(TrainConfig)} - {"evictor", "seed", "init"}

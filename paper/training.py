@@ -19,7 +19,7 @@ import torch
 
 from paper.recipe import LONGEST, SHORTEST
 from restorekv.errors import RestoreKVError
-from restorekv.files import locked, replacing
+from restorekv.files import file_lock, replace_file
 from restorekv.model.load import TINY, load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
@@ -192,7 +192,7 @@ def check(setup: Setup) -> None:
     path = setup.folder / "settings.json"
     now = json.dumps(setup.made_with(setup.settings), sort_keys=True)
     if not path.exists():
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             temporary.write_text(now, encoding="utf-8")
     elif path.read_text(encoding="utf-8") != now:
         raise RestoreKVError(f"{setup.folder} was made with other settings; choose another folder.")
@@ -217,4 +217,4 @@ def claimed(training: Training) -> AbstractContextManager[bool]:
     """Whether this process may work on it."""
     folder = training.setup.folder / "locks"
     folder.mkdir(exist_ok=True)
-    return locked(folder / training.name)
+    return file_lock(folder / training.name)

@@ -22,7 +22,7 @@ from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
 from restorekv.evaluation.tables import Table, name_method
-from restorekv.files import replacing, write_json
+from restorekv.files import replace_file, write_json
 
 SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
 DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured for it."
@@ -60,7 +60,7 @@ def write(
     intro = [*introduction(setting, results, claims), *record.sentence(with_what)]
     title = f"The paper's tables and figures on {the_model(setting)}"
     index = write_page(out / "report", title, sections, intro, SUBTITLE)
-    with replacing(index.parent / "paper.md") as path:
+    with replace_file(index.parent / "paper.md") as path:
         path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.facts for result in finished}

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from restorekv.data.exercises import draw_checked_exercises
-from restorekv.files import replacing
+from restorekv.files import replace_file
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, corpus_split, factbook_splits
 
@@ -129,7 +129,7 @@ def main() -> None:
     for target, content in files.items():
         path = given.out / target
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             temporary.write_bytes(packed(content) if path.suffix == ".gz" else content)
 
 

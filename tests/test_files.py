@@ -10,15 +10,23 @@ import pytest
 from restorekv import files
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import append_line
-from restorekv.files import HOST, alone, locked, open_own, own_name, replacing, write_json
+from restorekv.files import (
+    HOST,
+    file_lock,
+    folder_lock,
+    make_unique_name,
+    open_without_links,
+    replace_file,
+    write_json,
+)
 from restorekv.train.checkpoint import begin
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from restorekv.files import replacing
+from restorekv.files import replace_file
 
-with replacing(Path(sys.argv[1])) as temporary:
+with replace_file(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -43,21 +51,21 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
         (tmp_path / name).write_text("stays")
     write_json(target, [1])
     assert {path.name for path in tmp_path.iterdir()} == {target.name, left[1], *stay}
-    with replacing(other) as temporary:
+    with replace_file(other) as temporary:
         temporary.write_text("whole")
     assert {path.name for path in tmp_path.iterdir()} == {target.name, other.name, *stay}
 
 
 def test_a_folder_has_one_worker_at_a_time(tmp_path):
-    with alone(tmp_path / "new"):
+    with folder_lock(tmp_path / "new"):
         with (
             pytest.raises(RestoreKVError, match="Another process is at work"),
-            alone(tmp_path / "new"),
+            folder_lock(tmp_path / "new"),
         ):
             pass
         assert list((tmp_path / "new").iterdir())
     assert not list((tmp_path / "new").iterdir())
-    with alone(tmp_path / "new"):
+    with folder_lock(tmp_path / "new"):
         pass
 
 
@@ -70,7 +78,7 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_not_acquired(tmp_path, monk
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", after_the_holder)
-    with pytest.raises(RestoreKVError, match="Another process is at work"), alone(tmp_path):
+    with pytest.raises(RestoreKVError, match="Another process is at work"), folder_lock(tmp_path):
         pass
 
 
@@ -79,7 +87,10 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
     folder.mkdir()
     victim.write_text("precious")
     (folder / ".lock").symlink_to(victim)
-    with pytest.raises(RestoreKVError, match="symbolic link, which is not followed"), alone(folder):
+    with (
+        pytest.raises(RestoreKVError, match="symbolic link, which is not followed"),
+        folder_lock(folder),
+    ):
         pass
     assert victim.read_text() == "precious" and (folder / ".lock").is_symlink()
 
@@ -88,20 +99,20 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
 def test_a_lock_is_a_regular_file(tmp_path, kind):
     lock = tmp_path / ".lock"
     os.mkfifo(lock) if kind == "fifo" else lock.symlink_to(tmp_path / "made by us")
-    with pytest.raises(RestoreKVError, match="remove it"), alone(tmp_path):
+    with pytest.raises(RestoreKVError, match="remove it"), folder_lock(tmp_path):
         pass
     assert not (tmp_path / "made by us").exists()
 
 
 def test_a_lock_keeps_what_its_file_holds(tmp_path):
     (tmp_path / "notes").write_text("precious")
-    with locked(tmp_path / "notes") as acquired:
+    with file_lock(tmp_path / "notes") as acquired:
         assert acquired
     assert (tmp_path / "notes").read_text() == "precious"
 
 
 def test_temporary_names_cannot_be_guessed(tmp_path):
-    names = {own_name(tmp_path / "o.rkv").name.split("-")[-1] for _ in range(50)}
+    names = {make_unique_name(tmp_path / "o.rkv").name.split("-")[-1] for _ in range(50)}
     assert len(names) == 50 and all(len(name) == len("0123456789abcdef.tmp") for name in names)
 
 
@@ -110,7 +121,7 @@ def test_nothing_is_written_through_a_link_that_took_the_temporary_name(tmp_path
     victim.write_text("precious")
     taken.symlink_to(victim)
     monkeypatch.setattr(files, "check_target", lambda path: None)
-    monkeypatch.setattr(files, "own_name", lambda path: taken)
+    monkeypatch.setattr(files, "make_unique_name", lambda path: taken)
     with pytest.raises(RestoreKVError, match="File exists"):
         write_json(tmp_path / "o", [1])
     assert victim.read_text() == "precious" and not (tmp_path / "o").exists()
@@ -152,7 +163,7 @@ def test_logs_are_not_appended_to_through_a_link(tmp_path):
     for name in ("answers.jsonl", "loss.csv"):
         (tmp_path / name).symlink_to(victim)
         with pytest.raises(RestoreKVError, match="symbolic link"):
-            open_own(tmp_path / name)
+            open_without_links(tmp_path / name)
     with pytest.raises(RestoreKVError, match="symbolic link"):
         append_line(tmp_path / "answers.jsonl", {"a": 1})
     assert victim.read_text() == "precious"

@@ -68,7 +68,9 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path, good, monkeypatch):
     sparse.write_bytes(good.read_bytes())
     os.truncate(sparse, 10 << 30)
     for module in (files, seal):
-        monkeypatch.setattr(module, "read_whole", lambda *_: pytest.fail("the file was read whole"))
+        monkeypatch.setattr(
+            module, "read_exactly", lambda *_: pytest.fail("the file was read whole")
+        )
     refused(seal.read_tensors, sparse, "The file")
     assert "more than" in refused(files.read_bytes, sparse, "The file")
 
@@ -191,11 +193,11 @@ def test_ordinary_json_is_read():
     ],
 )
 def test_types_of_json_values(hint, right, wrong):
-    assert all(files.has_type(value, hint) for value in right)
-    assert not any(files.has_type(value, hint) for value in wrong)
+    assert all(files.matches_type(value, hint) for value in right)
+    assert not any(files.matches_type(value, hint) for value in wrong)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(good):
     with open(good, "rb") as file:
         assert stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-        assert "changed" in refused(files.read_whole, file, good.stat().st_size + 1, "The file")
+        assert "changed" in refused(files.read_exactly, file, good.stat().st_size + 1, "The file")

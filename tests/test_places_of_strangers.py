@@ -145,7 +145,7 @@ def to_cells(folder: Path, victim: Path) -> None:
 def to_adapter(folder: Path, victim: Path) -> None:
     (victim.parent / adapter_file.README).write_text("precious")
     (folder / adapter_file.PENDING).symlink_to(victim.parent)
-    adapter_file.settle(folder)
+    adapter_file.move_into_place(folder)
 
 
 @pytest.mark.parametrize("work", [to_attempts, to_parts, to_cells, to_adapter])
@@ -178,8 +178,10 @@ def test_an_adapters_folder_with_a_circle_of_links_gives_a_sentence(tmp_path):
 def test_a_checkpoint_that_records_something_else_gives_a_sentence(tmp_path, field, text):
     """A list as the config gave an AttributeError once (case 2634 of tests.hostile.others)."""
     make_checkpoint(tmp_path)
-    metadata, tensors = seal.read(tmp_path / checkpoint.FILE, checkpoint.KIND)
-    seal.write(tmp_path / checkpoint.FILE, checkpoint.KIND, tensors, {**metadata, field: text})
+    metadata, tensors = seal.read_sealed(tmp_path / checkpoint.FILE, checkpoint.KIND)
+    seal.write_sealed(
+        tmp_path / checkpoint.FILE, checkpoint.KIND, tensors, {**metadata, field: text}
+    )
     with pytest.raises(RestoreKVError) as caught:
         checkpoint.restart(tmp_path, a_run(4))
     assert str(caught.value).isprintable() and json.dumps(str(caught.value))

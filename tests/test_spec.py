@@ -43,13 +43,13 @@ KNOWN = {"thing": Thing, "bare": Bare}
     ],
 )
 def test_specs_and_back(text, made):
-    assert spec.parse(text, KNOWN, "thing") == made
-    assert spec.parse(spec.write(made.name, made), KNOWN, "thing") == made
+    assert spec.parse_spec(text, KNOWN, "thing") == made
+    assert spec.parse_spec(spec.format_spec(made.name, made), KNOWN, "thing") == made
 
 
 def test_the_shortest_spec_is_written():
-    assert spec.write("thing", Thing(7, loud=True)) == "thing:count=7,loud=true"
-    assert spec.write("thing", Thing()) == "thing"
+    assert spec.format_spec("thing", Thing(7, loud=True)) == "thing:count=7,loud=true"
+    assert spec.format_spec("thing", Thing()) == "thing"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_shortest_spec_is_written():
 )
 def test_every_mistake_is_told(text, told):
     with pytest.raises(RestoreKVError) as mistake:
-        spec.parse(text, KNOWN, "thing")
+        spec.parse_spec(text, KNOWN, "thing")
     assert told in str(mistake.value)
 
 
@@ -133,8 +133,8 @@ def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
 
 
 def test_the_digest_of_a_source_is_no_part_of_a_spec():
-    assert spec.parse("thing:count=4#0123456789ab", KNOWN, "thing").count == 4
-    assert spec.code_of(Thing) == spec.code_of(Thing) != spec.code_of(Bare)
+    assert spec.parse_spec("thing:count=4#0123456789ab", KNOWN, "thing").count == 4
+    assert spec.digest_source(Thing) == spec.digest_source(Thing) != spec.digest_source(Bare)
 
 
 def test_specs_in_a_row_keep_their_settings():

@@ -10,7 +10,7 @@ import typer
 from benchmarks.efficiency import SCORERS, CostOptions, measure
 from benchmarks.efficiency_page import write
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, print_written, quiet
+from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
@@ -64,10 +64,10 @@ def run(
                 raise RestoreKVError(
                     f"{name} is not an evictor, so it has no scores to measure; name one."
                 )
-        quiet()
+        silence_transformers()
         with notes.status(f"loading {model}"):
             loaded, tokenizer = opened_model(model, dtype, device, rules.name)
-        with bar("measuring time and memory", lines=True) as update:
+        with show_progress_bar("measuring time and memory", lines=True) as update:
             paths.append(measure(loaded, tokenizer, out, settings, conventions, label, update))
     for path in [*paths, write(out)]:
         print_written(path)

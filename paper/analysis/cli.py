@@ -12,7 +12,7 @@ from paper.analysis.page import write_analyses
 from paper.analysis.run import ANALYSES, analyze
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, print_written, quiet
+from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
@@ -61,7 +61,7 @@ def run(
         )
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give a folder.")
-    quiet()
+    silence_transformers()
     with notes.status(f"loading {model}"):
         loaded, tokenizer = opened_model(model, dtype, device, rules.name)
     eviction = make_compressor(name, conventions)
@@ -73,7 +73,7 @@ def run(
             "restore_attention is left out: without an adapter there are no restore tokens."
         )
     eviction = replace(eviction, adapter=adapter)
-    with bar("analyzing documents", lines=True) as update:
+    with show_progress_bar("analyzing documents", lines=True) as update:
         paths = analyze(
             loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update
         )

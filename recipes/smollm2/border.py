@@ -23,7 +23,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation.fidelity import summarized
 from restorekv.evaluation.results import Result, load
 from restorekv.evaluation.stats import weighted_interval
-from restorekv.files import read_json, replacing, write_json
+from restorekv.files import read_json, replace_file, write_json
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "paper" / "results" / "smollm2-border.json"
@@ -122,7 +122,7 @@ def fill_page(page: Path, text: str) -> None:
         raise RestoreKVError(
             f"{page} lacks the marks {BEGIN} and {END}; put them where the table belongs."
         )
-    with replacing(page) as temporary:
+    with replace_file(page) as temporary:
         temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from restorekv.files import read_json, replacing
+from restorekv.files import read_json, replace_file
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
@@ -107,7 +107,7 @@ def draw(result: Mapping, name: str, path: Path) -> None:
             axes.set(ylim=(0, None), xlabel="memory held, % of the full cache", ylabel="score")
             axes.set_title(benchmarks[benchmark])
             axes.legend(loc="lower right", frameon=False, fontsize=10)
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             figure.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
 
 
@@ -165,7 +165,7 @@ def fill(page: Path, text: str) -> None:
     """Puts a text between the two marks of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    with replacing(page) as temporary:
+    with replace_file(page) as temporary:
         temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 

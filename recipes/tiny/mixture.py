@@ -34,7 +34,7 @@ from restorekv.data.overlap import Evaluations
 from restorekv.data.self_study import KINDS
 from restorekv.data.sources import LABELS
 from restorekv.data.table import data_table, figures, left_out
-from restorekv.files import replacing, write_json
+from restorekv.files import replace_file, write_json
 from restorekv.model.load import load_model
 from restorekv.tiny import suite, world
 from restorekv.tiny.world import DEEDS, PEOPLE, PLACES, TIMES
@@ -214,7 +214,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
         "exclude": folder / "tiny-suite.jsonl",
     }
     write_json(files["longalpaca"], long_alpaca(tokenizer, COUNTS["documents"], test))
-    with replacing(files["pg19"]) as path:
+    with replace_file(files["pg19"]) as path:
         pyarrow.parquet.write_table(
             pyarrow.Table.from_pylist(pg19(tokenizer, COUNTS["books"], test)), path
         )
@@ -224,7 +224,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
         "exclude": [{"context": one.text} for one in test],
     }
     for name, rows in lines.items():
-        with replacing(files[name]) as path:
+        with replace_file(files[name]) as path:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {name: str(path) for name, path in files.items()}
 
@@ -390,7 +390,7 @@ def main() -> None:
     text = report(folder, files, results)
     write_json(RESULTS / "data-table.json", kept)
     write_json(MIXTURE, {"mixture": "paper", "rows": kept["paper"]["rows"]})
-    with replacing(RESULTS / "data-table.md") as path:
+    with replace_file(RESULTS / "data-table.md") as path:
         path.write_text(text)
 
 

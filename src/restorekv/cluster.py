@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, summarize_error
 
 LOCAL = "local"
 ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log output
@@ -54,7 +54,7 @@ def connect_ray(address: str, cpus: int, memory: int, needed: Mapping[str, float
         fix = "start one, set RAY_AUTH_TOKEN if it asks for a token, or use local"
         fix = "try again when this machine is less busy" if address == LOCAL else fix
         raise RestoreKVError(
-            f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}."
+            f"There is no Ray cluster at {address} ({summarize_error(error)}); {fix}."
         ) from error
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(kind, 0) >= count for kind, count in needed.items()) for node in nodes):

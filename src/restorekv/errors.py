@@ -51,14 +51,14 @@ class RestoreKVWarning(UserWarning):
     """
 
 
-def one_of(name: str, value: str, known: Iterable[str]) -> None:
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
     """Refuses a value that is not known."""
     if value not in known:
         raise RestoreKVError(f"{name} is one of {', '.join(known)}, not {value!r}.")
 
 
 @contextmanager
-def raised_as(kind: type[RestoreKVError]) -> Iterator[None]:
+def reraise_as(kind: type[RestoreKVError]) -> Iterator[None]:
     """Raises a RestoreKVError of the block as one of `kind`, with the same sentence."""
     try:
         yield
@@ -67,37 +67,39 @@ def raised_as(kind: type[RestoreKVError]) -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Raises an OSError of the block as a RestoreKVError that names the file."""
     try:
         yield
     except OSError as error:
-        why = f"Cannot write {path}: {error.strerror or first_sentence(error)}"
+        why = f"Cannot write {path}: {error.strerror or summarize_error(error)}"
         raise RestoreKVError(f"{why}; free some space or choose another place or name.") from error
 
 
 # Torch's decorators stand between the package's own calls.
-INSIDE = ("restorekv", "torch", "contextlib")
+_INTERNAL_PACKAGES = ("restorekv", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
     """Raises a RestoreKVWarning at the line of the user's code that called the package."""
     level = 2
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+    while (
+        frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL_PACKAGES
+    ):
         level = level + 1
         frame = frame.f_back
     warnings.warn(message, RestoreKVWarning, stacklevel=level)
 
 
-def first_sentence(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Returns the start of a library's error message, without its period, to quote in one of ours."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     words = lines[0].split(". ")[0].rstrip(".:")
     return "".join(letter if letter.isprintable() else "?" for letter in words)
 
 
-def shown(text: object) -> str:
+def make_printable(text: object) -> str:
     """Returns what a file says about itself as part of a sentence: printable, and at most 120
     characters of it.
     """

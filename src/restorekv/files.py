@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from restorekv.bounds import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
-from restorekv.errors import RestoreKVError, first_sentence, writing
+from restorekv.errors import RestoreKVError, explain_write_errors, summarize_error
 
 # Several machines may write to one disk.
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"
@@ -29,7 +29,7 @@ NUMBERS = itertools.count()  # several threads may write to one path
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none of these three
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
-FIX = "fetch or make it again"
+FETCH_AGAIN = "fetch or make it again"
 # Every value of JSON but the first follows one of these signs. A text, which may have them too, is
 # found as a whole, and with possessive quantifiers no character is looked at twice, whatever a
 # stranger has written.
@@ -52,15 +52,15 @@ def check_target(path: Path) -> None:
         raise RestoreKVError(
             f"The folder {path.parent} is not writable; choose another or change its permissions."
         )
-    probe = own_name(path)
-    with writing(path):
+    probe = make_unique_name(path)
+    with explain_write_errors(path):
         # Only trying tells what the disk allows, and how long a name it takes.
         probe.touch(exist_ok=False)
         probe.unlink()
 
 
 @contextmanager
-def replacing(path: Path, follow: bool = True) -> Iterator[Path]:
+def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
     """Yields a temporary file next to `path`; what the block writes there replaces `path`, unless
     the block raises.
 
@@ -72,8 +72,8 @@ def replacing(path: Path, follow: bool = True) -> Iterator[Path]:
     check_target(path)
     if follow:
         path = Path(os.path.realpath(path))  # resolve() raises for a circle of links
-    temporary = temporary_name(path)
-    with writing(path):
+    temporary = make_temporary_name(path)
+    with explain_write_errors(path):
         # Exclusively, so that nothing that is there already is written to, least of all through a
         # link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
@@ -84,16 +84,16 @@ def replacing(path: Path, follow: bool = True) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def temporary_name(path: Path) -> Path:
+def make_temporary_name(path: Path) -> Path:
     """Returns a name next to `path` for this process alone; removes what killed processes left
     under such names.
     """
-    sweep(path)
-    return own_name(path)
+    remove_stale_files(path)
+    return make_unique_name(path)
 
 
-def own_name(path: Path) -> Path:
-    """Returns a new name that says whose it is, for `sweep`, and that nobody can guess, to put a
+def make_unique_name(path: Path) -> Path:
+    """Returns a new name that says whose it is, for `remove_stale_files`, and that nobody can guess, to put a
     link there.
     """
     process = f"{HOST}-{os.getpid()}-{next(NUMBERS)}"
@@ -101,10 +101,10 @@ def own_name(path: Path) -> Path:
 
 
 @contextmanager
-def alone(folder: Path, name: str = ".lock") -> Iterator[None]:
+def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
     """Refuses a second process that works in the folder, which is made if there is none."""
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / name) as acquired:
+    with file_lock(folder / name) as acquired:
         if not acquired:
             raise RestoreKVError(
                 f"Another process is at work in {folder}; wait until it ends or choose another folder."
@@ -116,7 +116,7 @@ def alone(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def file_lock(path: Path) -> Iterator[bool]:
     """Yields whether the block holds the lock `path` alone; without file locks on this system, that
     is always true.
 
@@ -127,7 +127,7 @@ def locked(path: Path) -> Iterator[bool]:
     except ImportError:
         yield True
         return
-    with open_own(path) as file:  # it stays as long as it is: nothing is written
+    with open_without_links(path) as file:  # it stays as long as it is: nothing is written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Else a holder has removed it, and others lock a new one.
@@ -138,7 +138,7 @@ def locked(path: Path) -> Iterator[bool]:
         yield acquired
 
 
-def open_own(path: Path) -> BinaryIO:
+def open_without_links(path: Path) -> BinaryIO:
     """Opens a file of the package's own, to read it and to add to its end; makes it if there is
     none.
 
@@ -165,7 +165,7 @@ def check_not_link(path: Path) -> None:
         raise RestoreKVError(f"{path} is a symbolic link, which is not followed; remove it.")
 
 
-def sweep(path: Path) -> None:
+def remove_stale_files(path: Path) -> None:
     """Removes temporary files and folders of processes on this machine that were killed while they
     wrote `path`.
 
@@ -174,7 +174,7 @@ def sweep(path: Path) -> None:
     begin = f".{path.name}.{HOST}-"
     for stale in path.parent.glob(f"{glob.escape(begin)}*"):
         process = re.match(r"[0-9]+(?=[-.])", stale.name[len(begin) :])
-        if not process or alive(int(process[0])):
+        if not process or is_process_alive(int(process[0])):
             continue
         try:
             status = stale.lstat()
@@ -188,7 +188,7 @@ def sweep(path: Path) -> None:
             stale.unlink(missing_ok=True)
 
 
-def alive(process: int) -> bool:
+def is_process_alive(process: int) -> bool:
     """Returns whether this process id runs on this machine, or True where that cannot be found out."""
     if os.name != "posix":
         return True
@@ -201,16 +201,16 @@ def alive(process: int) -> bool:
     return True
 
 
-def cache_folder() -> Path | None:
+def find_cache_folder() -> Path | None:
     """Returns where prepared models and proofs are kept, or None without a home folder."""
     chosen = os.environ.get("RESTOREKV_CACHE")
     try:
-        return Path(chosen).expanduser() if chosen else default_folder()
+        return Path(chosen).expanduser() if chosen else default_cache_folder()
     except RuntimeError:
         return None
 
 
-def default_folder() -> Path:
+def default_cache_folder() -> Path:
     """Returns the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home
     folder.
     """
@@ -218,8 +218,8 @@ def default_folder() -> Path:
 
 
 def write_json(path: Path, content: object, follow: bool = True) -> None:
-    """Writes indented UTF-8 JSON; `follow` is that of `replacing`."""
-    with writing(path), replacing(path, follow) as temporary:
+    """Writes indented UTF-8 JSON; `follow` is that of `replace_file`."""
+    with explain_write_errors(path), replace_file(path, follow) as temporary:
         temporary.write_text(
             json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace"
         )
@@ -235,12 +235,12 @@ def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = Tr
 
     `follow`: a symbolic link leads to a file. At a name that the package chose, it is refused.
     """
-    with regular(path, what, follow) as (file, size):
+    with open_with_size(path, what, follow) as (file, size):
         if size > limit:
             raise RestoreKVError(
-                f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FIX}."
+                f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FETCH_AGAIN}."
             )
-        return read_whole(file, size, what)
+        return read_exactly(file, size, what)
 
 
 def read_json(path: Path, what: str, elements: int = JSON_ELEMENTS) -> Any:
@@ -264,21 +264,23 @@ def parse_json(
     """
     if len(text) > limit:
         raise RestoreKVError(
-            f"{what} has {len(text):,} characters of JSON, more than {limit:,}; {FIX}."
+            f"{what} has {len(text):,} characters of JSON, more than {limit:,}; {FETCH_AGAIN}."
         )
     check_elements(text, what, elements)
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(
             text,
-            object_pairs_hook=unique,
-            parse_constant=finite,
-            parse_float=finite,
-            parse_int=whole_number,
+            object_pairs_hook=_parse_object,
+            parse_constant=_parse_float,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
         )
         check_levels(value)
     except (ValueError, RecursionError) as error:
-        raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
+        raise RestoreKVError(
+            f"{what} is damaged ({summarize_error(error)}); {FETCH_AGAIN}."
+        ) from error
     return value
 
 
@@ -300,11 +302,11 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
         else:
             values += 1
         if max(texts, values) > most:
-            raise RestoreKVError(f"{what} has more than {most:,} elements of JSON; {FIX}.")
+            raise RestoreKVError(f"{what} has more than {most:,} elements of JSON; {FETCH_AGAIN}.")
 
 
 @contextmanager
-def regular(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
+def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
     """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and
     never waited for.
 
@@ -312,50 +314,54 @@ def regular(path: Path, what: str, follow: bool = True) -> Iterator[tuple[Binary
     `read_bytes`.
     """
     try:
-        with open_regular(path, what, follow) as file:
+        with open_regular_file(path, what, follow) as file:
             yield file, os.fstat(file.fileno()).st_size
     except RestoreKVError:
         raise
     except (OSError, MemoryError, ValueError) as error:
-        raise RestoreKVError(f"{what} cannot be read ({first_sentence(error)}); {FIX}.") from error
+        raise RestoreKVError(
+            f"{what} cannot be read ({summarize_error(error)}); {FETCH_AGAIN}."
+        ) from error
 
 
-def open_regular(path: Path, what: str, follow: bool = True) -> BinaryIO:
+def open_regular_file(path: Path, what: str, follow: bool = True) -> BinaryIO:
     """Opens a regular file for reading; refuses all others at once, whoever may write to them."""
     try:
         number = os.open(path, os.O_RDONLY | NO_WAITING | BINARY | (0 if follow else NO_FOLLOW))
     except FileNotFoundError as error:
         raise RestoreKVError(f"{what} does not exist; check its name.") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise RestoreKVError(f"{what} cannot be read ({first_sentence(error)}); {FIX}.") from error
+        raise RestoreKVError(
+            f"{what} cannot be read ({summarize_error(error)}); {FETCH_AGAIN}."
+        ) from error
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise RestoreKVError(f"{what} is not a regular file; give the name of one.")
     return os.fdopen(number, "rb")
 
 
-def read_whole(file: BinaryIO, size: int, what: str) -> bytes:
+def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
     raw = file.read(size) or b""
     if len(raw) != size:
         raise RestoreKVError(f"{what} changed while it was read; try again when nobody writes it.")
     return raw
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("a key stands twice in an object")
     return entries
 
 
-def finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is not a finite number")
     return number
 
 
-def whole_number(text: str) -> int:
+def _parse_int(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
         raise ValueError(f"the number {text[:20]} has more than 64 bits")
     return int(text)
@@ -380,7 +386,7 @@ def check_levels(value: object) -> None:
     raise ValueError(f"more than {DEPTH} levels")
 
 
-def has_type(value: object, hint: Any) -> bool:
+def matches_type(value: object, hint: Any) -> bool:
     """Returns whether a JSON value is of an annotated type: True is no integer, an integer is a
     float.
     """
@@ -389,18 +395,20 @@ def has_type(value: object, hint: Any) -> bool:
     if hint in (Any, object):
         return True
     if origin in (types.UnionType, typing.Union):
-        return any(has_type(value, part) for part in parts)
+        return any(matches_type(value, part) for part in parts)
     if origin is typing.Literal:
         return isinstance(value, str) and value in parts
     if origin is dict:
-        return isinstance(value, dict) and all(has_type(each, parts[1]) for each in value.values())
+        return isinstance(value, dict) and all(
+            matches_type(each, parts[1]) for each in value.values()
+        )
     if origin is list:
-        return isinstance(value, list) and all(has_type(each, parts[0]) for each in value)
+        return isinstance(value, list) and all(matches_type(each, parts[0]) for each in value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             return False
         hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        return len(value) == len(hints) and all(map(has_type, value, hints))
+        return len(value) == len(hints) and all(map(matches_type, value, hints))
     if hint in (int, float):
         return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)

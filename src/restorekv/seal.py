@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from restorekv.bounds import HEADER_BYTES, LARGEST_NUMBER
-from restorekv.errors import RestoreKVError, first_sentence, shown, writing
-from restorekv.files import FIX, parse_record, read_whole, regular, replacing
+from restorekv.errors import RestoreKVError, explain_write_errors, make_printable, summarize_error
+from restorekv.files import FETCH_AGAIN, open_with_size, parse_record, read_exactly, replace_file
 
 CHECKSUM = "checksum"
 BLANK = "0" * 64  # in the checksum's place while it is computed
@@ -53,7 +53,7 @@ class FileKind:
 # Writing
 
 
-def write(
+def write_sealed(
     path: Path,
     kind: FileKind,
     tensors: Mapping[str, Tensor],
@@ -69,13 +69,17 @@ def write(
         kind: what it is.
         tensors: what it holds, on any device.
         metadata: further entries of its metadata.
-        follow: False for a name that the package chose; see `replacing`.
+        follow: False for a name that the package chose; see `replace_file`.
 
     Raises:
         RestoreKVError: where the file cannot be written.
     """
     header, body = seal_tensors(kind, tensors, metadata or {})
-    with writing(path), replacing(path, follow) as temporary, temporary.open("wb") as file:
+    with (
+        explain_write_errors(path),
+        replace_file(path, follow) as temporary,
+        temporary.open("wb") as file,
+    ):
         file.write(header)
         file.write(body)
         file.flush()
@@ -113,7 +117,7 @@ def _sort_metadata(header: bytes) -> bytes:
 # Reading
 
 
-def read(
+def read_sealed(
     path: Path, kind: FileKind, what: str | None = None, *, finite: bool = False
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read a sealed file, once: what was checked is what is returned.
@@ -136,7 +140,7 @@ def read(
         metadata, tensors = parse_tensors(raw, what)
     except RestoreKVError as error:
         # What reads every file cannot know how one of this kind is made again.
-        raise RestoreKVError(str(error).replace(FIX, kind.fix)) from error
+        raise RestoreKVError(str(error).replace(FETCH_AGAIN, kind.fix)) from error
     _check_kind(metadata, kind, what)
     _check_seal(raw, metadata, kind, what)
     if finite:
@@ -151,7 +155,7 @@ def _check_kind(metadata: Mapping[str, str], kind: FileKind, what: str) -> None:
     version = metadata.get("version")
     if version != kind.version:
         raise RestoreKVError(
-            f"{what} has format version '{shown(version)}', this restorekv reads {kind.version}; {kind.fix}."
+            f"{what} has format version '{make_printable(version)}', this restorekv reads {kind.version}; {kind.fix}."
         )
 
 
@@ -174,12 +178,12 @@ def read_tensor_bytes(path: Path, what: str) -> bytes:
     """Return the bytes of a safetensors file, after its size was compared with what its header
     says.
     """
-    with regular(path, what) as (file, size):
+    with open_with_size(path, what) as (file, size):
         start = file.read(8) or b""  # None where nothing is there yet, as in /proc/kmsg
         start += file.read(_header_length(start, size, what))
         _parse_header(start, size, what)
         file.seek(0)
-        return read_whole(file, size, what)
+        return read_exactly(file, size, what)
 
 
 def parse_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -189,7 +193,7 @@ def parse_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tens
         tensors = safetensors.torch.load(raw)
     except Exception as error:  # what the library raises for a bad entry has no common class
         raise RestoreKVError(
-            f"{what} is damaged or not a safetensors file ({first_sentence(error)}); {FIX}."
+            f"{what} is damaged or not a safetensors file ({summarize_error(error)}); {FETCH_AGAIN}."
         ) from error
     return header.get("__metadata__") or {}, tensors
 
@@ -198,7 +202,7 @@ def _header_length(raw: bytes, size: int, what: str) -> int:
     """Return the length of the header from the first 8 bytes of a file of `size` bytes."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_BYTES):
-        raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FIX}.")
+        raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FETCH_AGAIN}.")
     return length
 
 
@@ -213,9 +217,9 @@ def _parse_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
         end = max((entry["data_offsets"][1] for entry in entries), default=0)
         is_whole = 8 + length + end == size
     except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise RestoreKVError(f"{what} is not a safetensors file; {FIX}.") from error
+        raise RestoreKVError(f"{what} is not a safetensors file; {FETCH_AGAIN}.") from error
     if not is_whole:
-        raise RestoreKVError(f"{what} is cut short or too long; {FIX}.")
+        raise RestoreKVError(f"{what} is cut short or too long; {FETCH_AGAIN}.")
     return header
 
 
@@ -232,7 +236,9 @@ def check_finite(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
     """Refuse numbers that are not finite."""
     for name, tensor in tensors.items():
         if not math.isfinite(largest_number(tensor)):
-            raise RestoreKVError(f"{what} has numbers in {shown(name)} that are not finite; {fix}.")
+            raise RestoreKVError(
+                f"{what} has numbers in {make_printable(name)} that are not finite; {fix}."
+            )
 
 
 def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
@@ -240,13 +246,13 @@ def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             raise RestoreKVError(
-                f"{what} has numbers of the kind {tensor.dtype} in {shown(name)}; {fix}."
+                f"{what} has numbers of the kind {tensor.dtype} in {make_printable(name)}; {fix}."
             )
     check_finite(tensors, what, fix)
     for name, tensor in tensors.items():
         if largest_number(tensor) > LARGEST_NUMBER:
             raise RestoreKVError(
-                f"{what} has numbers in {shown(name)} beyond {LARGEST_NUMBER:,.0f}; {fix}."
+                f"{what} has numbers in {make_printable(name)} beyond {LARGEST_NUMBER:,.0f}; {fix}."
             )
 
 
@@ -272,9 +278,9 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def file_digest(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """Return the SHA-256 of a regular file; others, which may never end, are refused."""
-    with regular(path, str(path)) as (file, _):
+    with open_with_size(path, str(path)) as (file, _):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -13,38 +13,38 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_type_hints
 
-from restorekv.errors import RestoreKVError, first_sentence, warn
+from restorekv.errors import RestoreKVError, summarize_error, warn
 
 Named = TypeVar("Named")
-CODE = re.compile(r"#[0-9a-f]{12}$")
-EXAMPLES = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
+_SOURCE_DIGEST = re.compile(r"#[0-9a-f]{12}$")
+_PLACEHOLDERS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
 
 
-def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
+def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
     """Returns an object of the class that `classes` has under the spec's name; error messages call
     it `what`.
 
-    A digest that `code_of` made is no part of a spec.
+    A digest that `digest_source` made is no part of a spec.
     """
-    name, _, rest = CODE.sub("", text).partition(":")
+    name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
         raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(classes)}.")
-    types = settings_of(classes[name])
+    types = list_settings(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):
         key, _, value = item.partition("=")
         if key not in types:
             usage = ", ".join(
-                f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(types.items())
+                f"{setting}={_PLACEHOLDERS[kind]}" for setting, kind in sorted(types.items())
             )
             raise RestoreKVError(
                 f"{name} has no setting {item!r}; {f'give {usage}' if usage else 'it takes none'}."
             )
         try:
-            settings[key] = read(types[key], value)
+            settings[key] = parse_setting(types[key], value)
         except (KeyError, ValueError):
             raise RestoreKVError(
-                f"{name} takes {key}={EXAMPLES[types[key]]}, not {value!r}."
+                f"{name} takes {key}={_PLACEHOLDERS[types[key]]}, not {value!r}."
             ) from None
     return classes[name](**settings)
 
@@ -65,9 +65,9 @@ def split_specs(text: str) -> list[str]:
     return specs
 
 
-def write(name: str, instance: object) -> str:
+def format_spec(name: str, instance: object) -> str:
     """Returns the shortest spec of `instance`, which leaves out settings at their defaults."""
-    settable = settings_of(type(instance))
+    settable = list_settings(type(instance))
     changed = [
         f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
         for field in fields(instance)
@@ -76,13 +76,15 @@ def write(name: str, instance: object) -> str:
     return f"{name}:{','.join(changed)}" if changed else name
 
 
-def settings_of(cls: type) -> dict[str, type]:
+def list_settings(cls: type) -> dict[str, type]:
     """Returns the fields that a spec can set, with their types."""
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls) if hints[field.name] in EXAMPLES}
+    return {
+        field.name: hints[field.name] for field in fields(cls) if hints[field.name] in _PLACEHOLDERS
+    }
 
 
-def read(kind: type, value: str) -> Any:
+def parse_setting(kind: type, value: str) -> Any:
     """Converts a setting's text to its type; raises KeyError or ValueError."""
     if kind is bool:
         return {"true": True, "false": False}[value]
@@ -91,7 +93,7 @@ def read(kind: type, value: str) -> Any:
     return kind(value)
 
 
-def add_installed(group: str, classes: dict[str, type]) -> None:
+def register_entry_points(group: str, classes: dict[str, type]) -> None:
     """Adds the classes that installed packages name as entry points of a group, each under its own
     `name`.
 
@@ -102,13 +104,13 @@ def add_installed(group: str, classes: dict[str, type]) -> None:
             found = entry.load()
             classes.setdefault(found.name, found)
         except Exception as error:  # another package's code may raise anything
-            reason = first_sentence(error) or type(error).__name__
+            reason = summarize_error(error) or type(error).__name__
             warn(
                 f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); mend or remove its package."
             )
 
 
-def code_of(cls: type) -> str:
+def digest_source(cls: type) -> str:
     """Returns "#" and 12 hex digits of a class's source, for its name stays when it changes;
     nothing for our own.
     """

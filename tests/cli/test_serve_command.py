@@ -8,7 +8,7 @@ import pytest
 
 from restorekv.cli import serve
 from restorekv.errors import RestoreKVError
-from restorekv.files import alone
+from restorekv.files import folder_lock
 from tests.helpers.cli_world import cli
 
 pytest.importorskip("fastapi")
@@ -58,7 +58,7 @@ def test_short_keys_taken_ports_and_shared_stores(tmp_path):
         assert [path.name for path in tmp_path.glob("my*")] == ["my store é"], (
             "its shared folder is inside"
         )
-    with alone(tmp_path / "b"):
+    with folder_lock(tmp_path / "b"):
         assert (
             "Another process"
             in cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path / "b").err

@@ -25,7 +25,7 @@ from restorekv.data.sources import (
     pg19,
 )
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.restore.model_card import identifier, passed_on
+from restorekv.restore.model_card import combine_licenses, normalize_license
 from tests.helpers.data_world import (
     BY,
     BY_SA,
@@ -135,8 +135,8 @@ def test_licenses_are_found_in_every_form_and_known_to_the_model_card():
     assert license_label({"metadata": json.dumps({"license": BY})}) == BY
     assert license_label({"metadata": "{", "license": BY_SA}) == BY_SA
     assert license_label({"metadata": None}) == ""
-    assert all(identifier(name) == name and passed_on([name]) for name in LICENSES)
-    assert passed_on(settings({}).allowed_licenses) == "apache-2.0"
+    assert all(normalize_license(name) == name and combine_licenses([name]) for name in LICENSES)
+    assert combine_licenses(settings({}).allowed_licenses) == "apache-2.0"
 
 
 ODD = [

@@ -18,7 +18,7 @@ from restorekv.evaluation.grid import Cell, jobs
 from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import LOCK, run
 from restorekv.evictors.kvzip import KVzip
-from restorekv.files import locked
+from restorekv.files import file_lock
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import question_ids
@@ -270,7 +270,7 @@ def test_a_folder_that_another_run_fills_is_refused(world, tmp_path):
     cells, folder = grid(model_of(world), "plain"), tmp_path / "run"
     folder.mkdir()
     with (
-        locked(folder / LOCK) as mine,
+        file_lock(folder / LOCK) as mine,
         pytest.raises(RestoreKVError, match="Another run") as raised,
     ):
         assert mine

@@ -256,11 +256,13 @@ def test_gates_of_others_are_refused(tmp_path):
 
 def harmed(path, change=lambda card: None, tensors=None):
     """Seals a gate of the given card and tensors again, as a stranger would who knows the format."""
-    metadata, good = seal.read(path, gate_file.FILE)
+    metadata, good = seal.read_sealed(path, gate_file.FILE)
     card = json.loads(metadata["card"])
     change(card)
     harmed = path.with_name("harmed")
-    seal.write(harmed, gate_file.FILE, {**good, **(tensors or {})}, {"card": json.dumps(card)})
+    seal.write_sealed(
+        harmed, gate_file.FILE, {**good, **(tensors or {})}, {"card": json.dumps(card)}
+    )
     return harmed
 
 
@@ -371,5 +373,5 @@ def test_wrong_settings_are_refused(spec):
 
 def test_the_card_is_plain_json(tiny_model, tmp_path):
     save_gate(tmp_path / "gate", "kvzap-mlp", tiny_model)
-    card = json.loads(seal.read(tmp_path / "gate", gate_file.FILE)[0]["card"])
+    card = json.loads(seal.read_sealed(tmp_path / "gate", gate_file.FILE)[0]["card"])
     assert card["target"] == "kvzip" and card["figures"] == {"loss": 0.5}

@@ -19,7 +19,7 @@ def adapter_of(name="Qwen/Qwen3-tiny", targets=("q_proj", "v_proj"), **record):
 
 
 def card_of(adapter):
-    return model_card.render(adapter.card, adapter.config)
+    return model_card.render_card(adapter.card, adapter.config)
 
 
 def rows(text, title):

@@ -95,7 +95,7 @@ def make_adapter(folder: Path) -> None:
 
 def read_adapter(folder: Path) -> str:
     adapter = RestoreAdapter.from_pretrained(MODEL, folder)
-    adapter.check_use("snapkv:window=64")
+    adapter.warn_of_other_use("snapkv:window=64")
     return repr(
         (adapter.identity(), adapter.card, sorted(adapter.config.to_dict().items(), key=str))
     )
@@ -412,7 +412,7 @@ def make_moving(folder: Path) -> None:
 
 
 def read_moving(folder: Path) -> str:
-    adapter_file.settle(folder)
+    adapter_file.move_into_place(folder)
     return read_adapter(folder)
 
 

@@ -57,10 +57,10 @@ def tensors(path: Path) -> str:
 
 def adapter(folder: Path) -> str:
     if not any(folder.glob("*")) or not any(
-        adapter_file.place(folder, file).exists() for file in adapter_file.FILES
+        adapter_file.locate_file(folder, file).exists() for file in adapter_file.FILES
     ):
         return NOTHING
-    return adapter_file.read(folder).weights_hash()
+    return adapter_file.read_adapter(folder).weights_hash()
 
 
 def losses(path: Path) -> str:

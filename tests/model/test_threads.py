@@ -7,7 +7,7 @@ import threading
 import torch
 
 from restorekv import compress
-from restorekv.files import replacing
+from restorekv.files import replace_file
 from restorekv.model.observer import observe_layers
 from restorekv.model.shape import decoder
 from restorekv.restore.adapter import RestoreAdapter
@@ -53,10 +53,12 @@ def test_a_restore_pass_does_not_touch_the_model(tiny_model):
     before = tiny_model(ids).logits
     base_layer = tiny_model.get_decoder().layers[1]
     handle = once(base_layer, lambda: in_a_thread(lambda: seen.append(tiny_model(ids).logits)))
-    assert not torch.allclose(adapter.adapted(ids).logits, before)
+    assert not torch.allclose(adapter.adapted_model(ids).logits, before)
     handle.remove()
     assert len(seen) == 1 and seen[0].equal(before)
-    assert {id(x) for x in adapter.adapted.parameters()} >= {id(x) for x in tiny_model.parameters()}
+    assert {id(x) for x in adapter.adapted_model.parameters()} >= {
+        id(x) for x in tiny_model.parameters()
+    }
 
 
 def test_an_observer_does_not_see_the_passes_of_other_threads(tiny_model):
@@ -112,7 +114,7 @@ def test_a_hook_that_is_only_half_registered_does_nothing(tiny_model):
 
 def test_two_writers_of_one_path_use_different_temporary_files(tmp_path):
     target = tmp_path / "file"
-    with replacing(target) as one, replacing(target) as other:
+    with replace_file(target) as one, replace_file(target) as other:
         assert one != other
         one.write_text("one")
         other.write_text("other")

@@ -270,7 +270,7 @@ def eager_restore(case, seen):
 
         handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
     with torch.no_grad():
-        output = decoder(case.adapter.adapted)(
+        output = decoder(case.adapter.adapted_model)(
             inputs_embeds=case.adapter.embeddings[None],
             past_key_values=cache,
             output_attentions=True,

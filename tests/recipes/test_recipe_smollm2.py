@@ -68,7 +68,7 @@ def test_what_ships_says_what_it_is():
     """Whole and small, for SmolLM2, trained on texts that anyone may use."""
     folders = sorted(shipped_path(SMOLLM2, "adapters").iterdir())
     for folder in folders:
-        stored = adapter_file.read(folder)
+        stored = adapter_file.read_adapter(folder)
         card = stored.card
         assert (card.model, card.prefix_policy) == (SMOLLM2, "free")
         evictor, _, allocation = folder.name.partition(".")

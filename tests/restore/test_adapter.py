@@ -141,8 +141,8 @@ def test_backbone_is_bit_equal_throughout(tiny_model):
     assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
     restored(tiny_model, adapter)
     assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
-    assert not is_plain(adapter.adapted) and not torch.allclose(
-        adapter.adapted(ids(20)).logits, before
+    assert not is_plain(adapter.adapted_model) and not torch.allclose(
+        adapter.adapted_model(ids(20)).logits, before
     )
     assert tiny_model(ids(20)).logits.equal(before)
     after = tiny_model.state_dict()
@@ -235,7 +235,7 @@ def test_peft_reads_what_we_write(tmp_path):
     model = build_model("llama")
     adapter = trained(model)
     adapter.save_pretrained(tmp_path)
-    expected = adapter.adapted(ids(12)).logits
+    expected = adapter.adapted_model(ids(12)).logits
     torch.testing.assert_close(
         PeftModel.from_pretrained(build_model("llama"), tmp_path)(ids(12)).logits, expected
     )
@@ -255,7 +255,7 @@ def test_we_read_what_peft_writes(tmp_path):
     model = build_model("qwen3")
     adapter = RestoreAdapter.from_pretrained(model, tmp_path, evictor="kvzip")
     assert adapter.restore_tokens == 6
-    torch.testing.assert_close(adapter.adapted(ids(12)).logits, wrapped(ids(12)).logits)
+    torch.testing.assert_close(adapter.adapted_model(ids(12)).logits, wrapped(ids(12)).logits)
 
 
 def test_another_evictor_warns(tiny_model, tmp_path):
@@ -283,8 +283,8 @@ def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
         assert loaded.card.between == recorded
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loaded.check_use("kvzip", between=used)
-            loaded.check_use("kvzip")
+            loaded.warn_of_other_use("kvzip", between=used)
+            loaded.warn_of_other_use("kvzip")
         messages = [str(each.message) for each in caught]
         assert len(messages) == warned and all(
             repr(recorded) in text and repr(used) in text for text in messages
@@ -428,7 +428,7 @@ def test_layers_chosen_by_a_pattern_are_those_with_tensors(tmp_path):
     config = json.loads((tmp_path / FILES[0]).read_text())
     (tmp_path / FILES[0]).write_text(json.dumps(config | {"target_modules": "(a+)+$"}))
     again = RestoreAdapter.from_pretrained(model, tmp_path)
-    assert again.stored().weights_hash() == adapter.stored().weights_hash()
+    assert again.to_stored().weights_hash() == adapter.to_stored().weights_hash()
 
 
 def test_a_record_that_its_tensors_contradict_is_refused(tmp_path):
@@ -471,7 +471,7 @@ def test_a_writer_that_was_killed_leaves_the_old_or_the_new_adapter(tmp_path, mo
 
 
 def hash_of(adapter):
-    return adapter.stored().weights_hash()
+    return adapter.to_stored().weights_hash()
 
 
 def test_a_model_with_foreign_adapters_is_refused():

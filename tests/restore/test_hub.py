@@ -158,7 +158,7 @@ def test_offline_mode(model, monkeypatch, hub):
 
 def test_front_matter_that_the_hub_refuses(model, hub, monkeypatch):
     monkeypatch.setattr(
-        "restorekv.restore.model_card.front_matter", lambda *_: ModelCardData(license="my-own")
+        "restorekv.restore.model_card.make_front_matter", lambda *_: ModelCardData(license="my-own")
     )
     with pytest.raises(
         AdapterError, match=r"refuses the card of me/restore-qwen3 .*fix its README"

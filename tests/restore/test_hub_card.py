@@ -16,7 +16,7 @@ from restorekv.model.load import load_model, tiny_path
 from restorekv.pipeline import compress
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.adapter_file import read
+from restorekv.restore.adapter_file import read_adapter
 from restorekv.seal import seal_record
 from tests.helpers.cards import adapter_of, card_of, rows
 from tests.helpers.cli_world import TEXT, World, build_world, cli
@@ -122,8 +122,8 @@ def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
         evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer"
     )
     adapter.save_pretrained(tmp_path / "adapter")
-    stored = read(tmp_path / "adapter")
-    text = model_card.render(stored.card, stored.config, str(tmp_path / "adapter"))
+    stored = read_adapter(tmp_path / "adapter")
+    text = model_card.render_card(stored.card, stored.config, str(tmp_path / "adapter"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "doc.txt").write_text(TEXT)
     namespace = {}
@@ -195,7 +195,10 @@ def test_our_cards_are_renewed_and_others_stay(tmp_path):
 
 def test_shipped_cards_load_unchanged(tmp_path):
     for folder in tiny_path("adapters").iterdir():
-        entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
+        entries, card = (
+            json.loads((folder / "restorekv.json").read_text()),
+            read_adapter(folder).card,
+        )
         assert {
             key: value
             for key, value in entries.items()

@@ -17,11 +17,11 @@ from restorekv.restore.model_card import (
     KNOWN,
     PERMISSIVE,
     UNKNOWN,
-    identifier,
-    license_in,
-    licenses_of,
-    non_commercial,
-    passed_on,
+    combine_licenses,
+    forbids_commercial_use,
+    list_licenses,
+    normalize_license,
+    parse_license,
 )
 from tests.helpers.hub_world import LICENSES, local_hub
 from tests.helpers.models import build_model
@@ -54,12 +54,16 @@ from tests.helpers.models import build_model
 )
 def test_the_license_of_the_data_is_passed_on(of, expected):
     rows = [{"license": name} for name in of]
-    assert passed_on(licenses_of(rows)) == passed_on(licenses_of(rows[::-1])) == expected
+    assert (
+        combine_licenses(list_licenses(rows))
+        == combine_licenses(list_licenses(rows[::-1]))
+        == expected
+    )
 
 
 def test_licenses_are_known_by_the_hubs_names():
     assert HUB == LICENSES and HUB | {"public-domain", "curl"} == KNOWN
-    assert all(identifier(name.upper()) == name for name in KNOWN)
+    assert all(normalize_license(name.upper()) == name for name in KNOWN)
     others = {
         "CC_BY NC-4.0": "cc-by-nc-4.0",
         "Apache License 2.0": "apache-2.0",
@@ -69,9 +73,9 @@ def test_licenses_are_known_by_the_hubs_names():
         "Mine": "Mine",
         "not CC BY 4.0": "not CC BY 4.0",
     }
-    assert {name: identifier(name) for name in others} == others
+    assert {name: normalize_license(name) for name in others} == others
     rows = [{"license": ["MIT", "CC0"]}, {"source": "a"}, {"license": 3}]
-    assert licenses_of(rows) == ["mit", "cc0-1.0", UNKNOWN, UNKNOWN] and licenses_of(None) == []
+    assert list_licenses(rows) == ["mit", "cc0-1.0", UNKNOWN, UNKNOWN] and list_licenses(None) == []
 
 
 def test_non_commercial_licenses_are_recognized():
@@ -86,12 +90,13 @@ def test_non_commercial_licenses_are_recognized():
         "not for commercial use",
         "https://creativecommons.org/licenses/by-nc/4.0/",
     ):
-        assert non_commercial(name)
+        assert forbids_commercial_use(name)
     assert {name for name in LICENSES if "nc" in name.split("-")} <= {
-        name for name in LICENSES if non_commercial(name)
+        name for name in LICENSES if forbids_commercial_use(name)
     }
     assert not any(
-        non_commercial(name) for name in (*PERMISSIVE, "unknown: ask whoever trained it", "", None)
+        forbids_commercial_use(name)
+        for name in (*PERMISSIVE, "unknown: ask whoever trained it", "", None)
     )
 
 
@@ -108,13 +113,13 @@ def test_non_commercial_licenses_are_recognized():
     ],
 )
 def test_the_license_of_a_readme(front, expected):
-    assert license_in(f"---\n{front}\n---\n# Card\n") == expected
-    assert license_in(f"# Card\n{front}\n") is None
+    assert parse_license(f"---\n{front}\n---\n# Card\n") == expected
+    assert parse_license(f"# Card\n{front}\n") is None
 
 
 def test_names_of_the_published():
-    assert publish.published_name("Qwen/Qwen3-8B", "kvzip") == "higokri/RestoreKV-Qwen3-8B"
-    assert publish.published_name("/models/Llama-3.1-8B-Instruct/", "kvzip+:chunk=64") == (
+    assert publish.find_published_name("Qwen/Qwen3-8B", "kvzip") == "higokri/RestoreKV-Qwen3-8B"
+    assert publish.find_published_name("/models/Llama-3.1-8B-Instruct/", "kvzip+:chunk=64") == (
         "higokri/RestoreKV-Llama-3.1-8B-Instruct_plus"
     )
     for model, evictor in (
@@ -124,7 +129,7 @@ def test_names_of_the_published():
         ("", "kvzip"),
     ):
         with pytest.raises(AdapterError) as caught:
-            publish.published_name(model, evictor)
+            publish.find_published_name(model, evictor)
         message = str(caught.value)
         assert (
             "Llama-3.1-8B-Instruct and Qwen3-8B, each for kvzip and kvzip+" in message

@@ -14,7 +14,7 @@ from restorekv.errors import AdapterError
 from restorekv.model.load import load_model
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.adapter_file import read
+from restorekv.restore.adapter_file import read_adapter
 from tests.helpers.cards import adapter_of, rows
 from tests.helpers.cli_world import World, build_world, cli
 from tests.helpers.documents import DOCUMENTS
@@ -184,7 +184,7 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
         (row["evictor"], row["restored"], row["ratio"]): row
         for row in json.loads(eval_json.read_text())["rows"]
     }
-    results = read(own).card.results
+    results = read_adapter(own).card.results
     assert [row["ratio"] for row in results] == [0.5, 0.25]
     for row in results:
         cell = cells["kvzip", True, row["ratio"]]
@@ -211,21 +211,21 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
 
 
 def test_results_replace_older_ones_of_their_kind(measured, own):
-    fresh = publish.results_in(measured / "eval.json", read(own))
+    fresh = publish.read_results(measured / "eval.json", read_adapter(own))
     other = {"benchmark": "mine", "ratio": 0.5, "restored": 1}
-    card = replace(read(own).card, results=[{**fresh[1], "restored": -1}, other])
-    assert publish.with_results(card, fresh).results == [other, *fresh]
-    assert publish.with_results(replace(card, results=None), fresh).results == fresh
+    card = replace(read_adapter(own).card, results=[{**fresh[1], "restored": -1}, other])
+    assert publish.merge_results(card, fresh).results == [other, *fresh]
+    assert publish.merge_results(replace(card, results=None), fresh).results == fresh
 
 
 def test_conventions_that_are_not_the_adapters_are_named(measured, own):
-    stored, changed = read(own), own / "changed.json"
+    stored, changed = read_adapter(own), own / "changed.json"
     payload = json.loads((measured / "eval.json").read_text())
     for row in payload["rows"]:
         row |= {"prefix_policy": "counted", "allocation": "adakv"}
     changed.write_text(json.dumps(payload))
     assert {
-        (row["prefix_policy"], row["allocation"]) for row in publish.results_in(changed, stored)
+        (row["prefix_policy"], row["allocation"]) for row in publish.read_results(changed, stored)
     } == {("counted", "adakv")}
 
 
@@ -245,13 +245,18 @@ def test_results_beside_caches_that_were_held_otherwise(measured, own):
     (changed := own / "changed.json").write_text(
         json.dumps({**payload, "rows": parts + few + payload["rows"]})
     )
-    plain = {row["ratio"]: row for row in publish.results_in(measured / "eval.json", read(own))}
-    found = publish.results_in(changed, read(own))
+    plain = {
+        row["ratio"]: row for row in publish.read_results(measured / "eval.json", read_adapter(own))
+    }
+    found = publish.read_results(changed, read_adapter(own))
     assert len(found) == 3 * len(plain)
     for row in found:
         part = 4 if row.get("streaming") == 64 else 2 if row.get("storage") == "int8" else 1
         assert row["base"] == pytest.approx(plain[row["ratio"]]["base"] / part, abs=0.051)
-    assert publish.with_results(replace(read(own).card, results=found), found).results == found
+    assert (
+        publish.merge_results(replace(read_adapter(own).card, results=found), found).results
+        == found
+    )
 
 
 def test_results_of_another_adapter_are_refused(measured, own, world):
@@ -265,7 +270,7 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
         world.adapter, eval_json
     )
     assert "with another base model" in refusal(world.adapter_of_other, eval_json)
-    stored = read(own)
+    stored = read_adapter(own)
     shifted = own / "changed.json"
     payload = json.loads(eval_json.read_text())
     for row in payload["rows"]:
@@ -279,19 +284,19 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
 
 
 def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
-    adapter = RestoreAdapter.from_pretrained(load_model(read(own).card.model)[0], own)
+    adapter = RestoreAdapter.from_pretrained(load_model(read_adapter(own).card.model)[0], own)
     adapter.report([{"benchmark": "suite", "ratio": 0.1}])
     adapter.save_pretrained(own)
     adapter.describe(evictor="kvzip", prefix_policy="free")
     adapter.card = type(adapter.card)(**{**vars(adapter.card), "results": None})
     adapter.save_pretrained(own)
-    assert read(own).card.results == [{"benchmark": "suite", "ratio": 0.1}]
+    assert read_adapter(own).card.results == [{"benchmark": "suite", "ratio": 0.1}]
     with torch.no_grad():
         adapter.embeddings += 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adapter.save_pretrained(own)
-    assert read(own).card.results is None
+    assert read_adapter(own).card.results is None
 
 
 def test_eval_tells_of_published_adapters(world):

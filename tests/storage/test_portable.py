@@ -10,7 +10,7 @@ from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model import rope
 from restorekv.model.prompt import question_ids
-from restorekv.restore.adapter_file import read
+from restorekv.restore.adapter_file import read_adapter
 from restorekv.storage import portable
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
@@ -125,7 +125,7 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
     path = tmp_path / "doc.safetensors"
     small_of(tiny_model, tiny_tokenizer).portable().save(path)
     raw = path.read_bytes()
-    metadata, tensors = seal.read(path, portable.KIND)
+    metadata, tensors = seal.read_sealed(path, portable.KIND)
     lies = {
         "pairs": {
             **tensors,
@@ -139,7 +139,7 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
         "other tensors": {**tensors, "more": tensors["ids"] + 1},
     }
     for message, harmed in lies.items():
-        seal.write(path, portable.KIND, harmed, metadata)
+        seal.write_sealed(path, portable.KIND, harmed, metadata)
         with pytest.raises(
             CacheFileError, match=message if message != "pairs" else "tensor keys|pairs"
         ):
@@ -156,4 +156,4 @@ def test_the_adapter_that_ships_for_the_allocation_goes_first():
     one = shipped_adapter("smollm2", "kvzip", "per-head")
     assert one.name == "kvzip.per-head" and shipped_adapter("smollm2", "kvzip").name == "kvzip"
     assert shipped_adapter("smollm2", "snapkv", "per-head").name == "snapkv"
-    assert read(one).card.allocation == "per-head"
+    assert read_adapter(one).card.allocation == "per-head"

@@ -162,7 +162,7 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
     read()
     path = next((tmp_path / part).iterdir())
     raw = path.read_bytes()
-    _, good = seal.read(path, cache_module.KIND)
+    _, good = seal.read_sealed(path, cache_module.KIND)
     bad = [
         {name: value for name, value in list(good.items())[1:]},
         {**good, "surplus": torch.ones(1)},
@@ -173,7 +173,7 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
             for change in (value[None].clone(), value.double(), value.float() * torch.nan)
         ]
     for tensors in bad:
-        seal.write(path, cache_module.KIND, tensors)
+        seal.write_sealed(path, cache_module.KIND, tensors)
         with pytest.raises(
             RestoreKVError, match=f"{path.name} (is damaged|has numbers in .* not finite)"
         ):
@@ -191,12 +191,12 @@ def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
     TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
     before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
-    read = cache_module.seal.read
+    read = cache_module.seal.read_sealed
     monkeypatch.setattr(
         cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE)
     )
     reading = lambda path, *rest, **more: (reads.append(str(path)), read(path, *rest, **more))[1]  # noqa: E731
-    monkeypatch.setattr(cache_module.seal, "read", reading)
+    monkeypatch.setattr(cache_module.seal, "read_sealed", reading)
     with pytest.warns(RestoreKVWarning) as told:
         train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
     assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [

@@ -177,8 +177,8 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
     if broken == "teacher":
         TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store").get(3)
         for path in (tmp_path / "store" / "teacher").iterdir():
-            _, held = seal.read(path, KIND, "the file")
-            seal.write(
+            _, held = seal.read_sealed(path, KIND, "the file")
+            seal.write_sealed(
                 path,
                 KIND,
                 {name: -x if "hidden" in name else x for name, x in held.items()},
@@ -485,11 +485,11 @@ def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenize
     model = build_model("qwen3")
     train(model, tiny_tokenizer, EXAMPLES[:2], replace(CONFIG, steps=2), tmp_path / "run")
     path = tmp_path / "run" / checkpoint.FILE
-    metadata, own = seal.read(path, checkpoint.KIND)
+    metadata, own = seal.read_sealed(path, checkpoint.KIND)
     config = replace(CONFIG, steps=2)
     train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     harm(metadata, own)
-    seal.write(path, checkpoint.KIND, own, metadata)
+    seal.write_sealed(path, checkpoint.KIND, own, metadata)
     with pytest.raises(RestoreKVError, match=r"damaged|not finite|is another one") as caught:
         train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
@@ -508,10 +508,10 @@ def test_each_step_draws_one_of_several_evictors(tiny_tokenizer, tmp_path):
     assert adapter.card.evictor == "snapkv:window=8,kernel=3,h2o"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        adapter.check_use("h2o")
-        adapter.check_use("snapkv:window=8,kernel=3")
+        adapter.warn_of_other_use("h2o")
+        adapter.warn_of_other_use("snapkv:window=8,kernel=3")
     with pytest.warns(RestoreKVWarning, match="trained with the evictor"):
-        adapter.check_use("kvzip")
+        adapter.warn_of_other_use("kvzip")
 
 
 def test_the_weight_of_a_step_rises_with_its_ratio():

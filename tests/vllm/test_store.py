@@ -150,8 +150,10 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tiny_model, place):
 
 def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
     folder, documents, store, _ = place
-    metadata, tensors = seal.read(folder / "blue.safetensors", KIND)
-    seal.write(folder / "forged.safetensors", KIND, {**tensors, "ids": documents[0].ids}, metadata)
+    metadata, tensors = seal.read_sealed(folder / "blue.safetensors", KIND)
+    seal.write_sealed(
+        folder / "forged.safetensors", KIND, {**tensors, "ids": documents[0].ids}, metadata
+    )
     with pytest.raises(CacheFileError, match="do not follow from its contents"):
         load_portable(folder / "forged.safetensors")
     assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from restorekv.errors import one_of
+from restorekv.errors import check_choice
 
 GROUP = 128  # rows of a head that share the scales of their keys
 FP8 = torch.float8_e4m3fn
@@ -84,7 +84,7 @@ def tensors_of(rows: Tensor | Packed) -> list[Tensor]:
 
 def check(storage: str) -> None:
     """Refuses a name that is not in STORAGES."""
-    one_of("storage", storage, STORAGES)
+    check_choice("storage", storage, STORAGES)
 
 
 def pack(keys: Tensor, values: Tensor, bounds: Bounds, storage: str) -> tuple[Packed, Packed]:

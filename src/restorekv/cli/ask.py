@@ -12,7 +12,7 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import visible
-from restorekv.cli.session import check_apart, notes, open_documents, output, read_text
+from restorekv.cli.session import check_outputs_apart, notes, open_documents, output, read_text
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
 from restorekv.many_contexts import ask_many
@@ -48,7 +48,7 @@ def run(
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
-    check_apart([json], (*files, sampling["json_schema"], model))
+    check_outputs_apart([json], (*files, sampling["json_schema"], model))
     decoding = options.Sampling(**sampling).decoding()
     compressed = open_documents(files, model, dtype, device)
     start = time.perf_counter()

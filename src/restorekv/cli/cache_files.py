@@ -7,10 +7,16 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.compress import summary
-from restorekv.cli.session import check_apart, notes, open_documents, print_figures, read_text
+from restorekv.cli.session import (
+    check_outputs_apart,
+    notes,
+    open_documents,
+    print_figures,
+    read_text,
+)
 from restorekv.compression.growing import RESTORE
 from restorekv.context import size
-from restorekv.errors import one_of
+from restorekv.errors import check_choice
 from restorekv.many_contexts import compose as compose_documents
 
 
@@ -32,8 +38,8 @@ def append(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
 ) -> None:
-    one_of("--restore", restore, RESTORE)
-    check_apart([out], (file, text, model))
+    check_choice("--restore", restore, RESTORE)
+    check_outputs_apart([out], (file, text, model))
     added = read_text(text)
     (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
@@ -53,7 +59,7 @@ def compose(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
 ) -> None:
-    check_apart([out], (*files, model))
+    check_outputs_apart([out], (*files, model))
     whole = compose_documents(open_documents(files, model, dtype, device))
     whole.save(out)
     print_figures(f"Wrote {out}", summary(whole, out))
@@ -66,7 +72,7 @@ def export(
     out: Annotated[Path, options.target("The portable file to write.", "--output", "-o")],
     model: options.OtherModel = None,
 ) -> None:
-    check_apart([out], (file, model))
+    check_outputs_apart([out], (file, model))
     (document,) = open_documents([file], model, None, "cpu")
     portable = document.portable()
     portable.save(out)

@@ -10,8 +10,8 @@ import typer
 from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import folder, options
 from restorekv.cli.session import (
-    check_apart,
-    method_of,
+    check_outputs_apart,
+    describe_method,
     notes,
     open_model,
     print_figures,
@@ -99,7 +99,7 @@ def run(
     if ray:
         raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
     check_target(out)
-    check_apart((out, json), (file, model))
+    check_outputs_apart((out, json), (file, model))
     compress_file(file, out, recipe, json)
 
 
@@ -149,7 +149,7 @@ def summary(
     return {
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
         + f", {m.cut:,} tokens were cut" * bool(m.cut),
-        "method": method_of(m),
+        "method": describe_method(m),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
         "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "

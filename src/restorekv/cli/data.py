@@ -8,7 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, check_apart, open_model, output, print_written
+from restorekv.cli.session import (
+    check_outputs_apart,
+    open_model,
+    output,
+    print_written,
+    show_progress_bar,
+)
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import optional
@@ -56,7 +62,7 @@ def run(
         optional(package)
     loaded, tokenizer = open_model(model, dtype, device)
     try:
-        with bar("asking and answering", lines=True) as progress:
+        with show_progress_bar("asking and answering", lines=True) as progress:
             build(loaded, tokenizer, config, out, exclude, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
@@ -73,7 +79,7 @@ def show(
 ) -> None:
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""
     read_manifest(folder)
-    check_apart([json], folder.glob("*"))
+    check_outputs_apart([json], folder.glob("*"))
     rows, manifest = print_tables(folder)
     if json:
         write_json(json, {"rows": rows, "manifest": manifest})

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.cli import options
-from restorekv.cli.session import notes, output, quiet, shares
+from restorekv.cli.session import notes, output, show_progress_share, silence_transformers
 from restorekv.compression.eviction import Eviction, load_adapter
 from restorekv.compression.prepared import ScoredContext, timed
 from restorekv.evaluation.frame import GridResults
@@ -72,7 +72,7 @@ def run(
     start = time.perf_counter()
     model = canonical(model)
     show = show_for(model)
-    quiet()
+    silence_transformers()
     with notes.status(f"loading {model}"):
         # Stays open for the grid's cells.
         loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")
@@ -96,7 +96,7 @@ def measure(model: str, show: Show, count: int) -> dict:
     title = "asking held-out documents"
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
-    with shares(title) as update, TemporaryDirectory() as folder:
+    with show_progress_share(title) as update, TemporaryDirectory() as folder:
         results = run_grid(
             cells, Path(folder), on_progress=lambda progress: update(title, progress.share)
         )

@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from restorekv.context import size
-from restorekv.errors import first_sentence
-from restorekv.files import cache_folder
+from restorekv.errors import summarize_error
+from restorekv.files import find_cache_folder
 from restorekv.model import attention
 from restorekv.model.attention import proofs, tiles
 from restorekv.model.attention.proofs import Target
@@ -131,7 +131,7 @@ def devices() -> list[dict[str, object]]:
 
 def places() -> dict[str, str]:
     """Returns where models, caches and proofs are looked for, and whether the hub answers."""
-    folder = cache_folder()
+    folder = find_cache_folder()
     return {
         "models and proofs of restorekv": str(folder)
         if folder
@@ -196,7 +196,7 @@ def benchmark(target: Target) -> dict[str, float | str]:
     except (
         Exception
     ) as error:  # of a device that computes wrongly or has too little memory: any kind
-        return {"problem": first_sentence(error)}
+        return {"problem": summarize_error(error)}
 
 
 def time_step(target: Target) -> dict[str, float | str]:

@@ -20,8 +20,8 @@ import restorekv.evictors
 import restorekv.generation.generate
 import restorekv.model.offload  # noqa: F401  (each registers its components)
 from restorekv.cli import diagnosis, options
-from restorekv.cli.session import notes, output, print_figures, print_written, quiet
-from restorekv.errors import ModelError, RestoreKVError, first_sentence
+from restorekv.cli.session import notes, output, print_figures, print_written, silence_transformers
+from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.files import write_json
 from restorekv.model.attention import proofs
 from restorekv.model.attention.proofs import COMPONENTS, Component, Proof, Target
@@ -58,7 +58,7 @@ def run(
     ] = False,
 ) -> None:
     check_dtype(dtype)
-    quiet()
+    silence_transformers()
     heads, groups, dim = shape_of(model)
     devices = [usable_device(device)] if device else diagnosis.distinct_devices()
     with notes.status("looking at this machine"):
@@ -123,7 +123,7 @@ def shape_of(name: str) -> tuple[int, int, int]:
         Exception
     ) as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise ModelError(
-            f"Cannot read the config of {name!r} ({first_sentence(error)}); give a model folder or leave out --model."
+            f"Cannot read the config of {name!r} ({summarize_error(error)}); give a model folder or leave out --model."
         ) from error
     shape = CacheShape.of(SimpleNamespace(config=config))
     return shape.heads, shape.groups, shape.head_dim

@@ -11,7 +11,13 @@ from typing import Annotated
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import notes, output, print_written, quiet, shares
+from restorekv.cli.session import (
+    notes,
+    output,
+    print_written,
+    show_progress_share,
+    silence_transformers,
+)
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.grid_tables import tables_of
@@ -95,8 +101,8 @@ def run(
         model, methods, benchmark, protocol, ratio, seed or (), count, storage, common
     ).cells()
     check(cells)
-    quiet()
-    with shares("evaluating") as update, open_pool(ray, workers, device) as pool:
+    silence_transformers()
+    with show_progress_share("evaluating") as update, open_pool(ray, workers, device) as pool:
         results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
     export(out)
     if json:

@@ -16,18 +16,24 @@ from typing import Any
 
 from restorekv import __version__
 from restorekv.bounds import TEXT_BYTES
-from restorekv.cli.session import check_apart, notes, open_model, output, shares
+from restorekv.cli.session import (
+    check_outputs_apart,
+    notes,
+    open_model,
+    output,
+    show_progress_share,
+)
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.context import size
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import default_between, template_hash
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
-from restorekv.seal import file_digest
+from restorekv.seal import digest_file
 from restorekv.storage.cache_file import read
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
@@ -98,7 +104,7 @@ class Maker:
         try:
             return self.made(Path(source), name, Path(target))
         except EXPECTED as error:
-            reason = str(error) if isinstance(error, RestoreKVError) else first_sentence(error)
+            reason = str(error) if isinstance(error, RestoreKVError) else summarize_error(error)
             return Made("failed", reason=reason or type(error).__name__)
 
     def made(self, source: Path, name: str, target: Path) -> Made:
@@ -117,7 +123,7 @@ class Maker:
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
         replace(compressed, manifest=plain).save(target)  # the same bytes, whoever makes it
         write_json(
-            record, {"of": digest, "file": file_digest(target), "seconds": seconds}, follow=False
+            record, {"of": digest, "file": digest_file(target), "seconds": seconds}, follow=False
         )
         return Made("wrote", plain.bytes_held, plain.bytes_full)
 
@@ -137,7 +143,7 @@ def existing(target: Path, record: Path, digest: str) -> Made | None:
         if made.get("of") != digest:
             return None
         manifest = read(target).manifest
-        if made.get("file") not in (None, file_digest(target)):
+        if made.get("file") not in (None, digest_file(target)):
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
         return None
@@ -174,9 +180,11 @@ def run(
         (str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve()))
         for name in names
     ]
-    check_apart([figures], [each for source, _, target in work for each in (source, target)])
+    check_outputs_apart(
+        [figures], [each for source, _, target in work for each in (source, target)]
+    )
     made: list[Made] = []
-    with makers(recipe, ray, workers) as each, shares("compressing") as update:
+    with makers(recipe, ray, workers) as each, show_progress_share("compressing") as update:
         update(str(names[0]), 0.0)
         for number, (name, one) in enumerate(zip(names, each(work), strict=True), 1):
             made.append(one)

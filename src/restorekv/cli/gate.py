@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, check_apart, open_model, print_figures
+from restorekv.cli.session import check_outputs_apart, open_model, print_figures, show_progress_bar
 from restorekv.cli.train import check_lengths
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
@@ -58,7 +58,7 @@ def train(
     **settings: Any,
 ) -> None:
     config = GateConfig(**settings)
-    check_apart([out], (*data, model))
+    check_outputs_apart([out], (*data, model))
     check_lengths(shortest, longest)
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
@@ -68,7 +68,7 @@ def train(
     made = tiny_examples(tokenizer, count, config.seed, shortest, longest) if "tiny" in data else []
     texts = [*(example.context for example in made), *read]
     try:
-        with bar("training a gate", lines=True) as progress:
+        with show_progress_bar("training a gate", lines=True) as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
@@ -89,7 +89,7 @@ def convert(
     model: options.Model = "tiny",
     dtype: options.Dtype = "auto",
 ) -> None:
-    check_apart([out], (source, model))
+    check_outputs_apart([out], (source, model))
     loaded, _ = open_model(model, dtype)
     gate = convert_gate(source, loaded)
     gate_file.write(out, gate)

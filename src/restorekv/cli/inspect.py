@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cli import options
 from restorekv.cli.errors import visible
-from restorekv.cli.session import check_apart, method_of, output, print_figures
+from restorekv.cli.session import check_outputs_apart, describe_method, output, print_figures
 from restorekv.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
@@ -42,7 +42,7 @@ def run(
 ) -> None:
     if plot:
         check_format(plot)
-    check_apart((plot, json), (file, model))
+    check_outputs_apart((plot, json), (file, model))
     survivors = Survivors.of_file(file)
     tokenizer = find_tokenizer(survivors, model)
     if plot:
@@ -84,7 +84,7 @@ def facts(survivors: Survivors) -> dict[str, str]:
     full = survivors.keep.numel()
     return {
         "model": f"{m.model} ({m.dtype}, fingerprint {m.fingerprint})",
-        "method": method_of(m),
+        "method": describe_method(m),
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, "
         f"small budget: {m.on_small_budget})" + f", {m.cut:,} tokens were cut" * bool(m.cut),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from restorekv.cli.session import notes, output
-from restorekv.errors import AdapterError, raised_as
+from restorekv.errors import AdapterError, reraise_as
 from restorekv.files import read_bytes
 from restorekv.model.load import DTYPES, check_dtype
 from restorekv.restore import adapter_file, model_card, publish
@@ -52,7 +52,7 @@ def run(
     if not folder.is_dir():
         raise AdapterError(f"{folder} is no folder; give the one of a trained adapter.")
     check_dtype(dtype)
-    stored = adapter_file.read(folder)
+    stored = adapter_file.read_adapter(folder)
     if stored.card is None:
         raise AdapterError(
             f"{folder} has no restorekv.json, which names the model; load it with RestoreAdapter.from_pretrained and "
@@ -60,21 +60,21 @@ def run(
         )
     if results:
         stored = replace(
-            stored, card=publish.with_results(stored.card, publish.results_in(results, stored))
+            stored, card=publish.merge_results(stored.card, publish.read_results(results, stored))
         )
         if not dry_run:
-            publish.save(folder, stored)
+            publish.save_adapter(folder, stored)
     stored = replace(stored, card=publish.with_origin(stored.card, folder, folder, bare=False))
     if dtype != "auto":
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
         stored = replace(stored, lora=lora, card=replace(stored.card, dtype=dtype))
     path = folder / adapter_file.README
-    readme = None if model_card.is_ours(path) else own_card(path)
+    readme = None if model_card.is_generated_card(path) else own_card(path)
     if dry_run:
-        typer.echo(publish.prepare(repo, stored, license, readme)[1], nl=False)
+        typer.echo(publish.prepare_upload(repo, stored, license, readme)[1], nl=False)
         return
     with notes.status(f"publishing {repo}"):
-        address = publish.push(
+        address = publish.push_adapter(
             repo, stored, private=private, license=license, readme=readme, commit_message=message
         )
     output.print(f"Published {address}", markup=False)
@@ -82,5 +82,5 @@ def run(
 
 def own_card(path: Path) -> str:
     """Returns the model card that a person wrote."""
-    with raised_as(AdapterError):
+    with reraise_as(AdapterError):
         return read_bytes(path, str(path), publish.README_LIMIT).decode("utf-8", "replace")

@@ -16,7 +16,7 @@ import typer
 from restorekv.cli import options
 from restorekv.cli.session import notes, open_model
 from restorekv.errors import RestoreKVError
-from restorekv.files import alone, read_bytes
+from restorekv.files import folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
 
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
@@ -123,7 +123,7 @@ def lock_store(store: Path, lasting: ExitStack) -> None:
     store's index does it.
     """
     try:
-        lasting.enter_context(alone(store))
+        lasting.enter_context(folder_lock(store))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or not store.is_dir():
             raise

@@ -28,7 +28,7 @@ from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.errors import visible
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError, shown
+from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import read_bytes
 from restorekv.model.load import check_dtype, load_model, shipped_name
 from restorekv.model.tokenize import decoded
@@ -76,27 +76,29 @@ def read_text(name: str) -> str:
     return text
 
 
-def check_apart(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
+def check_outputs_apart(
+    outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()
+) -> None:
     """Refuses to write a file that the command reads, or one file twice; None names none, and "-"
     stdin.
     """
     others = [each for each in inputs if each not in (None, "-")]
     for path in filter(None, outputs):
-        if any(one_file(path, other) for other in others):
+        if any(is_same_file(path, other) for other in others):
             raise RestoreKVError(
                 f"{path} is also another file of this command; choose another name for the output."
             )
         others.append(path)
 
 
-def one_file(path: Path | str, other: Path | str) -> bool:
+def is_same_file(path: Path | str, other: Path | str) -> bool:
     """Returns whether two names, of files that may not exist yet, stand for one file."""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Keeps transformers' remarks and progress bars from the terminal."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -110,7 +112,7 @@ def open_model(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Calls `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
-    quiet()
+    silence_transformers()
     with notes.status(f"loading {name}"):
         return load_model(name, dtype, device, rope)
 
@@ -126,29 +128,29 @@ def open_documents(
     stored = [read(each) for each in files]
     first = stored[0].manifest
     dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
-    name = model or named_model(files[0], first.model)
-    loaded, tokenizer = open_model(name, dtype, device, yarn_of(first.rope))
+    name = model or find_model_of_file(files[0], first.model)
+    loaded, tokenizer = open_model(name, dtype, device, extract_yarn(first.rope))
     return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
 
 
-def named_model(file: Path, name: str) -> str:
+def find_model_of_file(file: Path, name: str) -> str:
     """Returns the model that a file was made with, if it ships; refuses to open any other because a
     file says so.
     """
     if known := shipped_name(name):
         return known
     raise RestoreKVError(
-        f"{file} says that its model is {quoted(name)}, and a file's word alone opens no model; if you know it, give "
+        f"{file} says that its model is {quote(name)}, and a file's word alone opens no model; if you know it, give "
         "its folder, GGUF file or hub id with --model."
     )
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Returns what a file says in quotation marks: printable and not long."""
-    return f"'{shown(text)}'"
+    return f"'{make_printable(text)}'"
 
 
-def yarn_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+def extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the YaRN that a cache was made with, for `load_model`, or None."""
     names = ("rope_type", "factor", "original_max_position_embeddings")
     return (
@@ -159,7 +161,7 @@ def yarn_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
+def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
     """Shows a progress bar on a terminal's stderr; the block gets the callback (done, total,
     what=title).
 
@@ -189,7 +191,7 @@ def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def shares(title: str) -> Iterator[Callable[[str, float], None]]:
+def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
     """Shows a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
     """
@@ -215,7 +217,7 @@ def shares(title: str) -> Iterator[Callable[[str, float], None]]:
         yield update
 
 
-def method_of(m: Manifest) -> str:
+def describe_method(m: Manifest) -> str:
     """Names the evictor, the adapter and every setting that is not the default."""
     plain = CompressionConfig()
     facts = [

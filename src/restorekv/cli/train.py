@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, open_model, output, print_written
+from restorekv.cli.session import notes, open_model, output, print_written, show_progress_bar
 from restorekv.errors import RestoreKVError
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
@@ -89,7 +89,7 @@ def run(
             "group": group,
             "notice": notes.print,
         }
-        with naming_the_way_on(out), bar("training") as show:
+        with naming_the_way_on(out), show_progress_bar("training") as show:
             train(
                 loaded,
                 tokenizer,

@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from restorekv.cli.session import method_of, output
+from restorekv.cli.session import describe_method, output
 from restorekv.data import manifest as data_manifest
 from restorekv.data.mixture import read_mixture
-from restorekv.errors import RestoreKVError, shown
+from restorekv.errors import RestoreKVError, make_printable
 from restorekv.evaluation import results
 from restorekv.evictors import gate_file
 from restorekv.restore import adapter_file
-from restorekv.seal import FileKind, read, read_tensors
+from restorekv.seal import FileKind, read_sealed, read_tensors
 from restorekv.storage import cache_file, portable
 from restorekv.train import checkpoint, features, teacher_cache
 
@@ -56,14 +56,14 @@ def describe(path: Path) -> str:
         if name == kind.format:
             return describe_training(path, kind)
     raise RestoreKVError(
-        f"{path} is a safetensors file of the format '{shown(name)}', which restorekv does not seal; "
+        f"{path} is a safetensors file of the format '{make_printable(name)}', which restorekv does not seal; "
         "of an adapter, name the folder."
     )
 
 
 def describe_cache(path: Path) -> str:
     m = cache_file.read(path).manifest
-    return f"a cache of {m.tokens:,} tokens for {m.model}, {method_of(m)}, r = {m.ratio}, {m.pairs_held:,} pairs"
+    return f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, {m.pairs_held:,} pairs"
 
 
 def describe_portable(path: Path) -> str:
@@ -78,12 +78,12 @@ def describe_gate(path: Path) -> str:
 
 
 def describe_training(path: Path, kind: FileKind) -> str:
-    _, tensors = read(path, kind, finite=True)
+    _, tensors = read_sealed(path, kind, finite=True)
     return f"{kind.name}, of {len(tensors)} tensors"
 
 
 def describe_adapter(folder: Path) -> str:
-    stored = adapter_file.read(folder)
+    stored = adapter_file.read_adapter(folder)
     card = stored.card
     known = (
         f"for {card.model}, {card.evictor or 'any evictor'}, license {card.license}"
@@ -106,7 +106,7 @@ def describe_results(folder: Path) -> str:
 
 
 def describe_run(folder: Path) -> str:
-    metadata, tensors = read(folder / checkpoint.FILE, checkpoint.KIND, finite=True)
+    metadata, tensors = read_sealed(folder / checkpoint.FILE, checkpoint.KIND, finite=True)
     return f"a training run at step {metadata.get('step', '?')[:20]} with {len(tensors)} tensors"
 
 

@@ -37,7 +37,7 @@ class Allocation(ABC):
 
     @property
     def spec(self) -> str:
-        return spec.write(self.name, self)
+        return spec.format_spec(self.name, self)
 
     @abstractmethod
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
@@ -162,7 +162,7 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
 
 def make(text: str) -> Allocation:
     """Makes an allocation from its spec: "global", "adakv:safeguard=0.3"."""
-    return spec.parse(text, ALLOCATIONS, "allocation")
+    return spec.parse_spec(text, ALLOCATIONS, "allocation")
 
 
 def even(pairs: int, parts: int, all_pairs: int) -> list[int]:

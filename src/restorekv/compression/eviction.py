@@ -170,7 +170,7 @@ def make_compressor(
     """Returns what a spec names: eviction by an evictor, or a method that makes a compact cache of
     its own.
     """
-    named = spec.parse(text, {**evictors.EVICTORS, **METHODS}, "evictor")
+    named = spec.parse_spec(text, {**evictors.EVICTORS, **METHODS}, "evictor")
     if text.partition(":")[0] not in METHODS:
         return Eviction(named, None, conventions, streaming)
     if streaming is not None:
@@ -239,7 +239,7 @@ def load_adapter(
         conventions.prefix_policy,
         between,
     )
-    adapter.check_use(compressor.identity(model), *trained_for)
+    adapter.warn_of_other_use(compressor.identity(model), *trained_for)
     return adapter if restore_tokens is None else adapter.first(restore_tokens)
 
 
@@ -267,7 +267,7 @@ def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
 def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
     """Returns the folder or hub id that a name stands for, None where "auto" finds no adapter."""
     if name == "published":
-        return publish.published_name(model_name(model), compressor.spec)
+        return publish.find_published_name(model_name(model), compressor.spec)
     if name != "auto":
         return shipped_adapter(*name.split(":", 1)) or name if ":" in name else name
     folder = shipped_adapter(

@@ -29,7 +29,7 @@ from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import timed
 from restorekv.compression.streaming import Pairs, read_part, restore_pairs
-from restorekv.errors import BudgetError, RestoreKVError, one_of
+from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model import support
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, tell_beyond
@@ -59,7 +59,7 @@ class Growth:
     def __post_init__(self) -> None:
         evictor = self.how.evictor
         config = self.how.conventions
-        one_of("restore", self.restore, RESTORE)
+        check_choice("restore", self.restore, RESTORE)
         if not evictor.streams:
             why = f"The evictor {evictor.name} scores a context as a whole"
             raise RestoreKVError(f"{why}; compress the whole text again.")

@@ -30,7 +30,7 @@ from restorekv.compression.budget import (
     OnSmallBudget,
     PrefixPolicy,
 )
-from restorekv.errors import BudgetError, RestoreKVError, one_of
+from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model import attention
 from restorekv.model.prefill import read_only_view
 from restorekv.model.prompt import Context
@@ -62,9 +62,9 @@ class CompressionConfig:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        one_of("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
-        one_of("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
-        one_of("restore_from", self.restore_from, RESTORE_FROM)
+        check_choice("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
+        check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
+        check_choice("restore_from", self.restore_from, RESTORE_FROM)
         if self.offset < 0:
             raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")
         if isinstance(self.allocation, str):

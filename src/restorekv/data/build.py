@@ -20,8 +20,8 @@ from restorekv.data.mixture import write_examples
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.data.sources import Source, sources
 from restorekv.errors import RestoreKVError, warn
-from restorekv.files import alone, write_json
-from restorekv.seal import file_digest
+from restorekv.files import folder_lock, write_json
+from restorekv.seal import digest_file
 from restorekv.tiny.suite import documents as suite
 
 # Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
@@ -57,7 +57,7 @@ def build(
     longest = longest_context(model, tokenizer, config)
     check_lengths(config, longest)
     builder = Builder(model, tokenizer, config, evaluations, longest, progress)
-    with alone(out, folder.LOCK):
+    with folder_lock(out, folder.LOCK):
         folder.begin(out, before, record)
         try:
             accounts = {
@@ -119,7 +119,7 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
         warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
     path = out / f"{source.name}.parquet"
     write_examples(path, gathered.examples)
-    file = {"name": path.name, "bytes": path.stat().st_size, "sha256": file_digest(path)}
+    file = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest_file(path)}
     return {**gathered.account(source), "from": {"given": where, **known}, "file": file}
 
 
@@ -156,7 +156,7 @@ def describe_run(
         begun = (before or {}).get("sources", {}).get(source.name, {})
         known[source.name] = begun if "hub" in begun else identity(getattr(config, source.name))
     excluded = [
-        {"name": file.name, "sha256": file_digest(file)}
+        {"name": file.name, "sha256": digest_file(file)}
         for given in exclude
         if Path(given).exists()
         for file in local_files(Path(given))

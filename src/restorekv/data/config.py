@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from restorekv.errors import RestoreKVError, one_of
+from restorekv.errors import RestoreKVError, check_choice
 
 MIXTURE_NAMES = ("paper", "permissive", "passages", "corpus")
 MAY_BE_ZERO = {
@@ -116,7 +116,7 @@ class BuildConfig:
     seed: int = setting(0, "Seed for drawing chunks of books.")
 
     def __post_init__(self) -> None:
-        one_of("The mixture", self.mixture, MIXTURE_NAMES)
+        check_choice("The mixture", self.mixture, MIXTURE_NAMES)
         counts = {item.name for item in fields(self) if isinstance(getattr(self, item.name), int)}
         require_at_least(0, self, MAY_BE_ZERO)
         require_at_least(1, self, sorted(counts - MAY_BE_ZERO))

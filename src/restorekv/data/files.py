@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from restorekv.bounds import ROW_ELEMENTS, TEXT_BYTES
-from restorekv.errors import RestoreKVError, first_sentence
-from restorekv.files import check_elements, check_levels, open_regular
-from restorekv.seal import file_digest
+from restorekv.errors import RestoreKVError, summarize_error
+from restorekv.files import check_elements, check_levels, open_regular_file
+from restorekv.seal import digest_file
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)
@@ -61,7 +61,7 @@ def identity(where: str) -> dict:
     if path.exists():
         return {
             "files": [
-                {"name": file.name, "sha256": file_digest(file)} for file in local_files(path)
+                {"name": file.name, "sha256": digest_file(file)} for file in local_files(path)
             ]
         }
     if (
@@ -82,7 +82,7 @@ def identity(where: str) -> dict:
 
 def unreadable(where: str, error: Exception) -> RestoreKVError:
     return RestoreKVError(
-        f"Cannot read the dataset {where}; give a hub id that can be reached or a file ({first_sentence(error)})."
+        f"Cannot read the dataset {where}; give a hub id that can be reached or a file ({summarize_error(error)})."
     )
 
 
@@ -134,7 +134,7 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
         yield from ((f"row {number}", row) for number, row in enumerate(parquet_rows(file), 1))
         return
     try:
-        with open_regular(file, str(file)) as raw, gzip.open(raw) if packed else raw as stream:
+        with open_regular_file(file, str(file)) as raw, gzip.open(raw) if packed else raw as stream:
             if kind == ".txt":
                 yield "its text", {"text": plain_text(file, stream)}
             elif starts_with_an_object(file, stream) or kind == ".jsonl":
@@ -224,7 +224,7 @@ def parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
         ):
             yield from batch.to_pylist()
     except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        reason = first_sentence(error)
+        reason = summarize_error(error)
         raise RestoreKVError(
             f"{path} is damaged or not a parquet file ({reason}); get or build it again."
         ) from error

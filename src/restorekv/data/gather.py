@@ -23,7 +23,7 @@ from restorekv.data.overlap import Evaluations, words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_not_link, open_own, parse_json, read_bytes
+from restorekv.files import check_not_link, open_without_links, parse_json, read_bytes
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
@@ -70,7 +70,7 @@ class Attempts:
         line = (
             json.dumps({"context": mark(document), "attempts": attempts}, ensure_ascii=False) + "\n"
         )
-        with open_own(self.path) as file:
+        with open_without_links(self.path) as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
 from restorekv.data.files import optional
-from restorekv.errors import RestoreKVError, shown
+from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import check_not_link, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> dict:
         )
     if number != VERSION:
         raise RestoreKVError(
-            f"{path} has version {shown(number)}, not {VERSION}; use another restorekv or build again."
+            f"{path} has version {make_printable(number)}, not {VERSION}; use another restorekv or build again."
         )
     if problem := _schema().problem_of(_schema().Manifest, manifest):
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
@@ -101,8 +101,8 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     for key, what in SAME.items():
         if now[key] != before.get(key):
             raise RestoreKVError(
-                f"The data in {folder} was made by the model {shown(before.get('name'))} with another {what} "
-                f"({shown(before.get(key))}, not {now[key]}); build it for this model."
+                f"The data in {folder} was made by the model {make_printable(before.get('name'))} with another {what} "
+                f"({make_printable(before.get(key))}, not {now[key]}); build it for this model."
             )
 
 

@@ -20,7 +20,7 @@ from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import KINDS, PROMPT
 from restorekv.data.sources import ASKED_ONCE, LICENSES
 from restorekv.errors import RestoreKVError
-from restorekv.files import read_bytes, replacing
+from restorekv.files import read_bytes, replace_file
 
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")
@@ -56,7 +56,7 @@ def write_examples(path: Path, rows: list[dict]) -> None:
     kinds = {**dict.fromkeys(TEXTS, arrow.string()), **dict.fromkeys(NUMBERS, arrow.int32())}
     schema = arrow.schema({**kinds, "answer_ids": arrow.list_(arrow.int32())})
     table = arrow.Table.from_pylist(rows, schema=schema)
-    with replacing(path, follow=False) as temporary:
+    with replace_file(path, follow=False) as temporary:
         parquet.write_table(
             table,
             temporary,

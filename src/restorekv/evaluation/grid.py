@@ -16,7 +16,7 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import make_compressor, shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
-from restorekv.files import has_type
+from restorekv.files import matches_type
 from restorekv.model.load import TINY, canonical, tiny_path
 
 Item = TypeVar("Item")
@@ -99,7 +99,7 @@ class Cell:
         cell = cls(**stored)
         hints = get_type_hints(cls)
         if wrong := [
-            name for name, hint in hints.items() if not has_type(getattr(cell, name), hint)
+            name for name, hint in hints.items() if not matches_type(getattr(cell, name), hint)
         ]:
             raise TypeError(f"{wrong[0]} has another type")
         return cell

@@ -37,7 +37,7 @@ from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
 from restorekv.evaluation.grid import FULL, Cell, grouped
 from restorekv.evaluation.results import Result, load
-from restorekv.files import read_json, replacing, sweep, write_json
+from restorekv.files import read_json, remove_stale_files, replace_file, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 from restorekv.tasks.ruler.benchmark import Ruler
@@ -138,11 +138,11 @@ def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
     predictions = io.StringIO(newline="")
     table = csv.writer(predictions, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
     table.writerows([[*known.values(), "compression_ratio"], *rows])
-    with replacing(path / "predictions.csv", follow=False) as temporary:
+    with replace_file(path / "predictions.csv", follow=False) as temporary:
         temporary.write_text(predictions.getvalue(), encoding="utf-8", newline="")
-    with replacing(path / "metrics.json", follow=False) as temporary:
+    with replace_file(path / "metrics.json", follow=False) as temporary:
         temporary.write_text(json.dumps(part.metrics, indent=4), encoding="utf-8")
-    with replacing(path / CONFIG, follow=False) as temporary:
+    with replace_file(path / CONFIG, follow=False) as temporary:
         temporary.write_text(yaml.dump(config, sort_keys=False), encoding="utf-8")
 
 
@@ -231,7 +231,7 @@ def free_folder(path: Path, cell: Cell) -> Path:
     """Returns the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
 
     def taken(folder: Path) -> bool:
-        sweep(folder / OURS)  # what a killed process left there is nothing
+        remove_stale_files(folder / OURS)  # what a killed process left there is nothing
         return (
             folder.exists()
             and read_own(folder).get("cell") != cell.to_dict()

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from restorekv.cluster import LOCAL, connect_ray
-from restorekv.errors import RestoreKVError, RestoreKVWarning, first_sentence, warn
+from restorekv.errors import RestoreKVError, RestoreKVWarning, summarize_error, warn
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.run import Facts, LocalPool, Missing
 from restorekv.evaluation.worker import Line
@@ -133,7 +133,7 @@ class Workers:
                         deaths[number] += 1
                         if deaths[number] == TRIES:
                             fix = "give a worker more memory or take shorter contexts"
-                            reason = f"{TRIES} workers died over the same context; {fix} ({first_sentence(error)})."
+                            reason = f"{TRIES} workers died over the same context; {fix} ({summarize_error(error)})."
                             done[number] = (Workers if number is None else type(self)).given_up(
                                 self, reason
                             )

@@ -26,7 +26,7 @@ from restorekv.evaluation.grid import grouped
 from restorekv.evaluation.grid_tables import count_gains, held_table, scores_table
 from restorekv.evaluation.results import flat
 from restorekv.evaluation.tables import Table
-from restorekv.files import temporary_name
+from restorekv.files import make_temporary_name
 
 INDEX = "index.html"
 SVG = "svg"
@@ -137,7 +137,7 @@ def write_page(
     """
     folder = folder.resolve()
     check_folder(folder)
-    temporary = temporary_name(folder)
+    temporary = make_temporary_name(folder)
     try:
         new = temporary / "new"
         for place in (temporary, new, *(new / name for name in FILES if name != INDEX)):

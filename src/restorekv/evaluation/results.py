@@ -20,10 +20,17 @@ import torch
 from transformers import PreTrainedModel
 
 from restorekv.compression.prepared import CompressionConfig
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import Answer
-from restorekv.files import check_not_link, has_type, open_own, parse_json, read_bytes, write_json
+from restorekv.files import (
+    check_not_link,
+    matches_type,
+    open_without_links,
+    parse_json,
+    read_bytes,
+    write_json,
+)
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
@@ -148,7 +155,9 @@ def checked(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
 def require(path: Path, value: object, hints: dict[str, Any]) -> None:
     """Refuses a JSON value that is no object with entries of these types."""
     own = value if isinstance(value, dict) else {}
-    wrong = [key for key, hint in hints.items() if key not in own or not has_type(own[key], hint)]
+    wrong = [
+        key for key, hint in hints.items() if key not in own or not matches_type(own[key], hint)
+    ]
     if wrong:
         raise RestoreKVError(
             f"{path} is damaged ({wrong[0]} is missing or of another type); remove it and start again."
@@ -157,7 +166,7 @@ def require(path: Path, value: object, hints: dict[str, Any]) -> None:
 
 def append_line(path: Path, line: dict) -> None:
     """Adds one line of JSON at the end of the file; it is on the disk before this returns."""
-    with open_own(path) as file:
+    with open_without_links(path) as file:
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             file.seek(0)
@@ -216,7 +225,7 @@ def read(path: Path) -> Result:
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(
-            f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it."
+            f"{path} holds no cell of restorekv ({summarize_error(error)}); remove it."
         ) from error
 
 

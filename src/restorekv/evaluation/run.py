@@ -16,7 +16,7 @@ from restorekv.evaluation.grid import FULL, Cell, Job, jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result, opened, provenance
 from restorekv.evaluation.rows import summary
 from restorekv.evaluation.worker import Line, Worker
-from restorekv.files import locked, write_json
+from restorekv.files import file_lock, write_json
 from restorekv.model.load import check_dtype
 from restorekv.tasks.base import digest
 
@@ -101,7 +101,7 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
             "title": benchmark.title,
             "spec": benchmark.spec,
             "samples": len(worker.samples),
-            "digest": digest(worker.samples) + spec.code_of(type(benchmark)),
+            "digest": digest(worker.samples) + spec.digest_source(type(benchmark)),
             "questions": sum(len(sample.questions) for sample in worker.samples),
         },
         "protocol": worker.protocol.described(cell.model, worker.tokenizer),
@@ -135,7 +135,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / LOCK) as acquired:
+    with file_lock(folder / LOCK) as acquired:
         if not acquired:
             raise RestoreKVError(
                 f"Another run is filling {folder}; wait until it ends or choose another folder."

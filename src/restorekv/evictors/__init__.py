@@ -37,9 +37,9 @@ CLASSES = (
     FromKVPress,
 )
 EVICTORS: dict[str, type[Evictor]] = {each.name: each for each in CLASSES}
-spec.add_installed("restorekv.evictors", EVICTORS)
+spec.register_entry_points("restorekv.evictors", EVICTORS)
 
 
 def make(text: str) -> Evictor:
     """Returns the evictor of a spec."""
-    return spec.parse(text, EVICTORS, "evictor")
+    return spec.parse_spec(text, EVICTORS, "evictor")

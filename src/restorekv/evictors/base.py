@@ -31,7 +31,7 @@ class Evictor(ABC):
     @property
     def spec(self) -> str:
         """The shortest spec of this evictor."""
-        return spec.write(self.name, self)
+        return spec.format_spec(self.name, self)
 
     def identity(self, model: Model) -> str:
         """Returns what determines the scores, for records: the spec, with a digest in place of a
@@ -39,7 +39,7 @@ class Evictor(ABC):
 
         A class from outside this package has a digest of its source too.
         """
-        return self.spec + spec.code_of(type(self))
+        return self.spec + spec.digest_source(type(self))
 
     def as_published(self, prefix: int) -> Self:
         """Returns the evictor with the settings of its authors' code where the spec leaves the

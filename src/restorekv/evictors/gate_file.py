@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv import seal
-from restorekv.errors import GateError, RestoreKVError, raised_as
-from restorekv.files import has_type, parse_record
+from restorekv.errors import GateError, RestoreKVError, reraise_as
+from restorekv.files import matches_type, parse_record
 from restorekv.model import base_weights
 from restorekv.model.load import SHIPPING, model_fingerprint, model_name, shipped_path
 from restorekv.model.shape import CacheShape
@@ -57,7 +57,7 @@ class GateCard:
         wrong = [
             field.name
             for field in fields(self)
-            if not has_type(getattr(self, field.name), field.type)
+            if not matches_type(getattr(self, field.name), field.type)
         ]
         if wrong or TARGETS.get(self.kind) is None:
             raise TypeError(
@@ -94,7 +94,7 @@ def write(path: Path, gate: Gate) -> None:
                 f"The gate's {name} has numbers that are not finite; train it again with a lower lr."
             )
     card = json.dumps(asdict(gate.card), sort_keys=True)
-    seal.write(path, FILE, tensors, {"card": card})
+    seal.write_sealed(path, FILE, tensors, {"card": card})
 
 
 def read(path: Path) -> Gate:
@@ -108,8 +108,8 @@ def read_card(path: Path) -> tuple[GateCard, dict[str, Tensor]]:
     """Return the card and the tensors of a gate, which are not checked."""
     if path.is_dir() or not path.exists():
         raise GateError(f"There is no gate file {path}; {MAKE}.")
-    with raised_as(GateError):
-        metadata, tensors = seal.read(path, FILE, f"The gate {path}")
+    with reraise_as(GateError):
+        metadata, tensors = seal.read_sealed(path, FILE, f"The gate {path}")
     try:
         card = GateCard(**parse_record(metadata["card"], "The card"))
     except (KeyError, TypeError, RestoreKVError) as error:
@@ -119,7 +119,7 @@ def read_card(path: Path) -> tuple[GateCard, dict[str, Tensor]]:
 
 def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
     """Refuse parameters that are not finite numbers of a kind and size that gates have."""
-    with raised_as(GateError):
+    with reraise_as(GateError):
         seal.check_weights(tensors, f"The gate {name}", MAKE)
 
 

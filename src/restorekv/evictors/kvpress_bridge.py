@@ -54,7 +54,9 @@ class FromKVPress(Evictor):
                 f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}."
             )
         object.__setattr__(self, "scorer", press)
-        object.__setattr__(self, "press", spec.write(type(press).__name__, press).replace(",", ";"))
+        object.__setattr__(
+            self, "press", spec.format_spec(type(press).__name__, press).replace(",", ";")
+        )
 
     @torch.no_grad()
     def score(
@@ -143,7 +145,7 @@ def from_spec(text: str, kvpress: ModuleType) -> Any:
         if issubclass(kinds[name], base) and kinds[name] is not base
     }
     try:
-        return spec.parse(text.replace(";", ","), presses, "press of kvpress")
+        return spec.parse_spec(text.replace(";", ","), presses, "press of kvpress")
     except (AssertionError, TypeError) as error:
         raise RestoreKVError(
             f"{text!r} makes no press; make it in Python, for FromKVPress ({error})."

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.bounds import POSITIONS, SYSTEM_LETTERS
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import has_type, read_json, write_json
+from restorekv.files import matches_type, read_json, write_json
 from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of, pieces
 from restorekv.generation.constraint import Constraint
@@ -427,7 +427,7 @@ def check_saved(path: str | Path, content: object, document: ChatContext) -> Non
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
     for turn in turns if sound else ():
         sound &= isinstance(turn, dict) and set(turn) == set(SAVED)
-        sound = sound and all(has_type(turn[n], SAVED[n]) for n in SAVED)
+        sound = sound and all(matches_type(turn[n], SAVED[n]) for n in SAVED)
         sound = sound and bool(turn["read"] and turn["written"])
         sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
         sound = sound and all(

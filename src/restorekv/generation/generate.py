@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from restorekv.cache.flat import Block, FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer, forked
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.errors import RestoreKVError, first_sentence, warn
+from restorekv.errors import RestoreKVError, summarize_error, warn
 from restorekv.generation import step_trials
 from restorekv.generation.sampling import Row, refuse_not_finite
 from restorekv.model.attention import proofs
@@ -509,7 +509,7 @@ class Steps:
             if self.strict:
                 raise
             self.give_up(
-                f"its steps cannot be captured ({type(error).__name__}: {first_sentence(error)})"
+                f"its steps cannot be captured ({type(error).__name__}: {summarize_error(error)})"
             )
             self.step()
             return

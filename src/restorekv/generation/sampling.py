@@ -30,7 +30,7 @@ from transformers.generation import (
 )
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import has_type
+from restorekv.files import matches_type
 from restorekv.generation.constraint import Constraint
 from restorekv.model.tokenize import TextStream
 
@@ -157,7 +157,7 @@ class Decoding:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name, (kind, holds, wanted) in CHECKS.items():
             value = getattr(self, name)
-            if not has_type(value, kind) or not holds(value):
+            if not matches_type(value, kind) or not holds(value):
                 raise RestoreKVError(f"{name} is {wanted}, not {repr(value)[:60]}.")
         if self.regex is not None and self.json_schema is not None:
             raise RestoreKVError("regex is for answers without a json_schema; give one of them.")

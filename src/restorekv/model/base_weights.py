@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.errors import RestoreKVError, shown, warn
+from restorekv.errors import RestoreKVError, make_printable, warn
 from restorekv.model import load
 from restorekv.model.shape import CacheShape
 
@@ -105,7 +105,7 @@ def check(
     """
     if card.rope != (rope := load.rope_fingerprint(model.config)):
         raise error(
-            f"The {what} was made with RoPE {shown(card.rope)}, the model has {rope}; "
+            f"The {what} was made with RoPE {make_printable(card.rope)}, the model has {rope}; "
             "load the model with the same RoPE configuration."
         )
     if card.fingerprint == load.model_fingerprint(model):
@@ -117,9 +117,9 @@ def check(
             if model.dtype == torch.float16 and not card.weights
             else fix
         )
-        raise error(f"The {what} was made for another model ({shown(card.model)}); {fix}.")
-    message = f"The {what} was made for other weights of {shown(card.model)}"
+        raise error(f"The {what} was made for another model ({make_printable(card.model)}); {fix}.")
+    message = f"The {what} was made for other weights of {make_printable(card.model)}"
     made = card.weights.get("source")
-    message += f", {shown(made)}" if made else ""
+    message += f", {make_printable(made)}" if made else ""
     message += f", than these, {own['source']}" if own["source"] else ""
     warn(f"{message}; expect slightly worse answers.")

@@ -27,11 +27,18 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-from restorekv.errors import ModelError, first_sentence, raised_as, warn
-from restorekv.files import HOST, cache_folder, locked, read_record, regular, sweep
+from restorekv.errors import ModelError, reraise_as, summarize_error, warn
+from restorekv.files import (
+    HOST,
+    file_lock,
+    find_cache_folder,
+    open_with_size,
+    read_record,
+    remove_stale_files,
+)
 from restorekv.model import gguf_header, gguf_tokenizer
 from restorekv.model.model_folder import ADAPTER, NO_CODE, adapter_in
-from restorekv.seal import file_digest
+from restorekv.seal import digest_file
 
 MAGIC = b"GGUF"
 MARKER = "gguf.json"
@@ -58,7 +65,7 @@ class Header:
 def find(name: str) -> Path | None:
     """Returns the GGUF file that `name` is or that the folder `name` holds; None for other models."""
     if os.path.exists(name) and not os.path.isdir(name):
-        with raised_as(ModelError), regular(Path(name), name) as (file, _):
+        with reraise_as(ModelError), open_with_size(Path(name), name) as (file, _):
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(
                     f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id."
@@ -88,9 +95,9 @@ def prepared(file: Path, name: str) -> Path:
     """Returns the transformers folder made from a GGUF file, now or before; messages call the model
     `name`.
     """
-    with raised_as(ModelError):
-        key = f"{file_digest(file)[:16]}-{VERSION}"
-    root = cache_folder()
+    with reraise_as(ModelError):
+        key = f"{digest_file(file)[:16]}-{VERSION}"
+    root = find_cache_folder()
     if root is not None and is_private(root) and marker_of(root / key):
         return root / key
     folder = private_folder() / key
@@ -100,7 +107,7 @@ def prepared(file: Path, name: str) -> Path:
                 make(file, name, folder)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"Cannot keep {name} in {folder.parent} ({first_sentence(error)}); free some space there or set "
+            f"Cannot keep {name} in {folder.parent} ({summarize_error(error)}); free some space there or set "
             "RESTOREKV_CACHE to another folder."
         ) from error
     return folder
@@ -110,7 +117,7 @@ def private_folder() -> Path:
     """Returns the folder of prepared models, which nobody else can change; without one, a temporary
     one.
     """
-    root = cache_folder()
+    root = find_cache_folder()
     problem = problem_of(root)
     return Path(temporary(problem).name) if root is None or problem else root
 
@@ -179,7 +186,7 @@ def temporary(problem: str) -> tempfile.TemporaryDirectory:
 def alone(folder: Path) -> Iterator[None]:
     """Lets one process at a time prepare a folder; the others wait."""
     while True:
-        with locked(folder.with_name(f".{folder.name}.lock")) as acquired:
+        with file_lock(folder.with_name(f".{folder.name}.lock")) as acquired:
             if acquired:
                 yield
                 return
@@ -201,7 +208,7 @@ def marker_of(folder: Path) -> dict | None:
             sound = (
                 sound and Path(name).name == name and trusted(path) and path.stat().st_size == size
             )
-            sound = sound and (size > SMALL or file_digest(path) == expected)
+            sound = sound and (size > SMALL or digest_file(path) == expected)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return marker if sound else None
@@ -220,13 +227,13 @@ def make(file: Path, name: str, folder: Path) -> None:
         flush=True,
     )
     header = read(file)
-    sweep(folder)
+    remove_stale_files(folder)
     prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
         fresh = Path(parent) / "model"
         convert(file, header, fresh)
-        with raised_as(ModelError):
-            digest = file_digest(file)
+        with reraise_as(ModelError):
+            digest = digest_file(file)
         # Else the folder would be kept as that of another file.
         if not folder.name.startswith(digest[:16]):
             raise ModelError(f"{file} changed while it was read; try again when nobody writes it.")
@@ -253,7 +260,7 @@ def read(file: Path) -> Header:
     """Reads the header; refuses damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
-    with raised_as(ModelError):
+    with reraise_as(ModelError):
         gguf_header.check(file)
     if (file.parent / ADAPTER).exists():  # transformers would load the model that it names
         raise ModelError(adapter_in(str(file.parent)))
@@ -262,7 +269,7 @@ def read(file: Path) -> Header:
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except Exception as error:  # its parser raises many kinds
         raise ModelError(
-            f"The GGUF file {file} is damaged or cut short; fetch it again ({first_sentence(error)})."
+            f"The GGUF file {file} is damaged or cut short; fetch it again ({summarize_error(error)})."
         ) from error
     header = Header(fields, frozenset(tensor.name for tensor in reader.tensors))
     if (fields.get("split.count") or 1) > 1:
@@ -304,7 +311,7 @@ def convert(file: Path, header: Header, folder: Path) -> None:
                 **UNPACKED,
             )
     except Exception as error:  # transformers raises many kinds
-        raise unreadable(file, first_sentence(error)) from error
+        raise unreadable(file, summarize_error(error)) from error
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if wrong:  # transformers would draw them at random
         raise unreadable(
@@ -318,7 +325,7 @@ def convert(file: Path, header: Header, folder: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     files = {
-        path.name: (path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())
+        path.name: (path.stat().st_size, digest_file(path)) for path in sorted(folder.iterdir())
     }
     marker = {"version": VERSION, "file": file.name, "weights": weights(header), "files": files}
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")

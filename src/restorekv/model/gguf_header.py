@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from restorekv.bounds import LAYERS, WIDTH
 from restorekv.errors import ModelError, RestoreKVError
-from restorekv.files import regular
+from restorekv.files import open_with_size
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -108,7 +108,7 @@ def check(path: Path) -> None:
     """Refuses a GGUF file whose header does not fit the file, or describes a model that it does not
     hold.
     """
-    with regular(path, f"The GGUF file {path}") as (file, size):
+    with open_with_size(path, f"The GGUF file {path}") as (file, size):
         cursor = Cursor(file, size)
         try:
             if cursor.take(len(MAGIC)) != MAGIC:

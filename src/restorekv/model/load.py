@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import ModelError, RestoreKVError, first_sentence, one_of
+from restorekv.errors import ModelError, RestoreKVError, check_choice, summarize_error
 from restorekv.model import attention, gguf, model_folder, support
 from restorekv.model.model_folder import NO_CODE, NO_PICKLES
 from restorekv.model.shape import CacheShape
@@ -140,7 +140,7 @@ def load_model(
 def check_dtype(name: str | torch.dtype) -> None:
     """Refuses a name that is not in DTYPES."""
     if isinstance(name, str):
-        one_of("The dtype", name, DTYPES)
+        check_choice("The dtype", name, DTYPES)
 
 
 def stretch(config: PretrainedConfig, rope: Mapping[str, object] | float) -> None:
@@ -280,7 +280,7 @@ def of_gguf(file: Path, name: str) -> Source:
 
 def unloadable(name: str, error: Exception) -> ModelError:
     """Turns an error of transformers into one sentence."""
-    return ModelError(f"Cannot load the model {name!r}; {HOW} ({first_sentence(error)}).")
+    return ModelError(f"Cannot load the model {name!r}; {HOW} ({summarize_error(error)}).")
 
 
 def usable_device(device: str | torch.device) -> torch.device:

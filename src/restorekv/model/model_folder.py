@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from restorekv.bounds import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
-from restorekv.errors import ModelError, first_sentence, raised_as, shown
+from restorekv.errors import ModelError, make_printable, reraise_as, summarize_error
 from restorekv.files import check_elements, read_bytes
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
@@ -91,7 +91,7 @@ def check_index(path: Path, names: list[str] | None = None) -> None:
         inside = isinstance(name, str) and name.endswith(SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
             raise ModelError(
-                f"{path} names '{shown(name)}', which is no safetensors file beside it; fetch it again."
+                f"{path} names '{make_printable(name)}', which is no safetensors file beside it; fetch it again."
             )
 
 
@@ -113,7 +113,7 @@ def check_tokenizer(folder: Path) -> None:
         )
         if elsewhere:
             raise ModelError(
-                f"{path} names the file '{shown(value)}', which is not in its folder; remove that entry."
+                f"{path} names the file '{make_printable(value)}', which is not in its folder; remove that entry."
             )
 
 
@@ -135,13 +135,15 @@ def entries_of(path: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds; transformers writes 10^30 for no limit, which
     `read_json` refuses.
     """
-    with raised_as(ModelError):
+    with reraise_as(ModelError):
         raw = read_bytes(path, str(path))
         check_elements(raw, str(path), JSON_ELEMENTS)
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is damaged ({first_sentence(error)}); fetch it again.") from error
+        raise ModelError(
+            f"{path} is damaged ({summarize_error(error)}); fetch it again."
+        ) from error
     if not isinstance(entries, dict):
         raise ModelError(f"{path} is not a JSON object; fetch it again.")
     return entries

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import AROUND_LETTERS, AROUND_TOKENS
-from restorekv.errors import RestoreKVError, TextTooLongError, one_of, warn
+from restorekv.errors import RestoreKVError, TextTooLongError, check_choice, warn
 from restorekv.model.load import longest
 from restorekv.model.support import refuse_beyond, support_of
 from restorekv.model.tokenize import check_unicode, control_tokens, refuse, text_ids
@@ -116,7 +116,7 @@ def fit(
     "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many
     positions.
     """
-    one_of("max_context", too_long, TOO_LONG)
+    check_choice("max_context", too_long, TOO_LONG)
     limit = usable_positions(model)
     most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
     over = context.tokens - most

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv.errors import ModelError, first_sentence
+from restorekv.errors import ModelError, summarize_error
 
 # Kinds of layers that see a whole text, the latter two up to the length of a window; support.py
 # finds out which.
@@ -44,7 +44,7 @@ class CacheShape:
         ) as error:  # no heads, or layers of different shapes; configs raise errors of their own
             raise ModelError(
                 f"{config.model_type} does not say the size of every layer's heads "
-                f"({first_sentence(error)}); use a decoder with one kind of attention in all layers."
+                f"({summarize_error(error)}); use a decoder with one kind of attention in all layers."
             ) from error
 
 

@@ -34,7 +34,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.errors import ModelError, RestoreKVError, first_sentence
+from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.shape import CacheShape, decoder, logits
 
@@ -190,7 +190,7 @@ def probe(model: PreTrainedModel) -> Support:
     except RestoreKVError:
         raise
     except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
-        why = f"{name_of(model)} does not run over a compressed cache ({first_sentence(error)})"
+        why = f"{name_of(model)} does not run over a compressed cache ({summarize_error(error)})"
         raise ModelError(f"{why}; {WHICH}.") from error
 
 

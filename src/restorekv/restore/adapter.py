@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv.errors import AdapterError, shown, warn
+from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
 from restorekv.model.load import NAMES, hub_name, model_name
 from restorekv.model.shape import CacheShape, decoder
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
-from restorekv.restore.adapter_file import Card, Stored, plain
-from restorekv.restore.lora import NAME, build, check_fit
-from restorekv.restore.model_card import identifier, inherited
+from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
+from restorekv.restore.lora import NAME, attach_lora, check_lora_fit
+from restorekv.restore.model_card import inherit_license, normalize_license
 from restorekv.spec import split_specs
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -46,7 +46,7 @@ class RestoreAdapter(nn.Module):
     embeddings: nn.Parameter
 
     def __init__(
-        self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: Card
+        self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: AdapterCard
     ) -> None:
         super().__init__()
         self.embeddings = nn.Parameter(
@@ -54,7 +54,7 @@ class RestoreAdapter(nn.Module):
         )
         self.config = config
         self.card = card
-        adapted, layers = build(model, config)
+        adapted, layers = attach_lora(model, config)
         self.tensors = {
             f"{path}.{part}.weight": getattr(layer, part)[NAME].weight
             for path, layer in layers.items()
@@ -102,7 +102,7 @@ class RestoreAdapter(nn.Module):
         )
         # Itself and not its matrix: Gemma's scales what it looks up.
         layer = model.get_input_embeddings()
-        card = replace(card_for(model, n), embeddings="learned" if fixed is None else "fixed")
+        card = replace(make_card(model, n), embeddings="learned" if fixed is None else "fixed")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             rows = (
@@ -127,8 +127,8 @@ class RestoreAdapter(nn.Module):
         Warns if it was trained on other weights of this model or with another evictor than
         `evictor`, and of a license that forbids commercial use.
         """
-        folder = publish.fetch(name, revision, token, cache_dir)
-        stored = adapter_file.read(folder)
+        folder = publish.fetch_adapter(name, revision, token, cache_dir)
+        stored = adapter_file.read_adapter(folder)
         n, hidden = stored.embeddings.shape
         if hidden != CacheShape.of(model).hidden:
             raise AdapterError(
@@ -138,14 +138,14 @@ class RestoreAdapter(nn.Module):
         if stored.card is not None:
             base_weights.check(f"adapter {name}", stored.card, model, AdapterError)
         card = publish.with_origin(
-            stored.card or card_for(model, n), name, folder, bare=stored.card is None
+            stored.card or make_card(model, n), name, folder, bare=stored.card is None
         )
-        check_fit(name, model, stored.lora)
+        check_lora_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
         publish.warn_of_license(name, card)
         if evictor is not None:
-            adapter.check_use(evictor)
+            adapter.warn_of_other_use(evictor)
         return adapter
 
     @property
@@ -158,7 +158,7 @@ class RestoreAdapter(nn.Module):
         return self._models[0]
 
     @property
-    def adapted(self) -> PreTrainedModel:
+    def adapted_model(self) -> PreTrainedModel:
         """The model with LoRA in it: modules of its own over the model's weights."""
         return self._models[1]
 
@@ -190,7 +190,7 @@ class RestoreAdapter(nn.Module):
         embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
-        decoder(self.adapted)(
+        decoder(self.adapted_model)(
             inputs_embeds=embeddings[None],
             position_ids=positions[None],
             past_key_values=full,
@@ -215,8 +215,8 @@ class RestoreAdapter(nn.Module):
         The license, unless given, is passed on from the data and from an adapter that was
         non-commercial before. `between` is the text between document and question.
         """
-        own = card_for(self.model, self.restore_tokens)
-        data = plain(data)
+        own = make_card(self.model, self.restore_tokens)
+        data = to_plain_json(data)
         self.card = replace(
             self.card,
             model=own.model,
@@ -228,19 +228,21 @@ class RestoreAdapter(nn.Module):
             ratio_range=ratio_range,
             allocation=allocation,
             restore_from=restore_from,
-            settings=plain(settings),
+            settings=to_plain_json(settings),
             data=data,
             between=between,
-            license=inherited(self.card, data) if license is None else identifier(license),
+            license=inherit_license(self.card, data)
+            if license is None
+            else normalize_license(license),
         )
 
     def report(self, results: list[dict]) -> None:
         """Records measurements for the model card: rows with benchmark, ratio, base, restored, full
         and more.
         """
-        self.card = replace(self.card, results=plain(results))
+        self.card = replace(self.card, results=to_plain_json(results))
 
-    def check_use(
+    def warn_of_other_use(
         self,
         evictor: str,
         allocation: str | None = None,
@@ -271,7 +273,9 @@ class RestoreAdapter(nn.Module):
             ("text between document and question", card.between, between),
         ):
             if card.evictor and None not in (trained, used) and trained != used:
-                before, now = (shown(text) if text else repr(text) for text in (trained, used))
+                before, now = (
+                    make_printable(text) if text else repr(text) for text in (trained, used)
+                )
                 messages.append(
                     f"The adapter was trained with the {what} {before}, not {now}; expect worse answers."
                 )
@@ -293,20 +297,20 @@ class RestoreAdapter(nn.Module):
         the training.
         """
         conventions = ("evictor", "prefix_policy", "ratio_range", "allocation", "restore_from")
-        identity = {"hash": self.stored().weights_hash(), "restore_tokens": self.restore_tokens}
-        return identity | plain({key: getattr(self.card, key) for key in conventions})
+        identity = {"hash": self.to_stored().weights_hash(), "restore_tokens": self.restore_tokens}
+        return identity | to_plain_json({key: getattr(self.card, key) for key in conventions})
 
-    def stored(self, dtype: torch.dtype = torch.float32) -> Stored:
+    def to_stored(self, dtype: torch.dtype = torch.float32) -> StoredAdapter:
         """Returns what a file holds; `dtype` is that of the LoRA weights in it."""
         lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
         card = replace(self.card, dtype=str(dtype).removeprefix("torch."))
-        return Stored(self.config, lora, self.embeddings.detach().cpu(), card)
+        return StoredAdapter(self.config, lora, self.embeddings.detach().cpu(), card)
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Writes the published format, `restorekv.json` and a model card, with LoRA weights of
         `dtype`.
         """
-        publish.save(Path(folder), self.stored(dtype))
+        publish.save_adapter(Path(folder), self.to_stored(dtype))
 
     def push_to_hub(
         self,
@@ -327,7 +331,7 @@ class RestoreAdapter(nn.Module):
             "license": license,
             "commit_message": commit_message,
         }
-        return publish.push(repo, self.stored(dtype), **options)
+        return publish.push_adapter(repo, self.to_stored(dtype), **options)
 
     def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
         """Copies the LoRA tensors of a file; each one must be there and fit."""
@@ -348,8 +352,8 @@ class RestoreAdapter(nn.Module):
         return {"embeddings": self.embeddings, **self.tensors}
 
 
-def card_for(model: PreTrainedModel, n: int) -> Card:
+def make_card(model: PreTrainedModel, n: int) -> AdapterCard:
     """Returns the card of an untrained adapter of `model`."""
     name = model_name(model)
     local = name not in NAMES and Path(name).exists()
-    return Card(restore_tokens=n, local=local, **base_weights.origin(model))
+    return AdapterCard(restore_tokens=n, local=local, **base_weights.origin(model))

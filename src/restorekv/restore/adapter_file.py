@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from restorekv import files, seal
-from restorekv.errors import AdapterError, first_sentence, raised_as
-from restorekv.files import has_type
-from restorekv.restore.lora import config_of
+from restorekv.errors import AdapterError, reraise_as, summarize_error
+from restorekv.files import matches_type
+from restorekv.restore.lora import parse_lora_config
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -40,7 +40,7 @@ VERSION = 2
 
 
 @dataclass(frozen=True)
-class Card:
+class AdapterCard:
     """The record of what an adapter was made for; a field is None where nobody recorded it.
 
     `settings`: of the training. `data`: one row per source with source, examples, contexts, license
@@ -74,7 +74,7 @@ class Card:
         wrong = [
             field.name
             for field in fields(self)
-            if not has_type(getattr(self, field.name), field.type)
+            if not matches_type(getattr(self, field.name), field.type)
         ]
         low, high = self.ratio_range or (1, 1)
         if wrong or not 0 < low <= high <= 1:
@@ -84,13 +84,13 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapter:
     """An adapter as its files hold it: `lora` by the model's own module names, `embeddings` (n, d)."""
 
     config: LoraConfig
     lora: dict[str, Tensor]
     embeddings: Tensor
-    card: Card | None
+    card: AdapterCard | None
 
     def weights_hash(self) -> str:
         """Returns 16 hex digits of names and values; values count as float32, which they are in
@@ -102,7 +102,7 @@ class Stored:
         return sha.hexdigest()[:16]
 
 
-def plain(value: Any) -> Any:
+def to_plain_json(value: Any) -> Any:
     """Returns `value` as JSON would bring it back; raises AdapterError for what JSON cannot hold."""
     try:
         return json.loads(json.dumps(value))
@@ -112,30 +112,30 @@ def plain(value: Any) -> Any:
         ) from error
 
 
-def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
+def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None) -> None:
     """Replaces an older adapter as a whole; keeps its README.md without a `readme`.
 
     All files are completed in a folder of this process. The moment that folder is called PENDING,
-    they are the adapter, wherever a process dies; `settle` then moves them to their places.
+    they are the adapter, wherever a process dies; `move_into_place` then moves them to their places.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = files.temporary_name(folder / "adapter")
+        fresh = files.make_temporary_name(folder / "adapter")
         fresh.mkdir()
         try:
-            complete(fresh, stored, readme)
-            while not committed(fresh, folder / PENDING):
-                settle(folder)
+            _write_files(fresh, stored, readme)
+            while not _try_commit(fresh, folder / PENDING):
+                move_into_place(folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        settle(folder)
+        move_into_place(folder)
     except (OSError, SafetensorError) as error:
         raise AdapterError(
             f"Cannot write the adapter to {folder}; choose a writable folder ({error})."
         ) from error
 
 
-def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
+def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None:
     """Writes every file of an adapter."""
     stored.config.save_pretrained(str(fresh))
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
@@ -147,14 +147,14 @@ def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
     lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
     save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
-    sums = {file: digest((fresh / file).read_bytes()) for file in SUMMED}
+    sums = {file: _digest((fresh / file).read_bytes()) for file in SUMMED}
     card = seal.seal_record({"version": VERSION, **asdict(stored.card), "sha256": sums})
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
     if readme is not None:
         (fresh / README).write_text(readme, encoding="utf-8")
 
 
-def committed(fresh: Path, pending: Path) -> bool:
+def _try_commit(fresh: Path, pending: Path) -> bool:
     """Gives the folder of new files its name, unless another process is just moving its own there."""
     try:
         fresh.rename(pending)
@@ -165,7 +165,7 @@ def committed(fresh: Path, pending: Path) -> bool:
     return True
 
 
-def settle(folder: Path) -> None:
+def move_into_place(folder: Path) -> None:
     """Moves the files of PENDING to their places; several processes may do so at a time, or
     continue a dead one's.
     """
@@ -177,7 +177,7 @@ def settle(folder: Path) -> None:
         (folder / PENDING).rmdir()
 
 
-def place(folder: Path, file: str) -> Path:
+def locate_file(folder: Path, file: str) -> Path:
     """Returns where a file of the adapter is: in its place, or where a process that was killed left
     it.
     """
@@ -185,27 +185,27 @@ def place(folder: Path, file: str) -> Path:
     return pending if pending.exists() else folder / file
 
 
-def read(folder: Path) -> Stored:
+def read_adapter(folder: Path) -> StoredAdapter:
     """Raises AdapterError for anything but a complete and undamaged adapter; reads every file once."""
-    missing = [file for file in SUMMED if not place(folder, file).exists()]
+    missing = [file for file in SUMMED if not locate_file(folder, file).exists()]
     if missing:
         raise AdapterError(
             f"{folder} has no {missing[0]}; give the folder of a complete restore adapter."
         )
-    with raised_as(AdapterError):
-        paths = {file: place(folder, file) for file in SUMMED}
+    with reraise_as(AdapterError):
+        paths = {file: locate_file(folder, file) for file in SUMMED}
         raw = {CONFIG: files.read_bytes(paths[CONFIG], str(paths[CONFIG]))}
         raw |= {
             file: seal.read_tensor_bytes(paths[file], str(paths[file]))
             for file in (WEIGHTS, EMBEDDINGS)
         }
-        card = read_card(folder, raw)
+        card = _read_card(folder, raw)
         lora = {
             key.removeprefix(PREFIX): value
-            for key, value in tensors(raw[WEIGHTS], folder / WEIGHTS).items()
+            for key, value in _parse_weights(raw[WEIGHTS], folder / WEIGHTS).items()
         }
-        config = read_config(folder, raw[CONFIG], lora)
-        embeddings = tensors(raw[EMBEDDINGS], folder / EMBEDDINGS).get("restore_embeddings")
+        config = _read_config(folder, raw[CONFIG], lora)
+        embeddings = _parse_weights(raw[EMBEDDINGS], folder / EMBEDDINGS).get("restore_embeddings")
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
         raise AdapterError(
             f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter."
@@ -218,10 +218,10 @@ def read(folder: Path) -> Stored:
         raise AdapterError(
             f"{folder / CARD} contradicts the tensors; fetch or train the adapter again."
         )
-    return Stored(config, lora, embeddings, card)
+    return StoredAdapter(config, lora, embeddings, card)
 
 
-def read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
+def _read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
     """Returns the LoRA config; refuses other kinds of adapter and one that the tensors contradict."""
     entries = files.parse_record(raw, str(folder / CONFIG))
     kind = entries.get("peft_type") if isinstance(entries, dict) else None
@@ -230,15 +230,15 @@ def read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig
             f"{folder} holds a {str(kind)[:40]!r} adapter; a restore adapter is a LORA one."
         )
     try:
-        return config_of(entries, lora)
+        return parse_lora_config(entries, lora)
     except (ValueError, TypeError) as error:
-        why = f"{folder / CONFIG} is damaged or of no restore adapter ({first_sentence(error)})"
+        why = f"{folder / CONFIG} is damaged or of no restore adapter ({summarize_error(error)})"
         raise AdapterError(f"{why}; fetch or train the adapter again.") from error
 
 
-def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
+def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
     """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
-    path = place(folder, CARD)
+    path = locate_file(folder, CARD)
     if not os.path.lexists(path):
         return None
     entries = files.read_record(path, str(path))
@@ -252,11 +252,15 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         if not seal.is_sealed_record(entries):
             raise ValueError("the checksum does not match")
         span = entries["ratio_range"]
-        card = Card(
-            **{field.name: entries[field.name] for field in fields(Card) if field.name in entries}
+        card = AdapterCard(
+            **{
+                field.name: entries[field.name]
+                for field in fields(AdapterCard)
+                if field.name in entries
+            }
         )
         card = replace(card, ratio_range=span and tuple(span))
-        changed = [file for file, content in raw.items() if digest(content) != sums[file]]
+        changed = [file for file, content in raw.items() if _digest(content) != sums[file]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, AdapterError):
             raise
@@ -268,12 +272,12 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
     return card
 
 
-def tensors(raw: bytes, path: Path) -> dict[str, Tensor]:
+def _parse_weights(raw: bytes, path: Path) -> dict[str, Tensor]:
     """Returns the tensors of safetensors, never those of a pickle, whatever the file is called."""
     loaded = seal.parse_tensors(raw, str(path))[1]
     seal.check_weights(loaded, str(path), "use another adapter")
     return loaded
 
 
-def digest(raw: bytes) -> str:
+def _digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()

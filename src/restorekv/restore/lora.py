@@ -14,8 +14,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv.errors import AdapterError, first_sentence
-from restorekv.files import has_type
+from restorekv.errors import AdapterError, summarize_error
+from restorekv.files import matches_type
 
 NAME = "restorekv"
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
@@ -41,7 +41,7 @@ DESCRIBING = ("peft_type", "peft_version", "auto_mapping", "megatron_core", "qal
 ALPHA = 1e6  # the largest lora_alpha, far above any that trains
 
 
-def config_of(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
+def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
     """Returns the config that adapter_config.json describes; raises ValueError where it and the
     tensors differ.
 
@@ -57,7 +57,7 @@ def config_of(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
             raise ValueError(f"{name} is set, which restore adapters do not use")
     known = {name: entries[name] for name in TYPES if name in entries}
     for name, value in known.items():
-        if not has_type(value, TYPES[name]):
+        if not matches_type(value, TYPES[name]):
             raise ValueError(f"{name} has another type")
     if isinstance(known.get("target_modules"), str) or any(entries.get(name) for name in SELECTING):
         known["target_modules"] = sorted(
@@ -70,11 +70,11 @@ def config_of(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
     alphas = (config.lora_alpha, *config.alpha_pattern.values())
     if not 0 <= config.lora_dropout < 1 or not all(0 <= alpha <= ALPHA for alpha in alphas):
         raise ValueError("lora_alpha or lora_dropout is out of range")
-    check_ranks(config, lora)
+    _check_ranks(config, lora)
     return config
 
 
-def check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
+def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
     """Checks that A (r, in) and B (out, r) of every layer have a rank of the config, which is no
     larger than theirs.
     """
@@ -102,7 +102,7 @@ def check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
         raise ValueError("no tensor has its rank")
 
 
-def check_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:
+def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:
     """Refuses tensors for other layers than the model's, before PEFT makes layers of their rank."""
     for key, value in lora.items():
         path = key.rsplit(".", 2)[0]
@@ -118,7 +118,7 @@ def check_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> 
             )
 
 
-def build(
+def attach_lora(
     model: PreTrainedModel, config: LoraConfig
 ) -> tuple[PreTrainedModel, dict[str, LoraLayer]]:
     """Returns the twin and its LoRA layers by module name, in float32; without targets, the model
@@ -128,7 +128,7 @@ def build(
         return model, {}
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
-    adapted = twin(model)
+    adapted = make_twin(model)
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         inject_adapter_in_model(config, adapted, NAME)
@@ -139,7 +139,7 @@ def build(
         }
     except (ValueError, TypeError) as error:
         raise AdapterError(
-            f"The adapter's LoRA does not fit {type(model).__name__} ({first_sentence(error)}); "
+            f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
             "name linear layers that the model has."
         ) from error
     finally:
@@ -160,7 +160,7 @@ def build(
     return adapted, layers
 
 
-def twin(module: nn.Module) -> nn.Module:
+def make_twin(module: nn.Module) -> nn.Module:
     """Returns a copy of the tree of modules that shares every parameter, buffer and hook, in half a
     millisecond.
     """
@@ -168,6 +168,6 @@ def twin(module: nn.Module) -> nn.Module:
     vars(double).update(vars(module))
     children = module._modules.items()
     vars(double)["_modules"] = {
-        name: child if child is None else twin(child) for name, child in children
+        name: child if child is None else make_twin(child) for name, child in children
     }
     return double

@@ -22,7 +22,7 @@ from peft import LoraConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes
 from restorekv.model.load import hub_name
-from restorekv.restore.adapter_file import Card
+from restorekv.restore.adapter_file import AdapterCard
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 NAMELESS = "OWNER/NAME-OR-FOLDER"
@@ -53,7 +53,7 @@ ALIASES = {
 }
 
 
-def identifier(license: str) -> str:
+def normalize_license(license: str) -> str:
     """Returns the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know
     keeps its name.
     """
@@ -62,7 +62,7 @@ def identifier(license: str) -> str:
     return name if name in KNOWN else license.strip()
 
 
-def non_commercial(license: str | None) -> bool:
+def forbids_commercial_use(license: str | None) -> bool:
     """Whether the name of a license, known or not, forbids commercial use."""
     words = "".join(
         letter if letter.isalnum() else " " for letter in (license or "").lower()
@@ -72,18 +72,19 @@ def non_commercial(license: str | None) -> bool:
     )
 
 
-def licenses_of(data: list[dict] | None) -> list[str]:
+def list_licenses(data: list[dict] | None) -> list[str]:
     """Returns what the rows of a record of data name, "unknown" for a row without a license."""
     names = [row.get("license") for row in data or ()]
     names = [
         name for each in names for name in (each if isinstance(each, list) and each else [each])
     ]
     return [
-        identifier(name) if isinstance(name, str) and name.strip() else UNKNOWN for name in names
+        normalize_license(name) if isinstance(name, str) and name.strip() else UNKNOWN
+        for name in names
     ]
 
 
-def passed_on(licenses: Iterable[str]) -> str:
+def combine_licenses(licenses: Iterable[str]) -> str:
     """Returns the license of an adapter trained on data under these: one that is non-commercial, if
     there is one.
 
@@ -92,7 +93,7 @@ def passed_on(licenses: Iterable[str]) -> str:
     """
     names = set(licenses)
     restrictive = names - PERMISSIVE
-    if strict := sorted(filter(non_commercial, restrictive)):
+    if strict := sorted(filter(forbids_commercial_use, restrictive)):
         return strict[-1]
     if names and not restrictive:
         return "apache-2.0"
@@ -101,23 +102,25 @@ def passed_on(licenses: Iterable[str]) -> str:
     )
 
 
-def inherited(card: Card, data: list[dict] | None) -> str | None:
+def inherit_license(card: AdapterCard, data: list[dict] | None) -> str | None:
     """Returns the license after training on `data`: an adapter that was non-commercial before stays
     so.
     """
     before = (
-        [card.license] if card.license and (card.source or non_commercial(card.license)) else []
+        [card.license]
+        if card.license and (card.source or forbids_commercial_use(card.license))
+        else []
     )
-    licenses = licenses_of(data) + before
-    return passed_on(licenses) if licenses else None
+    licenses = list_licenses(data) + before
+    return combine_licenses(licenses) if licenses else None
 
 
-def strictest(card: Card) -> str | None:
+def find_noncommercial_license(card: AdapterCard) -> str | None:
     """Returns what forbids commercial use: the adapter's own license or one of its data's."""
-    return next(filter(non_commercial, (card.license, *licenses_of(card.data))), None)
+    return next(filter(forbids_commercial_use, (card.license, *list_licenses(card.data))), None)
 
 
-def license_in(readme: str) -> str | None:
+def parse_license(readme: str) -> str | None:
     """Returns the license that a README.md's front matter names, the strictest of several."""
     try:
         data = ModelCard(readme, ignore_metadata_errors=True).data
@@ -128,14 +131,14 @@ def license_in(readme: str) -> str | None:
         data.license_name,
     ]
     known = [
-        identifier(name)
+        normalize_license(name)
         for name in names
         if isinstance(name, str) and name not in (UNKNOWN, "other")
     ]
-    return max(known, key=non_commercial, default=None)
+    return max(known, key=forbids_commercial_use, default=None)
 
 
-def is_ours(path: Path) -> bool:
+def is_generated_card(path: Path) -> bool:
     """Whether `path` may be replaced: nothing is there, or a card of ours that nobody has changed."""
     if not path.exists():
         return True
@@ -144,15 +147,15 @@ def is_ours(path: Path) -> bool:
     except (RestoreKVError, UnicodeDecodeError):
         return False
     body, mark, seal = text.rpartition(SEAL.partition("{")[0])
-    return mark + seal == sealed(body)
+    return mark + seal == _make_seal(body)
 
 
-def sealed(body: str) -> str:
+def _make_seal(body: str) -> str:
     """Returns the last line of a card."""
     return SEAL.format(hashlib.sha256(body.encode()).hexdigest())
 
 
-def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
+def render_card(card: AdapterCard, config: LoraConfig, name: str = NAMELESS) -> str:
     """Returns the whole README.md; `name` is what users are shown how to load."""
     settings = {
         key: "none" if value is None else value for key, value in (card.settings or {}).items()
@@ -162,10 +165,10 @@ def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
     for key in ("keep", "checkpoint_every", *["max_new_tokens"] * bool(answered)):
         settings.pop(key, None)
     targets = config.target_modules
-    license = identifier(card.license or UNKNOWN)
+    license = normalize_license(card.license or UNKNOWN)
     evictor, _, evictor_settings = (card.evictor or "").partition(":")
     body = ModelCard.from_template(
-        front_matter(card, config),
+        make_front_matter(card, config),
         TEMPLATE,
         card=card,
         config=config,
@@ -181,22 +184,22 @@ def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
         ],
         with_intervals=any("low" in row for row in card.results or ()),
         license=license,
-        non_commercial=strictest(card),
-        arguments=usage(card, name),
+        non_commercial=find_noncommercial_license(card),
+        arguments=make_usage_arguments(card, name),
         evictor=evictor,
         evictor_settings=evictor_settings,
-        table=table,
-        cell=cell,
+        table=format_table,
+        cell=format_cell,
         json=json.dumps,
         quote=shlex.quote,
     )
     body = f"{body}\n\n"
-    return body + sealed(body)
+    return body + _make_seal(body)
 
 
-def front_matter(card: Card, config: LoraConfig) -> ModelCardData:
+def make_front_matter(card: AdapterCard, config: LoraConfig) -> ModelCardData:
     """Names a base model only if the hub has it, and a license that the hub knows or "other"."""
-    license = identifier(card.license or UNKNOWN)
+    license = normalize_license(card.license or UNKNOWN)
     license_name = None
     if license not in HUB:
         letters = (
@@ -212,7 +215,7 @@ def front_matter(card: Card, config: LoraConfig) -> ModelCardData:
     )
 
 
-def is_on_hub(card: Card) -> bool:
+def is_on_hub(card: AdapterCard) -> bool:
     """Whether others find the base model on the hub; for records without `local`, this machine's
     disk decides.
     """
@@ -229,7 +232,7 @@ def is_hub_name(name: str) -> bool:
     return "/" in name
 
 
-def usage(card: Card, name: str) -> dict[str, object]:
+def make_usage_arguments(card: AdapterCard, name: str) -> dict[str, object]:
     """Returns the arguments of `compress`: a ratio near 0.1, and the conventions that are not its
     defaults.
     """
@@ -247,17 +250,17 @@ def usage(card: Card, name: str) -> dict[str, object]:
     }
 
 
-def table(rows: list[dict]) -> str:
+def format_table(rows: list[dict]) -> str:
     """Returns a Markdown table; columns come in the order in which they first appear."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [[cell(row[key]) if key in row else "" for key in columns] for row in rows]
+    lines = [[format_cell(row[key]) if key in row else "" for key in columns] for row in rows]
     heads = [key.replace("_", " ") for key in columns]
     return "\n".join(
         "| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(columns), *lines)
     )
 
 
-def cell(value: object) -> str:
+def format_cell(value: object) -> str:
     """Returns the text for one cell of a table."""
     if value is None:
         return "not recorded"

@@ -13,11 +13,17 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
-from restorekv.errors import AdapterError, first_sentence, raised_as, warn
+from restorekv.errors import AdapterError, reraise_as, summarize_error, warn
 from restorekv.files import read_bytes, read_json
 from restorekv.restore import adapter_file, model_card
-from restorekv.restore.adapter_file import README, Card, Stored
-from restorekv.restore.model_card import UNKNOWN, identifier, inherited, non_commercial, strictest
+from restorekv.restore.adapter_file import README, AdapterCard, StoredAdapter
+from restorekv.restore.model_card import (
+    UNKNOWN,
+    find_noncommercial_license,
+    forbids_commercial_use,
+    inherit_license,
+    normalize_license,
+)
 
 AUTHORS = "higokri/"
 MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
@@ -33,7 +39,7 @@ CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 HELD = {"storage": "model", "streaming": 0}  # how a cell held its cache, and what is not told
 
 
-def published_name(model: str, evictor: str) -> str:
+def find_published_name(model: str, evictor: str) -> str:
     """Returns the authors' repository for `model` (by the last part of its name) and an evictor's
     spec.
     """
@@ -46,7 +52,7 @@ def published_name(model: str, evictor: str) -> str:
     return AUTHORS + name
 
 
-def fetch(
+def fetch_adapter(
     name: str | Path,
     revision: str | None = None,
     token: str | None = None,
@@ -74,7 +80,7 @@ def fetch(
     return Path(folder)
 
 
-def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
+def with_origin(card: AdapterCard, name: str | Path, folder: Path, bare: bool) -> AdapterCard:
     """Adds what only the place tells: the license in README.md and, to a `bare` adapter's card,
     whose copy it is.
 
@@ -82,14 +88,14 @@ def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
     folder's name on its path: their repository's, or the one that the hub's cache makes of it.
     """
     readme = folder / README
-    with raised_as(AdapterError):
+    with reraise_as(AdapterError):
         text = (
             read_bytes(readme, str(readme), README_LIMIT).decode(errors="replace")
             if readme.is_file()
             else ""
         )
-    license = model_card.license_in(text) if text else None
-    if non_commercial(license) or card.license is None:
+    license = model_card.parse_license(text) if text else None
+    if forbids_commercial_use(license) or card.license is None:
         card = replace(card, license=license)
     if bare:
         parts = (
@@ -105,11 +111,11 @@ def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
     return card
 
 
-def warn_of_license(name: str | Path, card: Card) -> None:
+def warn_of_license(name: str | Path, card: AdapterCard) -> None:
     """Warns of a license that forbids commercial use, and of what the authors do not state about
     their adapters.
     """
-    if (strict := strictest(card)) is None:
+    if (strict := find_noncommercial_license(card)) is None:
         return
     what = "is" if strict == card.license else "was trained on data"
     message = f"The adapter {name} {what} licensed {strict}: not for commercial use"
@@ -118,7 +124,7 @@ def warn_of_license(name: str | Path, card: Card) -> None:
     warn(f"{message}.")
 
 
-def save(folder: Path, stored: Stored) -> None:
+def save_adapter(folder: Path, stored: StoredAdapter) -> None:
     """Writes the adapter with its card, but keeps a README.md that is not ours, with a warning.
 
     Results in the folder stay, unless there are new ones, if they are of the same weights and
@@ -126,7 +132,7 @@ def save(folder: Path, stored: Stored) -> None:
     """
     if stored.card.results is None and (folder / adapter_file.CARD).is_file():
         try:
-            before = adapter_file.read(folder)
+            before = adapter_file.read_adapter(folder)
             if (
                 before.card.evictor == stored.card.evictor
                 and before.weights_hash() == stored.weights_hash()
@@ -134,28 +140,30 @@ def save(folder: Path, stored: Stored) -> None:
                 stored = replace(stored, card=replace(stored.card, results=before.card.results))
         except AdapterError:
             pass  # what is damaged is replaced
-    ours = model_card.is_ours(folder / README)
+    ours = model_card.is_generated_card(folder / README)
     if not ours:
         warn(
             f"Someone wrote or changed {folder / README}, so it stays as it is; remove it to get a new card."
         )
-    adapter_file.write(
-        folder, stored, model_card.render(stored.card, stored.config) if ours else None
+    adapter_file.write_adapter(
+        folder, stored, model_card.render_card(stored.card, stored.config) if ours else None
     )
 
 
-def licensed(card: Card, license: str | None, readme: str | None = None) -> Card:
+def decide_license(
+    card: AdapterCard, license: str | None, readme: str | None = None
+) -> AdapterCard:
     """Returns the card under its publisher's license, or else its own; refuses one that allows more
     than the record.
 
     A license in `readme`, a card that a person wrote, is the publisher's and must agree with
     `license`.
     """
-    strict = strictest(card)
+    strict = find_noncommercial_license(card)
     fix = f"publish it under {strict}"
     if readme is not None:
-        named = model_card.license_in(readme)
-        expected = strict if license is None else identifier(license)
+        named = model_card.parse_license(readme)
+        expected = strict if license is None else normalize_license(license)
         if (license is not None and named != expected) or (named is None and strict):
             raise AdapterError(
                 f"The README.md that someone wrote names {named or 'no license'}, not {expected}; "
@@ -163,36 +171,36 @@ def licensed(card: Card, license: str | None, readme: str | None = None) -> Card
             )
         license = named
         fix = "fix the license there"
-    recorded = None if identifier(card.license or UNKNOWN) == UNKNOWN else card.license
-    license = license or recorded or inherited(card, card.data) or UNKNOWN
-    if strict and not non_commercial(license):
+    recorded = None if normalize_license(card.license or UNKNOWN) == UNKNOWN else card.license
+    license = license or recorded or inherit_license(card, card.data) or UNKNOWN
+    if strict and not forbids_commercial_use(license):
         raise AdapterError(
             f"The adapter is recorded as, or trained on, {strict}; {license} allows more, so {fix}."
         )
-    return replace(card, license=identifier(license))
+    return replace(card, license=normalize_license(license))
 
 
-def prepare(
-    repo: str, stored: Stored, license: str | None = None, readme: str | None = None
-) -> tuple[Stored, str]:
+def prepare_upload(
+    repo: str, stored: StoredAdapter, license: str | None = None, readme: str | None = None
+) -> tuple[StoredAdapter, str]:
     """Returns what `push` uploads, without a network: the adapter under its license, and `readme`
     or a new card.
     """
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is no name for a repository on the hub; give OWNER/NAME.")
-    card = licensed(stored.card, license, readme)
+    card = decide_license(stored.card, license, readme)
     if not model_card.is_on_hub(card):
         warn(
             f"The base model is recorded as {card.model!r}, which others cannot load from the hub."
         )
-    return replace(stored, card=card), model_card.render(
+    return replace(stored, card=card), model_card.render_card(
         card, stored.config, repo
     ) if readme is None else readme
 
 
-def push(
+def push_adapter(
     repo: str,
-    stored: Stored,
+    stored: StoredAdapter,
     *,
     private: bool = False,
     token: str | None = None,
@@ -207,19 +215,19 @@ def push(
     that a person wrote or changed stays. Raises AdapterError when the hub refuses or cannot be
     reached.
     """
-    stored, text = prepare(repo, stored, license, readme)
-    with tempfile.TemporaryDirectory() as folder, one_sentence(repo):
-        adapter_file.write(Path(folder), stored, text)
+    stored, text = prepare_upload(repo, stored, license, readme)
+    with tempfile.TemporaryDirectory() as folder, _explain_hub_errors(repo):
+        adapter_file.write_adapter(Path(folder), stored, text)
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
         if private and not api.model_info(repo).private:
             raise AdapterError(
                 f"{repo} exists and is public; make it private on the hub or choose another name."
             )
-        there = card_on_hub(api, repo, Path(folder))
-        kept = None if readme is not None or model_card.is_ours(there) else README
+        there = _download_card(api, repo, Path(folder))
+        kept = None if readme is not None or model_card.is_generated_card(there) else README
         if kept:
-            licensed(stored.card, None, there.read_text(encoding="utf-8", errors="replace"))
+            decide_license(stored.card, None, there.read_text(encoding="utf-8", errors="replace"))
             warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
         commit = api.upload_folder(
             repo_id=repo,
@@ -230,7 +238,7 @@ def push(
     return str(commit.commit_url)
 
 
-def card_on_hub(api: HfApi, repo: str, folder: Path) -> Path:
+def _download_card(api: HfApi, repo: str, folder: Path) -> Path:
     """Returns the repository's README.md, or a path to nothing."""
     try:
         return Path(api.hf_hub_download(repo, README, local_dir=folder / "hub"))
@@ -239,7 +247,7 @@ def card_on_hub(api: HfApi, repo: str, folder: Path) -> Path:
 
 
 @contextmanager
-def one_sentence(repo: str) -> Iterator[None]:
+def _explain_hub_errors(repo: str) -> Iterator[None]:
     """Turns whatever the hub's client raises into an AdapterError of one sentence."""
     login = "log in with `hf auth login` or give a token that may write"
     try:
@@ -249,13 +257,13 @@ def one_sentence(repo: str) -> Iterator[None]:
     except (
         Exception
     ) as error:  # every version of the client has other kinds where there is no connection
-        reason = first_sentence(error)
+        reason = summarize_error(error)
         message = "The hub cannot be reached ({}); check the network and try again."
         if isinstance(error, LocalTokenNotFoundError):
             message = f"Cannot publish {repo} without a login; {login}."
         elif isinstance(error, HfHubHTTPError):
             status = error.response.status_code
-            reason = first_sentence(Exception(error.server_message or "no reason"))
+            reason = summarize_error(Exception(error.server_message or "no reason"))
             fix = login if status in (401, 403) else "check the name and try again"
             message = f"The hub refuses {repo} ({status}: {{}}); {fix}."
         elif isinstance(error, ValueError):  # front matter that the hub does not take
@@ -263,7 +271,7 @@ def one_sentence(repo: str) -> Iterator[None]:
         raise AdapterError(message.format(reason)) from error
 
 
-def results_in(path: Path, stored: Stored) -> list[dict]:
+def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     """Reads what `restorekv eval --json` measured with this very adapter: one row per restored
     cell, in points.
 
@@ -276,7 +284,11 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
         rows = read_json(path, f"The file of results {path}")["rows"]
         same = [row for row in rows if row["fingerprint"] == card.fingerprint]
         mine = [row for row in same if row["adapter"] == weights]
-        results = [result(row, rows, card) for row in mine if card.evictor in (None, row["method"])]
+        results = [
+            _pair_with_baselines(row, rows, card)
+            for row in mine
+            if card.evictor in (None, row["method"])
+        ]
         model = rows[0]["model"]
         method = (mine or rows)[0]["method"]
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
@@ -298,7 +310,7 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
     return results
 
 
-def result(row: dict, rows: list[dict], card: Card) -> dict:
+def _pair_with_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dict:
     """Returns a restored cell with the scores of its base and of the full cache, which were asked
     the same.
     """
@@ -324,7 +336,7 @@ def result(row: dict, rows: list[dict], card: Card) -> dict:
     return kind | {name: round(score, 1) for name, score in scores.items()} | counts
 
 
-def with_results(card: Card, results: list[dict]) -> Card:
+def merge_results(card: AdapterCard, results: list[dict]) -> AdapterCard:
     """Adds rows, in place of older ones of the same kind."""
     kinds = ("benchmark", "protocol", "ratio", *CONVENTIONS, *HELD)
     fresh = [[row.get(key) for key in kinds] for row in results]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from restorekv.errors import RestoreKVError, shown
+from restorekv.errors import RestoreKVError, make_printable
 
 VERSION = 2  # of what the rows mean
 RESERVE = 1 << 16  # bytes
@@ -214,7 +214,7 @@ def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
     for kind, name, sql in disk.execute("select type, name, sql from sqlite_master"):
         of_a_key = kind == "index" and sql is None
         if not of_a_key and (kind != "table" or plain(str(sql)) not in own):
-            raise foreign(path, f"the {kind} {shown(name)}")
+            raise foreign(path, f"the {kind} {make_printable(name)}")
         names.add(name)
     if names & TABLES and version != VERSION:
         raise RestoreKVError(

@@ -19,8 +19,8 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 
-from restorekv.errors import RestoreKVError, first_sentence
-from restorekv.files import HOST, NUMBERS, replacing
+from restorekv.errors import RestoreKVError, summarize_error
+from restorekv.files import HOST, NUMBERS, replace_file
 
 LOG = logging.getLogger("restorekv.serve")
 # A file is seen once all of it has come.
@@ -43,7 +43,7 @@ def going_on(method: Callable) -> Callable:
             return method(self, *arguments)
         except Exception as error:
             self.resumes = time.monotonic() + PAUSE
-            LOG.warning(json.dumps({"shared": self.url, "problem": first_sentence(error)}))
+            LOG.warning(json.dumps({"shared": self.url, "problem": summarize_error(error)}))
             return None
 
     return tried
@@ -72,10 +72,10 @@ class SharedFolder:
             self.tidy()
         except ImportError as error:
             raise RestoreKVError(
-                f"The shared folder {self.url} needs a package ({first_sentence(error)}); install it."
+                f"The shared folder {self.url} needs a package ({summarize_error(error)}); install it."
             ) from None
         except Exception as error:  # each filesystem has its own
-            reason = first_sentence(error) or type(error).__name__
+            reason = summarize_error(error) or type(error).__name__
             fix = "check its address, your rights and the network"
             raise RestoreKVError(
                 f"Cannot use the shared folder {self.url} ({reason}); {fix}."
@@ -138,7 +138,7 @@ class SharedFolder:
             about = self.files.info(place)
             if about["type"] != "file" or about.get("islink") or about["size"] > most:
                 return False
-            with replacing(path, follow=False) as temporary:
+            with replace_file(path, follow=False) as temporary:
                 self.files.get_file(place, str(temporary))
         except FileNotFoundError:
             return False

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_not_link, read_bytes, replacing
+from restorekv.files import check_not_link, read_bytes, replace_file
 from restorekv.readers.extract import find_kind
 from restorekv.serve.documents import document_hash
 from restorekv.serve.index import FILE, KEY, UPLOADED, Index
@@ -149,7 +149,7 @@ class Store:
         created = int(time.time())
         size = 0
         digest = document_hash(find_kind(name))
-        with replacing(self.file(own), follow=False) as temporary, temporary.open("wb") as file:
+        with replace_file(self.file(own), follow=False) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
                 digest.update(piece)
                 size += file.write(piece)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.serve.engine import AwayError
 from restorekv.storage.portable import MARK, mark
 from restorekv.vllm import transfer_config
@@ -90,7 +90,7 @@ class Inside:
             self.llm = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RestoreKVError(
-                f"vLLM did not start ({first_sentence(error)}); its log says why; --vllm-options has its arguments."
+                f"vLLM did not start ({summarize_error(error)}); its log says why; --vllm-options has its arguments."
             ) from error
         self.longest = self.llm.vllm_config.model_config.max_model_len
 
@@ -136,7 +136,7 @@ class Inside:
             import_module("vllm.exceptions").VLLMClientError,
             known.EngineGenerateError,
         ) as error:
-            why = first_sentence(error.__cause__ or error)
+            why = summarize_error(error.__cause__ or error)
             raise RestoreKVError(f"vLLM refuses the request: {why}.") from error
 
     def problem(self, ids: Sequence[int]) -> str:
@@ -179,7 +179,7 @@ class Elsewhere:
                 self.longest = card.get("max_model_len")
             except (httpx2.HTTPError, ValueError, LookupError) as error:
                 raise RestoreKVError(
-                    f"There is no vLLM server at {self.url} ({first_sentence(error)}); give its address as "
+                    f"There is no vLLM server at {self.url} ({summarize_error(error)}); give its address as "
                     "http://HOST:8000/v1 and start it before this one."
                 ) from None
             ids = [*mark(self.vocabulary), *range(MARK)]  # placeholders that stand for no document
@@ -221,7 +221,7 @@ class Elsewhere:
                         for piece in self.pieces(json.loads(line[6:])):
                             yield piece
         except httpx2.HTTPError as error:
-            why = first_sentence(error)
+            why = summarize_error(error)
             raise AwayError(
                 f"The vLLM server at {self.url} does not answer ({why}); start it again."
             ) from None
@@ -256,7 +256,7 @@ class Elsewhere:
                 f"{ENDED}. It must see {self.store.resolve()} and have the model of this server."
             )
         return RestoreKVError(
-            f"vLLM refuses the request: {first_sentence(ValueError(said[:300]))}."
+            f"vLLM refuses the request: {summarize_error(ValueError(said[:300]))}."
         )
 
 

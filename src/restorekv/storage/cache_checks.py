@@ -33,8 +33,8 @@ from restorekv.cache.quantized import KINDS, STORAGES, scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
 from restorekv.compression.prepared import RESTORE_FROM
-from restorekv.errors import CacheFileError, RestoreKVError, shown
-from restorekv.files import has_type
+from restorekv.errors import CacheFileError, RestoreKVError, make_printable
+from restorekv.files import matches_type
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.shape import CacheShape
 from restorekv.seal import largest_number
@@ -90,7 +90,7 @@ def check_manifest(manifest: Manifest) -> None:
     """Checks types and ranges of every field."""
     for name, hint in get_type_hints(type(manifest)).items():
         value = getattr(manifest, name)
-        require(has_type(value, hint), f"records something that is no {hint} as its {name}")
+        require(matches_type(value, hint), f"records something that is no {hint} as its {name}")
         if isinstance(value, str):
             most = WORDS.get(name, NAME_LETTERS)
             require(
@@ -98,11 +98,14 @@ def check_manifest(manifest: Manifest) -> None:
                 f"records {len(value):,} characters as its {name}, more than {most:,}",
             )
             # What cannot be printed may command a terminal.
-            require(name in WORDS or value.isprintable(), f"records {shown(value)} as its {name}")
+            require(
+                name in WORDS or value.isprintable(),
+                f"records {make_printable(value)} as its {name}",
+            )
     for name, choices in CHOICES.items():
         require(
             getattr(manifest, name) in choices,
-            f"records the {name} {shown(getattr(manifest, name))}",
+            f"records the {name} {make_printable(getattr(manifest, name))}",
         )
     shape = manifest.shape
     fits = set(shape) == SHAPE and all(0 < size <= SIZES[name] for name, size in shape.items())
@@ -145,8 +148,8 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
         {"hash", "restore_tokens"} <= set(adapter), "does not say which adapter it was made with"
     )
     for name, value in adapter.items():
-        known = name in ADAPTER and has_type(value, ADAPTER[name])
-        require(known, f"records something else than an adapter's {shown(name)}")
+        known = name in ADAPTER and matches_type(value, ADAPTER[name])
+        require(known, f"records something else than an adapter's {make_printable(name)}")
         fits = not isinstance(value, str) or (len(value) <= NAME_LETTERS and value.isprintable())
         require(fits, f"records an adapter's {name} that cannot be printed")
     require(0 < adapter["restore_tokens"] <= POSITIONS, "records an adapter without restore tokens")
@@ -165,7 +168,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
     """
     if manifest.rope != rope_fingerprint(model.config):
         raise CacheFileError(
-            f"{path} was made with RoPE {shown(manifest.rope)}, the model has {rope_fingerprint(model.config)}; "
+            f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has {rope_fingerprint(model.config)}; "
             "load the model with the same RoPE configuration."
         )
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
@@ -174,7 +177,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         )
     if manifest.fingerprint != model_fingerprint(model):
         raise CacheFileError(
-            f"{path} was made with another model ({shown(manifest.model)}); load that one."
+            f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
         )
     if manifest.shape != vars(CacheShape.of(model)):
         raise CacheFileError(

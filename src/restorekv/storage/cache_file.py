@@ -19,7 +19,7 @@ from torch import Tensor
 from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_record
 from restorekv.model.prompt import Context
 from restorekv.seal import FileKind
@@ -114,8 +114,8 @@ class CacheFile:
 def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
     """Write all or nothing; see seal.py."""
     described = json.dumps({**manifest.described(), "suffix_text": context.suffix_text})
-    with raised_as(CacheFileError):
-        seal.write(Path(path), KIND, pack(cache, context), {"manifest": described})
+    with reraise_as(CacheFileError):
+        seal.write_sealed(Path(path), KIND, pack(cache, context), {"manifest": described})
 
 
 def read(path: str | Path) -> CacheFile:
@@ -159,7 +159,7 @@ def read_with_manifest(
     Returns:
         The checked manifest, the values of `others`, and the tensors, which are not checked.
     """
-    metadata, tensors = seal.read(Path(path), kind)
+    metadata, tensors = seal.read_sealed(Path(path), kind)
     entries = parse_record(str(metadata.get("manifest")), str(path))
     require(isinstance(entries, dict), "has a damaged manifest")
     values = {name: entries.pop(name, None) for name in others}

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
-from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.generation import answers
 from restorekv.generation.chat import conversation_ids
 from restorekv.model import support
@@ -133,8 +133,8 @@ class Portable:
             "ids": self.ids,
             "suffix_ids": self.context.suffix,
         }
-        with raised_as(CacheFileError):
-            seal.write(Path(path), KIND, tensors, {"manifest": json.dumps(described)})
+        with reraise_as(CacheFileError):
+            seal.write_sealed(Path(path), KIND, tensors, {"manifest": json.dumps(described)})
 
 
 def portable(

@@ -34,8 +34,8 @@ KINDS = (
     XQuAD,
 )
 BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
-spec.add_installed("restorekv.benchmarks", BENCHMARKS)
+spec.register_entry_points("restorekv.benchmarks", BENCHMARKS)
 
 
 def make(text: str) -> Benchmark:
-    return spec.parse(text, BENCHMARKS, "benchmark")
+    return spec.parse_spec(text, BENCHMARKS, "benchmark")

@@ -83,7 +83,7 @@ class Benchmark(ABC):
     @property
     def spec(self) -> str:
         """The shortest spec that makes this benchmark."""
-        return spec.write(self.name, self)
+        return spec.format_spec(self.name, self)
 
     @abstractmethod
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from restorekv.data.files import hub_dataset, local_files, values
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.tasks.base import Question, Sample
 
 Rows = Iterator[tuple[str, Any]]  # (place for messages, JSON value)
@@ -58,7 +58,7 @@ def unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
     """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do
     instead.
     """
-    return RestoreKVError(f"Cannot read {what} ({first_sentence(error)}); {instead}.")
+    return RestoreKVError(f"Cannot read {what} ({summarize_error(error)}); {instead}.")
 
 
 @contextmanager

@@ -18,8 +18,14 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
-from restorekv.errors import RestoreKVError, first_sentence, shown, warn, writing
-from restorekv.files import check_target, parse_record, read_bytes, replacing
+from restorekv.errors import (
+    RestoreKVError,
+    explain_write_errors,
+    make_printable,
+    summarize_error,
+    warn,
+)
+from restorekv.files import check_target, parse_record, read_bytes, replace_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
@@ -78,7 +84,7 @@ def check_place(folder: Path) -> None:
 def begin(folder: Path) -> None:
     """Starts the log of a new run."""
     check_folders(folder)
-    with writing(folder / LOG), replacing(folder / LOG, follow=False) as temporary:
+    with explain_write_errors(folder / LOG), replace_file(folder / LOG, follow=False) as temporary:
         temporary.write_text(HEADER)
 
 
@@ -111,7 +117,7 @@ def save(folder: Path, run: Run, step: int) -> None:
     for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
-    seal.write(folder / FILE, KIND, tensors, metadata, follow=False)
+    seal.write_sealed(folder / FILE, KIND, tensors, metadata, follow=False)
 
 
 @contextmanager
@@ -146,19 +152,19 @@ def restart(folder: Path, run: Run) -> int:
     if not os.path.lexists(path):  # a circle of links is no missing file
         return 0
     what = f"The checkpoint {path}"
-    metadata, tensors = seal.read(path, KIND, what, finite=True)
+    metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)
     try:
         saved = TrainConfig.parse(metadata["config"])
         step = int(metadata["step"][:20])
         source = parse_record(metadata["origin"], what)
         asdict(saved) | source
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
+        raise RestoreKVError(f"{what} is damaged ({summarize_error(error)}); {FIX}.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
     before = asdict(saved) | source
     now = asdict(run.config) | run.origin
     changes = [
-        f"{name} is {now[name]}, was {shown(before.get(name))}"
+        f"{name} is {now[name]}, was {make_printable(before.get(name))}"
         for name in now
         if now[name] != before.get(name)
     ]
@@ -216,7 +222,7 @@ def trim(folder: Path, step: int) -> None:
         warn(
             f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines."
         )
-    with replacing(path, follow=False) as temporary:
+    with replace_file(path, follow=False) as temporary:
         temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
 
 

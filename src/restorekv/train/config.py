@@ -10,8 +10,8 @@ from restorekv.compression.budget import PrefixPolicy
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import RestoreFrom
 from restorekv.data.config import require_at_least, setting
-from restorekv.errors import RestoreKVError, one_of, shown
-from restorekv.files import has_type, parse_json
+from restorekv.errors import RestoreKVError, check_choice, make_printable
+from restorekv.files import matches_type, parse_json
 from restorekv.spec import split_specs
 from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
 
@@ -108,10 +108,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.evictions()
-        one_of("embeddings", self.embeddings, ("learned", "fixed"))
-        one_of("ratio_law", self.ratio_law, ("uniform", "log-uniform"))
-        one_of("kl", self.kl, DIRECTIONS)
-        one_of("reduction", self.reduction, REDUCTIONS)
+        check_choice("embeddings", self.embeddings, ("learned", "fixed"))
+        check_choice("ratio_law", self.ratio_law, ("uniform", "log-uniform"))
+        check_choice("kl", self.kl, DIRECTIONS)
+        check_choice("reduction", self.reduction, REDUCTIONS)
         require_at_least(1, self, AT_LEAST_ONE)
         require_at_least(0, self, AT_LEAST_ZERO)
         if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
@@ -125,10 +125,12 @@ class TrainConfig:
         """Read what `text` wrote; settings that it lacks take their defaults."""
         hints = get_type_hints(cls)
         values = parse_json(text, "The settings")
-        wrong = [key for key in values if key not in hints or not has_type(values[key], hints[key])]
+        wrong = [
+            key for key in values if key not in hints or not matches_type(values[key], hints[key])
+        ]
         if wrong:
             raise RestoreKVError(
-                f"The setting {shown(wrong[0])} is unknown or has another type; train again."
+                f"The setting {make_printable(wrong[0])} is unknown or has another type; train again."
             )
         return cls(
             **{

@@ -19,7 +19,7 @@ from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, warn
 from restorekv.model.prompt import default_between, encode, make_context, usable_positions
 from restorekv.model.shape import decoder
-from restorekv.restore.model_card import KNOWN, identifier
+from restorekv.restore.model_card import KNOWN, normalize_license
 from restorekv.spec import split_specs
 from restorekv.tiny.suite import documents
 from restorekv.train.config import TrainConfig
@@ -160,7 +160,7 @@ def parsed(row: Any, where: str) -> Example:
     if problem := fault(row):
         raise RestoreKVError(f"{where} {problem}; fix the line.")
     license = row.get("license")
-    if license is not None and (license := identifier(license)) not in KNOWN:
+    if license is not None and (license := normalize_license(license)) not in KNOWN:
         raise RestoreKVError(
             f"{where} has the unknown license {license!r}; give a name as on the Hugging Face hub, or none for a text "
             "of your own."

@@ -93,7 +93,7 @@ def collect(
         if not path.exists():
             columns = sample_columns(context, tokens, f"{seed} {index}")
             found = observe(model, tokenizer, context, target, columns)
-            seal.write(path, KIND, found, {"origin": origin}, follow=False)
+            seal.write_sealed(path, KIND, found, {"origin": origin}, follow=False)
         rows = min(tokens, context.tokens)
         sizes = {
             "hidden": (model.dtype, (rows, shape.layers, shape.hidden)),
@@ -144,7 +144,7 @@ def observe(
 def read(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
     """Reads a context's file; refuses one that was made with other settings."""
     what = f"The file of features {path}"
-    metadata, tensors = seal.read(path, KIND, what, finite=True)
+    metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)
     if metadata.get("origin") != origin:
         raise RestoreKVError(
             f"{path} is from other data, settings or another model; name another --features."

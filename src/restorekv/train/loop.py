@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.files import optional
 from restorekv.errors import AdapterError, RestoreKVError
-from restorekv.files import alone, open_own
+from restorekv.files import folder_lock, open_without_links
 from restorekv.model.prompt import default_between, encode
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
@@ -117,7 +117,7 @@ def train(
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
     start = first_step(folder, run, teachers, resume, group, notice)
     # Which makes the folder, after all that may be refused.
-    with nullcontext() if group.rank else alone(folder):
+    with nullcontext() if group.rank else folder_lock(folder):
         if group.rank == 0:
             checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
         take_steps(run, teachers, folder, start, progress, group)
@@ -304,7 +304,7 @@ def step_log(
     writer = optional("torch.utils.tensorboard", "train").SummaryWriter(
         str(folder), purge_step=start
     )
-    with open_own(folder / checkpoint.LOG) as raw, writer as board:
+    with open_without_links(folder / checkpoint.LOG) as raw, writer as board:
         file = io.TextIOWrapper(raw, newline="", write_through=True)
 
         def write(step: int, loss: float, lr: float, seconds: float) -> None:

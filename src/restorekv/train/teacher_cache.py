@@ -79,7 +79,7 @@ class Store:
             self.write(path, tensors)
             return tensors
         what = f"The cached file {path}"
-        _, tensors = seal.read(path, KIND, what, finite=True)
+        _, tensors = seal.read_sealed(path, KIND, what, finite=True)
         if not whole(tensors):
             raise RestoreKVError(
                 f"{what} is damaged, it holds other tensors than such a file; {FIX}."
@@ -100,7 +100,7 @@ class Store:
                     f"{self.folder} has {free:,} bytes free and at least {SPARE:,} are left to others; the run "
                     f"goes on and writes nothing more there (the next file takes {size:,})."
                 )
-            seal.write(path, KIND, tensors, follow=False)
+            seal.write_sealed(path, KIND, tensors, follow=False)
         except OSError as error:
             raise RestoreKVError(
                 f"Cannot write to {self.folder}; choose a writable folder ({error})."

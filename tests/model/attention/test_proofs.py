@@ -434,7 +434,7 @@ def test_another_version_is_checked_again(counted, fake, name):
 
 
 def the_file():
-    [path] = (proof_files.cache_folder() / proof_files.FOLDER).iterdir()
+    [path] = (proof_files.find_cache_folder() / proof_files.FOLDER).iterdir()
     return path
 
 
@@ -516,7 +516,7 @@ def test_what_ended_its_process_is_not_tried_again(counted, fake):
         # This process is alive, so the mark says nothing.
         assert proof_files.load(key, proofs.Proof) is None
         record = json.loads(text)
-    assert not list((proof_files.cache_folder() / proof_files.FOLDER).iterdir())
+    assert not list((proof_files.find_cache_folder() / proof_files.FOLDER).iterdir())
     record["process"] = f"{proof_files.HOST}-{gone.pid}"
     record.pop("sum")
     path = proof_files.path_of(key)
@@ -540,7 +540,7 @@ def test_too_little_memory_is_forgotten_with_the_process(fake):
     )
     with pytest.warns(RestoreKVWarning, match="out of memory"):
         assert not proofs.is_proven("greedy", *KEY)
-    assert not list((proof_files.cache_folder() / proof_files.FOLDER).iterdir())
+    assert not list((proof_files.find_cache_folder() / proof_files.FOLDER).iterdir())
 
 
 # How a check is made

@@ -103,7 +103,7 @@ class AttentionMatching(Compressor):
     @property
     def spec(self) -> str:
         """The method's name and the settings that are not the defaults."""
-        return spec.write(self.name, self)
+        return spec.format_spec(self.name, self)
 
     @torch.no_grad()
     def prepare(

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import get_type_hints
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import HOST, alive, cache_folder, has_type, parse_json, regular, replacing
+from restorekv.files import (
+    HOST,
+    find_cache_folder,
+    is_process_alive,
+    matches_type,
+    open_with_size,
+    parse_json,
+    replace_file,
+)
 
 # bytes
 FORMAT = "restorekv-proof-1"
@@ -29,7 +37,7 @@ DIED = object()  # a check that began in a process that is gone, and never ended
 
 def path_of(key: Mapping[str, object]) -> Path | None:
     """Returns the file of a key, or None without a cache folder."""
-    root = cache_folder()
+    root = find_cache_folder()
     return root and root / FOLDER / f"{hashlib.sha256(canonical(key)).hexdigest()[:32]}.json"
 
 
@@ -44,7 +52,7 @@ def load(key: Mapping[str, object], kind: type) -> object | None:
     proof = record["proof"]
     hints = get_type_hints(kind)
     if set(proof) != set(hints) or not all(
-        has_type(proof[name], hint) for name, hint in hints.items()
+        matches_type(proof[name], hint) for name, hint in hints.items()
     ):
         return None
     return kind(**proof)
@@ -73,7 +81,7 @@ def marking(key: Mapping[str, object]) -> Iterator[None]:
 def read_record(path: Path) -> dict | None:
     """Returns what a file holds, or None if it is damaged or anybody else may have written it."""
     try:
-        with regular(path, str(path)) as (file, size):
+        with open_with_size(path, str(path)) as (file, size):
             if size > LIMIT or not is_private(os.fstat(file.fileno())):
                 return None
             record = parse_json(file.read(LIMIT), str(path), LIMIT)
@@ -105,7 +113,7 @@ def write_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
     with suppress(OSError, RestoreKVError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.parent.chmod(0o700)
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             descriptor = os.open(
                 temporary,
                 os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0),
@@ -119,7 +127,7 @@ def write_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
 def has_died(process: str) -> bool:
     """Returns whether a process of this machine, HOST-ID, is gone."""
     host, _, number = process.rpartition("-")
-    return host == HOST and number.isdecimal() and not alive(int(number))
+    return host == HOST and number.isdecimal() and not is_process_alive(int(number))
 
 
 def is_private(status: os.stat_result) -> bool:

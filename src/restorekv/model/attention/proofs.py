@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from restorekv import __version__
-from restorekv.errors import RestoreKVError, first_sentence, warn
+from restorekv.errors import RestoreKVError, summarize_error, warn
 from restorekv.model.attention import proof_files
 
 REPORT = "run `restorekv doctor -o report.json` and attach the file to an issue of restorekv"
@@ -232,7 +232,7 @@ def check(component: Component, target: Target) -> Proof:
     except (
         Exception
     ) as error:  # a kernel that does not compile or launch, a driver that is too old: any kind
-        problem = f"{type(error).__name__}: {first_sentence(error)}"[:300]
+        problem = f"{type(error).__name__}: {summarize_error(error)}"[:300]
         lasting = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
         worst = Measured(worst.trial, math.nan, math.nan)
     right = not problem and trials > 0 and worst.error <= worst.tolerance

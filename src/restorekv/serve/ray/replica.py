@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import logging
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import locked
+from restorekv.files import file_lock
 from restorekv.generation import generate
 from restorekv.model.load import load_model
 from restorekv.serve.embedded import Embedded
@@ -196,7 +196,7 @@ def own_folder(folder: Path, lasting: ExitStack) -> Path:
         own = folder / str(number)
         own.mkdir(exist_ok=True)
         trial = ExitStack()
-        if trial.enter_context(locked(own / ".lock")):
+        if trial.enter_context(file_lock(own / ".lock")):
             lasting.push(trial)
             return own
         trial.close()
