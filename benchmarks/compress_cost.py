@@ -175,12 +175,12 @@ def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
     }
     kind = LEARNED[method]
     path = folder / f"{method}.safetensors"
-    sizes = gate_file.shapes(kind, shape, sizes).items()
+    sizes = gate_file.compute_shapes(kind, shape, sizes).items()
     layers = [
         {name: torch.randn(size, generator=generator) / 32 for name, size in sizes}
         for _ in range(shape.layers)
     ]
-    gate_file.write(path, Gate(layers, GateCard.of(model, kind, "none")))
+    gate_file.write_gate(path, Gate(layers, GateCard.for_model(model, kind, "none")))
     return path
 
 

@@ -190,7 +190,7 @@ def memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
     trim_heap()
     added = resident("VmRSS") - before
     pairs = cache.pairs * 2 * shape.head_dim * 2
-    tail = sum(x[:, :, cache.restore :].nbytes for layer in fork.layers for x in layer.pair)
+    tail = sum(x[:, :, cache.restore_length :].nbytes for layer in fork.layers for x in layer.pair)
     return {
         "ratio": ratio,
         "bytes": added,

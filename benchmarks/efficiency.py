@@ -199,7 +199,7 @@ def prepare(
         )
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         spec, _ = scorer_of(model, scorer, Path(name))
-        eviction = Eviction(evictors.make(spec), adapter, conventions)
+        eviction = Eviction(evictors.make_evictor(spec), adapter, conventions)
         return eviction.prepare(model, tokenizer, context_of(tokenizer, options.tokens))
 
 
@@ -261,7 +261,7 @@ def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> lis
                     "most": max(times),
                     "bytes": cache.nbytes,
                     "pairs": cache.pairs,
-                    "restore_tokens": cache.restore,
+                    "restore_tokens": cache.restore_length,
                 }
             )
         rows[-1]["to_base"] = median(restored / base for base, restored in seconds)

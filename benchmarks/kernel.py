@@ -126,7 +126,7 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     }
     pairs = layers[0].bounds[-1]
     # What a rectangle for ragged heads would be padded to.
-    longest = max(layer.longest for layer in layers)
+    longest = max(layer.longest_head for layer in layers)
     del layers
     length = pairs // options.heads + options.tail
     size = (options.layers, 1, options.heads, length, options.width)

@@ -69,7 +69,7 @@ class Options:
 
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
-        evictors.make(self.evictor)
+        evictors.make_evictor(self.evictor)
         if not self.tokens or min(self.tokens) < WARM_UP:
             raise RestoreKVError(
                 f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}."
@@ -214,8 +214,8 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
 def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """The same over a cache of random numbers."""
     context = make_context(tokenizer, text)
-    evictor = evictors.make(job["evictor"])
-    if evictor.observer(model, context) is not None:
+    evictor = evictors.make_evictor(job["evictor"])
+    if evictor.make_observer(model, context) is not None:
         raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
     full = filled(model, context.positions, mode["offload"])

@@ -14,7 +14,7 @@ of the prefill's products, since the rows are others.
 
 from collections.abc import Mapping
 
-from restorekv.evictors.kvzip import FIRST, HINT, LATER, KVzip
+from restorekv.evictors.kvzip import FIRST_PROMPT, HINT_LENGTH, LATER_PROMPT, KVzip
 
 
 def passed(shape: Mapping[str, int], rows: int, pairs: float) -> float:
@@ -36,6 +36,8 @@ def kvzip(shape: Mapping[str, int], tokens: int, chunk: int = KVzip.chunk) -> fl
     """Of all its passes; a character of the instruction is a token, as in the benchmark."""
     total = 0.0
     for start in range(0, tokens, chunk):
-        rows = min(chunk, tokens - start) + (len(LATER) + HINT if start else len(FIRST))
+        rows = min(chunk, tokens - start) + (
+            len(LATER_PROMPT) + HINT_LENGTH if start else len(FIRST_PROMPT)
+        )
         total += passed(shape, rows, tokens + (rows + 1) / 2)
     return total

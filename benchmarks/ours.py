@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.measure import Peak, serve
 from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
-from restorekv.cache.multi_context import forked
+from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
 from restorekv.context import CompressedContext
 from restorekv.generation import generate
@@ -88,7 +88,7 @@ def tokens(
 ) -> Iterator[object]:
     """So many tokens of every answer, which no EOS ends."""
     batch = generate.padded(model, caches, prompts)
-    return generate.decode(model, forked(caches), batch, [count] * len(prompts), set())
+    return generate.decode(model, fork_caches(caches), batch, [count] * len(prompts), set())
 
 
 def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:

@@ -96,7 +96,7 @@ def identity_of(folder: Path) -> tuple[str, str]:
     """What another process that has the folder's packages calls the evictor "first", and its
     warnings.
     """
-    code = "from restorekv import evictors; print(evictors.make('first').identity(None))"
+    code = "from restorekv import evictors; print(evictors.make_evictor('first').identity(None))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True

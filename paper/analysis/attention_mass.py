@@ -74,7 +74,10 @@ def measure_question(
             row = own[:, -1]
             held = len(places)
             parts = (row[:, :held][:, places >= sinks], row[:, :held][:, places < sinks])
-            tail = (row[:, held : held + layer.restore], row[:, held + layer.restore :])
+            tail = (
+                row[:, held : held + layer.restore_length],
+                row[:, held + layer.restore_length :],
+            )
             masses[index] += (
                 torch.stack([part.sum(-1).mean() for part in (*parts, *tail)]) / layer.heads
             )

@@ -52,7 +52,7 @@ class Case:
         """The full cache (as views), the evicted one and, with an adapter, the restored one of as
         many pairs.
         """
-        caches = {FULL: RaggedCache.whole(self.prepared.full)}
+        caches = {FULL: RaggedCache.from_full_cache(self.prepared.full)}
         caches[BASE] = self.prepared.evict(self.ratio, 0)
         return caches | ({RESTORED: self.prepared.evict(self.ratio)} if self.adapter else {})
 
@@ -74,7 +74,9 @@ class Case:
     def kept(self) -> dict[str, Tensor]:
         """(L, H, S + T) bool for every compressed cache: the columns that each head holds."""
         columns = self.prepared.context.positions
-        return {name: cache.kept(columns) for name, cache in self.caches.items() if name != FULL}
+        return {
+            name: cache.keep_mask(columns) for name, cache in self.caches.items() if name != FULL
+        }
 
     @cached_property
     def bins(self) -> Tensor:
@@ -100,7 +102,7 @@ class Case:
         so.
         """
         if self.prepared.conventions.restore_from == "full":
-            return RaggedCache.whole(self.prepared.full)
+            return RaggedCache.from_full_cache(self.prepared.full)
         return RaggedCache.from_dense(self.prepared.full, self.kept[RESTORED])
 
 

@@ -284,13 +284,15 @@ def per_head(folder: Path) -> None:
 
 def install_gate(path: Path) -> None:
     """Copy the gate into the package, in bfloat16, before the adapter for what it keeps is trained."""
-    found = gate_file.read(path)
+    found = gate_file.read_gate(path)
     layers = [
         {name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers
     ]
     target = shipped_path(SMOLLM2, "gates", path.name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    gate_file.write(target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2)))
+    gate_file.write_gate(
+        target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2))
+    )
 
 
 def install(folder: Path) -> None:

@@ -57,8 +57,8 @@ def install_gates(folder: Path) -> None:
     """Before the adapters, which need them: "fastkvzip" looks for its gate in the package."""
     (PACKAGE / "gates").mkdir(exist_ok=True)
     for kind in gate_file.KINDS:
-        gate = gate_file.read(folder / "gates" / f"{kind}.safetensors")
-        gate_file.write(
+        gate = gate_file.read_gate(folder / "gates" / f"{kind}.safetensors")
+        gate_file.write_gate(
             PACKAGE / "gates" / f"{kind}.safetensors",
             replace(gate, card=replace(gate.card, model="tiny")),
         )

@@ -235,7 +235,7 @@ class CompressedContext:
     @property
     def kept(self) -> Tensor:
         """Which pairs of the full cache are held: (L, H, S + T) bool."""
-        return self.cache.kept(self.context.positions)
+        return self.cache.keep_mask(self.context.positions)
 
     def inputs(
         self, question: str, answer_prefix: str = "", plain: bool = False

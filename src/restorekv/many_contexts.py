@@ -116,7 +116,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
         seconds=seconds,
         cut=sum(m.cut for m in records),
         parts=[part for m in records for part in m.parts or [m.tokens]],
-        earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore,
+        earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore_length,
     )
     return CompressedContext(
         first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor

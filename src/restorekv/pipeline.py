@@ -101,7 +101,7 @@ def compress(
     and "auto" restores nothing, nor above the ratios of the adapter's training, unless
     `restore_tokens` or `restore_from` asks for it.
     """
-    quantized.check(storage)
+    quantized.check_storage(storage)
     conventions = CompressionConfig(
         prefix_policy, on_small_budget, allocation, restore_from, offset
     )

@@ -90,7 +90,7 @@ def test_caches_hold_what_they_say():
     full = random_full(SHAPE, 100, seed=1)
     before = [layer.keys.clone() for layer in full.layers]
     made = compressed(full, 0.3, seed=1)
-    assert made.pairs == 120 and made.restore == RESTORE and len(made.lengths.unique()) > 1
+    assert made.pairs == 120 and made.restore_length == RESTORE and len(made.lengths.unique()) > 1
     assert all(layer.keys.equal(keys) for layer, keys in zip(full.layers, before, strict=True))
     short = cut(full, 30)
     assert [layer.keys.shape for layer in short.layers] == [(1, 2, 30, 16)] * 2

@@ -10,7 +10,7 @@ import torch
 
 import restorekv
 from restorekv import ask_many, compress
-from restorekv.cache.multi_context import MultiContextLayer, forked
+from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.generation import generate
 from restorekv.model.prompt import question_ids
@@ -54,7 +54,7 @@ def test_every_document_answers_as_it_does_alone(made):
         (made[2], QUESTIONS[:2]),
         (made[0], [QUESTIONS[3]]),
     ]
-    with patch.object(generate, "forked", wraps=forked) as batches:
+    with patch.object(generate, "fork_caches", wraps=fork_caches) as batches:
         found = ask_many(asked, max_new_tokens=12)
     assert len(batches.call_args_list) == 1  # one batch
     assert found == [each.ask(given, 12) for each, given in asked]
@@ -103,8 +103,8 @@ def test_a_pass_sees_every_row_that_still_runs_and_no_other(made, tiny_tokenizer
 
 def test_one_cache_is_forked_and_several_are_joined(made):
     caches = [each.cache for each in made]
-    assert forked([caches[0]] * 3).layers[0].keys.shape[0] == 3
-    joint = forked([caches[0], caches[0], caches[1]])
+    assert fork_caches([caches[0]] * 3).layers[0].keys.shape[0] == 3
+    joint = fork_caches([caches[0], caches[0], caches[1]])
     layer = joint.layers[0]
     assert isinstance(layer, MultiContextLayer) and layer.rows == [2, 1] and layer.columns == 3
     assert all(
@@ -115,14 +115,14 @@ def test_one_cache_is_forked_and_several_are_joined(made):
 
 
 def test_masks_belong_to_tails_by_their_last_columns(made):
-    layer = forked([each.cache for each in made]).layers[0]
+    layer = fork_caches([each.cache for each in made]).layers[0]
     mask = torch.arange(3 * 2 * 3).view(3, 1, 2, 3) % 2 == 0
     query = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 4, 2, 16)
-    parts = list(layer.split(query, mask))
+    parts = list(layer.split_query(query, mask))
     assert [own.shape[-1] for _, _, own in parts] == [3, 0, 1]
     assert parts[0][2].equal(mask[:1]) and parts[2][2].equal(mask[2:, ..., 2:])
     assert [float(rows.mean()) for _, rows, _ in parts] == [0.0, 1.0, 2.0]
-    assert all(own is None for _, _, own in layer.split(query, None))
+    assert all(own is None for _, _, own in layer.split_query(query, None))
 
 
 def test_other_models_and_templates_are_refused(made, tiny_tokenizer):

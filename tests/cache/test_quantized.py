@@ -72,14 +72,14 @@ def test_every_number_is_as_near_as_its_scale_says(lengths, dim, how, dtype, siz
         keys[:, 3] *= 20  # an outlying channel
         values[0] = 0
     for is_key, rows, packed in zip(
-        (True, False), (keys, values), quantized.pack(keys, values, bounds, how), strict=True
+        (True, False), (keys, values), quantized.quantize(keys, values, bounds, how), strict=True
     ):
         assert (
             packed.codes.element_size() == 1
             and packed.shape == rows.shape
             and packed[:].dtype == dtype
         )
-        exact = packed.rows(slice(None), torch.float64)
+        exact = packed.dequantize(slice(None), torch.float64)
         assert (
             (exact - rows.double()).abs() <= allowed(rows, bounds, how, is_key) * (1 + 1e-5) + 1e-30
         ).all()
@@ -89,9 +89,9 @@ def test_every_number_is_as_near_as_its_scale_says(lengths, dim, how, dtype, siz
             slice(GROUP // 2, 3 * GROUP),
             slice(len(rows) // 2, None),
         ):
-            assert packed.rows(part, torch.float64).equal(exact[part])
+            assert packed.dequantize(part, torch.float64).equal(exact[part])
             torch.testing.assert_close(packed[part], exact[part].to(dtype))
-        again = quantized.unpack((packed.codes,) * 2, (packed.scales,) * 2, bounds, how, dtype)[
+        again = quantized.from_codes((packed.codes,) * 2, (packed.scales,) * 2, bounds, how, dtype)[
             0 if is_key else 1
         ]
         assert again[:].equal(packed[:])
@@ -114,7 +114,7 @@ def make_case(lengths, dim, groups, batch, queries, tail, dtype, bias, seed=0):
 
 
 def store(layer, how):
-    layer.context_keys, layer.context_values = quantized.pack(
+    layer.context_keys, layer.context_values = quantized.quantize(
         layer.context_keys, layer.context_values, layer.bounds, how
     )
     return layer
@@ -147,7 +147,7 @@ def test_attention_is_that_of_the_numbers_stored(
     mask[0, :, :, 0] &= not hidden
     exact = stored.unpacked(layer)
     for name in ("context_keys", "context_values"):
-        setattr(exact, name, getattr(layer, name).rows(slice(None), torch.float64))
+        setattr(exact, name, getattr(layer, name).dequantize(slice(None), torch.float64))
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
     exact.bias = None if layer.bias is None else layer.bias.double()
     expected = naive.attend(query.double(), exact, mask, dim**-0.5)
@@ -199,10 +199,10 @@ def test_no_layer_is_widened_whole(monkeypatch):
     plain = attention.attend(None, query.flatten(1, 2), layer, layer, None)[0]
     store(layer, "int8")
     monkeypatch.setattr(stored, "BLOCK", 32 * 50)
-    asked, rows = [], quantized.Packed.rows
+    asked, rows = [], quantized.QuantizedRows.dequantize
     monkeypatch.setattr(
-        quantized.Packed,
-        "rows",
+        quantized.QuantizedRows,
+        "dequantize",
         lambda self, part, dtype: asked.append(part) or rows(self, part, dtype),
     )
     found = attention.attend(None, query.flatten(1, 2), layer, layer, None)[0]
@@ -230,7 +230,7 @@ def test_compress_save_load_ask(tiny_model, tiny_tokenizer, tmp_path, how):
     for ours, theirs in zip(made.cache.layers, loaded.cache.layers, strict=True):
         assert all(
             a.equal(b) and a.dtype == b.dtype
-            for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+            for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
         )
     questions = ["Which code?", "Who lives in the blue house?"]
     answers = made.ask(questions, 6)

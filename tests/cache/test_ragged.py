@@ -95,7 +95,7 @@ def test_evicted_cache_is_masked_attention(tiny_model, backend, restore):
     tokens, question = ids(CONTEXT + restore, 1), ids(QUESTION, 2)
     full, keep = prefill(tiny_model, tokens), random_keep(tiny_model, CONTEXT)
     cache = RaggedCache.from_dense(full, keep)
-    assert cache.restore == restore and cache.get_seq_length() == CONTEXT + restore
+    assert cache.restore_length == restore and cache.get_seq_length() == CONTEXT + restore
     with torch.no_grad(), attention.using(backend):
         ours = tiny_model(question, past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(
@@ -118,7 +118,7 @@ def test_counts_positions_and_bytes(tiny_model):
     cache, shape = RaggedCache.from_dense(full, keep), CacheShape.of(tiny_model)
     assert cache.lengths.equal(keep.sum(-1))
     assert cache.pairs == int(keep.sum()) + 4 * shape.layers * shape.heads
-    assert cache.pairs_of_prefix(5) == int(keep[..., :5].sum())
+    assert cache.count_prefix_pairs(5) == int(keep[..., :5].sum())
     for layer, kept in zip(cache.layers, keep, strict=True):
         assert layer.positions.dtype == torch.int32
         assert layer.positions.tolist() == [
@@ -129,7 +129,7 @@ def test_counts_positions_and_bytes(tiny_model):
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
         for y in cache.layers
-        for x in y.tensors()
+        for x in y.list_tensors()
     }
     assert sum(storages.values()) == cache.nbytes  # nothing larger is kept alive behind a view
 

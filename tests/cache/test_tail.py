@@ -68,7 +68,7 @@ def test_equals_tensors_that_are_copied_every_time(operations):
             mine.reset()
             tail = tuple(x[:1].expand(rows, -1, -1, -1) for x in restore)
         elif name == "settle" and rows == 1:
-            mine.settle()
+            mine.commit_tail()
             restore = tail
         elif name == "swap":
             mine.batch_select_indices(torch.arange(rows).flip(0))
@@ -77,7 +77,7 @@ def test_equals_tensors_that_are_copied_every_time(operations):
             mine.batch_repeat_interleave(2)
             tail = tuple(x.repeat_interleave(2, 0) for x in tail)
         elif name == "reserve":
-            mine.reserve(mine.columns + 7)
+            mine.reserve_columns(mine.columns + 7)
         assert all(x.equal(y) for x, y in zip(mine.pair, tail, strict=True))
         assert mine.get_seq_length() == SEEN + tail[0].shape[2]
     assert all(x.equal(y) for x, y in zip(other.pair, held, strict=True))
@@ -88,7 +88,7 @@ def test_appending_moves_nothing_while_there_is_room():
     layer = make_layer().fork(2)
     layer.update(*pair(6, 2))
     # What may be the only append takes no more than it needs.
-    assert layer.room[0].shape[2] == RESTORE + 6
+    assert layer.buffers[0].shape[2] == RESTORE + 6
     layer.update(*pair(1, 2))
     first = address(layer)
     for _ in range(SPARE - 1):
@@ -105,15 +105,15 @@ def test_room_grows_with_the_tail():
     layer, moved, last = make_layer().fork(), 0, None
     for _ in range(3000):
         layer.update(*pair(1))
-        moved += layer.columns if layer.room[0].data_ptr() != last else 0
-        last = layer.room[0].data_ptr()
-    assert layer.columns == 3003 and moved < 5 * 3003 and layer.room[0].shape[2] < 1.3 * 3003
+        moved += layer.columns if layer.buffers[0].data_ptr() != last else 0
+        last = layer.buffers[0].data_ptr()
+    assert layer.columns == 3003 and moved < 5 * 3003 and layer.buffers[0].shape[2] < 1.3 * 3003
 
 
 @torch.no_grad()
 def test_reserved_buffers_stay_where_they_are():
     layer = make_layer().fork(3)
-    layer.reserve(40)
+    layer.reserve_columns(40)
     first = address(layer)
     for _ in range(3):
         layer.update(*pair(37, 3))
@@ -135,11 +135,11 @@ def test_what_is_written_after_a_crop_into_the_restore_cache_is_not_restored():
 @torch.no_grad()
 def test_held_tensors_are_the_buffers():
     layer = make_layer()
-    alone = sum(x.nbytes for x in layer.tensors())
-    layer.reserve(50)
-    assert sum(x.nbytes for x in layer.tensors()) - alone == 2 * HEADS * 50 * DIM * 4
+    alone = sum(x.nbytes for x in layer.list_tensors())
+    layer.reserve_columns(50)
+    assert sum(x.nbytes for x in layer.list_tensors()) - alone == 2 * HEADS * 50 * DIM * 4
     layer.update(*pair(4))
-    layer.settle()
+    layer.commit_tail()
     assert (
         sum(x.untyped_storage().nbytes() for x in layer.pair) == 2 * HEADS * (RESTORE + 4) * DIM * 4
     )
@@ -152,7 +152,7 @@ def test_gradients_pass_through_appends():
     layer.update(*new)
     kept = layer.keys
     layer.update(*pair(1))
-    assert kept.shape[2] == RESTORE + 3 and layer.room is None
+    assert kept.shape[2] == RESTORE + 3 and layer.buffers is None
     (layer.keys.sum() + 2 * layer.values.sum()).backward()
     assert [x.grad.unique().tolist() for x in new] == [[1.0], [2.0]]
 
@@ -173,5 +173,5 @@ def test_forks_begin_at_the_restore_cache(rows):
     with torch.no_grad():
         layer.update(*pair(5))
         fork = layer.fork(rows)
-        assert fork.columns == RESTORE and fork.room is None and len(fork.keys) == rows
+        assert fork.columns == RESTORE and fork.buffers is None and len(fork.keys) == rows
         assert fork.plans is layer.plans and fork.context_keys is layer.context_keys

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from restorekv.compression import allocate
 from restorekv.compression.allocate import ALLOCATIONS, exact_top
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import pin
+from restorekv.evictors.base import pin_columns
 
 # A few values only, so that most cases tie; pinned and hopeless pairs among them.
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, float("inf"), float("-inf"), 1e-30])
@@ -122,7 +122,7 @@ def test_window_and_sinks_stay(spec, data, shape):
     layers, heads, tokens = shape
     window, sinks = data.draw(st.integers(0, tokens)), data.draw(st.integers(0, 2))
     columns = [*range(min(sinks, tokens - window)), *range(tokens - window, tokens)]
-    scores = pin(drawn(data, shape, finite), columns)
+    scores = pin_columns(drawn(data, shape, finite), columns)
     pairs = data.draw(st.integers(len(columns) * layers * heads, scores.numel()))
     assert allocate.make(spec)(scores, pairs)[..., columns].all()
 
@@ -141,7 +141,7 @@ def test_the_safeguard_is_the_decimal_that_was_written():
 def test_pinned_columns_stand_above_scores_of_any_size(highest):
     scores = torch.full((1, 2, 10), highest - abs(highest))
     scores[0, 1, 3] = highest
-    pinned = pin(scores, [2, 9, 5])
+    pinned = pin_columns(scores, [2, 9, 5])
     order = pinned[0, 0, [3, 2, 9, 5]].tolist()
     assert highest < order[1] < order[2] < order[3] < float("inf") and order[0] <= highest
     assert pinned[..., [0, 1, 3, 4, 6, 7, 8]].equal(scores[..., [0, 1, 3, 4, 6, 7, 8]])

@@ -145,7 +145,7 @@ def test_the_prefix_stays_as_it_is(tiny_tokenizer):
             )
             assert layer.context_keys[rows].equal(full.keys[0, head, :prefix])
             assert layer.context_values[rows].equal(full.values[0, head, :prefix])
-    assert made.positions == prepared.context.positions and made.restore == 0
+    assert made.positions == prepared.context.positions and made.restore_length == 0
 
 
 def test_everything_kept_is_the_full_cache(tiny_tokenizer):

@@ -50,10 +50,10 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
         total = Fraction(ratio) * columns * shape.layers * shape.heads // 1
         outside = context.prefix * shape.layers * shape.heads if policy == "free" else 0
         assert cache.pairs == total + outside
-        assert cache.restore == (TOKENS if restored else 0)
-        assert cache.get_seq_length() == context.positions + cache.restore
+        assert cache.restore_length == (TOKENS if restored else 0)
+        assert cache.get_seq_length() == context.positions + cache.restore_length
         base = prepared.evict(ratio, 0)
-        assert (base.pairs, base.restore) == (cache.pairs, 0)
+        assert (base.pairs, base.restore_length) == (cache.pairs, 0)
 
 
 def test_evictors_keep_the_best_scores(case):
@@ -92,7 +92,8 @@ def test_one_preparation_serves_every_budget(case):
             made = compress(*case, ratio=ratio, adapter=adapter_used)
             for ours, theirs in zip(made.cache.layers, cache.layers, strict=True):
                 assert all(
-                    a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+                    a.equal(b)
+                    for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
                 )
     with pytest.raises(RestoreKVError, match="already"):
         restored.with_restore_cache(adapter)
@@ -247,7 +248,7 @@ def test_tight_policies(case):
     fewer = compress(
         model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="fewer"
     )
-    assert (fewer.cache.restore, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (
+    assert (fewer.cache.restore_length, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (
         2,
         2 * per_layer,
         2,
@@ -255,7 +256,7 @@ def test_tight_policies(case):
     clip = compress(
         model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="clip"
     )
-    assert (clip.cache.restore, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
+    assert (clip.cache.restore_length, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
     # The first tokens of a causal restore pass do not depend on the later ones.
     assert fewer.cache.layers[-1].restore_keys.equal(clip.cache.layers[-1].restore_keys[:, :, :2])
 

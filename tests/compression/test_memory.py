@@ -61,7 +61,9 @@ def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
     # Marks, and where each pair came from.
     assert alone.most <= whole + layer + 6 * pairs + selection
     for ours, theirs in zip(cache.layers, kept.layers, strict=True):
-        assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+        assert all(
+            a.equal(b) for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
+        )
     with pytest.raises(RestoreKVError, match="used up"):
         prepared.evict(ratio)
 
@@ -123,4 +125,6 @@ def test_compress_uses_its_preparation_up(tiny_tokenizer, restore_from, monkeypa
             .evict(0.3)
         )
     for ours, theirs in zip(made.cache.layers, again.layers, strict=True):
-        assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+        assert all(
+            a.equal(b) for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
+        )

@@ -65,7 +65,9 @@ def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=N
         ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0
     )
     made = Stream(
-        StreamedContext(model, tokenizer, context, evictors.make(evictor), rules, chunk, adapter),
+        StreamedContext(
+            model, tokenizer, context, evictors.make_evictor(evictor), rules, chunk, adapter
+        ),
         budget,
     )
     return made, made.run()
@@ -92,7 +94,9 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
     assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     assert whole.manifest.streaming is None
     for ours, theirs in zip(whole.cache.layers, plain.cache.layers, strict=True):
-        assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+        assert all(
+            a.equal(b) for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("evictor", METHODS)
@@ -114,7 +118,9 @@ def test_the_stream_itself_with_one_part_keeps_the_same(tiny_tokenizer, evictor)
             prefix_policy=policy,
         )[1]
         for ours, theirs in zip(whole.layers, plain.layers, strict=True):
-            assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+            assert all(
+                a.equal(b) for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
+            )
 
 
 @pytest.mark.parametrize("chunk", [7, 20, 45, 89])
@@ -130,7 +136,7 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
         )
         outside = PREFIX * each if policy == "free" else 0
         assert cache.pairs - outside == made.budget.total
-        assert cache.get_seq_length() == context.positions and cache.restore == 0
+        assert cache.get_seq_length() == context.positions and cache.restore_length == 0
         assert made.most <= made.budget.retained + (PREFIX + chunk) * each
         # Every pair once, in the order of the columns.
         assert marks(cache, context.positions).sum() == cache.pairs
@@ -192,9 +198,9 @@ def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch,
 
 
 def test_sinks_of_the_prefix_stay_out_of_every_part():
-    evictor = evictors.make("expected-attention")
+    evictor = evictors.make_evictor("expected-attention")
     for prefix in (0, 3, 4, 9):
-        assert evictor.later(make_text(prefix=prefix)).sinks == min(prefix, 4)
+        assert evictor.for_later_part(make_text(prefix=prefix)).sinks == min(prefix, 4)
 
 
 @pytest.fixture
@@ -289,7 +295,7 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
         ("tova", 7, 1),
         ("kvzap:window=5", 256, 5),
     ):
-        evictor = evictors.make(spec)
+        evictor = evictors.make_evictor(spec)
         pieces = parts(evictor, context, chunk)
         assert (
             pieces[0].start == PREFIX and pieces[-1].settled == pieces[-1].end == context.positions

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from restorekv.compression.allocate import exact_top
 from restorekv.compression.eviction import Eviction
 from restorekv.evictors import gate_file, published_gate
-from restorekv.evictors.published_gate import convert
+from restorekv.evictors.published_gate import convert_gate
 from restorekv.model.load import load_model
 from restorekv.model.prompt import Context
 from tests.helpers.models import build_model
@@ -110,7 +110,7 @@ class FastKVzip(kvpress.FastKVzipPress):
 def test_fast_kvzip(folder, length, worst):
     publish_fast_kvzip(folder)
     theirs, model = load_both()
-    gate_file.write(folder / "gate", convert(REPOSITORY, model))
+    gate_file.write_gate(folder / "gate", convert_gate(REPOSITORY, model))
     context, window = make_context(length), int(0.02 * length)
     found = Eviction.make(f"fastkvzip:gate={folder / 'gate'}").prepare(model, None, context).scores
     for compression in (0.3, 0.9):
@@ -135,7 +135,7 @@ def test_fast_kvzip(folder, length, worst):
 def test_fast_kvzip_counts_window_and_sinks_with_the_prefix(folder, prefix, worst):
     publish_fast_kvzip(folder)
     theirs, model = load_both()
-    gate_file.write(folder / "gate", convert(REPOSITORY, model))
+    gate_file.write_gate(folder / "gate", convert_gate(REPOSITORY, model))
     context = make_context(99, prefix)
     found = Eviction.make(f"fastkvzip:gate={folder / 'gate'}").prepare(model, None, context).scores
     press = FastKVzip(0.5)
@@ -152,7 +152,7 @@ def test_kvzap(folder, kind, worst):
     publish_kvzap(folder, kind)
     theirs, model = load_both()
     source = f"nvidia/KVzap-{kind}-Tiny"
-    gate_file.write(folder / "gate", convert(source, model))
+    gate_file.write_gate(folder / "gate", convert_gate(source, model))
     context = make_context(150)
     found = Eviction.make(f"kvzap:gate={folder / 'gate'}").prepare(model, None, context).scores
     press = kvpress.KVzapPress(0.5, model_type=kind)

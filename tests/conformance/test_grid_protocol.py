@@ -71,7 +71,7 @@ def test_the_first_id_of_an_answer_ends_nothing(both):
     context, _ = KVPRESS.context("any", tokenizer, TEXT)
     asked = Question("0", "task", QUESTIONS[0], (), 6, "Answer:")
     prompt = KVPRESS.prompt(tokenizer, context, asked)
-    cache = RaggedCache.whole(prefill(model, context.ids))
+    cache = RaggedCache.from_full_cache(prefill(model, context.ids))
     lengths = set()
     for stop in dict.fromkeys(answer_ids(model, tokenizer, cache, [prompt], 6)[0].tolist()):
         model.generation_config.eos_token_id = pipeline.model.generation_config.eos_token_id = stop

@@ -190,10 +190,14 @@ def test_attention_is_the_same_under_kvpresss_wrapper(tiny_model, tiny_tokenizer
 
 def test_the_spec_of_a_press():
     spec = "kvpress:press=SnapKVPress:window_size=32;kernel_size=7"
-    assert evictors.make(spec).spec == FromKVPress(kvpress.SnapKVPress(0, 32, 7)).spec == spec
-    assert evictors.make(spec) == FromKVPress("SnapKVPress:window_size=32,kernel_size=7")
     assert (
-        evictors.make("kvpress:press=ExpectedAttentionPress:use_vnorm=false").scorer.use_vnorm
+        evictors.make_evictor(spec).spec == FromKVPress(kvpress.SnapKVPress(0, 32, 7)).spec == spec
+    )
+    assert evictors.make_evictor(spec) == FromKVPress("SnapKVPress:window_size=32,kernel_size=7")
+    assert (
+        evictors.make_evictor(
+            "kvpress:press=ExpectedAttentionPress:use_vnorm=false"
+        ).scorer.use_vnorm
         is False
     )
     assert (
@@ -215,7 +219,7 @@ def test_the_spec_of_a_press():
 )
 def test_presses_that_cannot_be_made(spec, said):
     with pytest.raises(RestoreKVError, match=said):
-        evictors.make(spec)
+        evictors.make_evictor(spec)
 
 
 def test_presses_that_cannot_score(tiny_model):

@@ -123,7 +123,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
         )
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )
-    assert small.cache.restore == 3
+    assert small.cache.restore_length == 3
     for asked, recorded in zip(sample.questions, result.lines[0]["answers"], strict=True):
         prompt = question_ids(tokenizer, full.context, asked.text)[0]
         (answer,) = answer_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)

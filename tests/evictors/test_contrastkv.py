@@ -108,8 +108,8 @@ BUMPS = {"contrastkv": paper_bump, "contrastkv-simple": simple_bump}
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1000, 37])
 def test_signals_equal_the_definition(tiny_model, tiny_tokenizer, context, name, chunk):
-    evictor = evictors.make(f"{name}:chunk={chunk},noise=20,seed=5")
-    positive, negative = evictor.signals(
+    evictor = evictors.make_evictor(f"{name}:chunk={chunk},noise=20,seed=5")
+    positive, negative = evictor.collect_signals(
         tiny_model, tiny_tokenizer, context, prefill(tiny_model, context.ids)
     )
     assert positive.dtype == negative.dtype == torch.float32
@@ -131,9 +131,9 @@ def test_signals_equal_the_definition(tiny_model, tiny_tokenizer, context, name,
 
 def test_the_papers_positive_signal_is_kvzip(tiny_model, tiny_tokenizer, context):
     full = prefill(tiny_model, context.ids)
-    positive, _ = ContrastKV(chunk=30).signals(tiny_model, tiny_tokenizer, context, full)
+    positive, _ = ContrastKV(chunk=30).collect_signals(tiny_model, tiny_tokenizer, context, full)
     assert positive.equal(
-        evictors.make("kvzip:chunk=30").score(tiny_model, tiny_tokenizer, context, full)
+        evictors.make_evictor("kvzip:chunk=30").score(tiny_model, tiny_tokenizer, context, full)
     )
 
 
@@ -143,7 +143,7 @@ def test_the_papers_positive_signal_is_kvzip(tiny_model, tiny_tokenizer, context
 )
 def test_scores_are_the_fused_signals(tiny_model, tiny_tokenizer, context, name, settings):
     full, evictor = prefill(tiny_model, context.ids), evictors.EVICTORS[name](chunk=40, **settings)
-    signals = evictor.signals(tiny_model, tiny_tokenizer, context, full)
+    signals = evictor.collect_signals(tiny_model, tiny_tokenizer, context, full)
     scores = evictor.score(tiny_model, tiny_tokenizer, context, full)
     assert scores.dtype == torch.float32
     exact = fused(*signals, BUMPS[name], **settings)
@@ -163,7 +163,7 @@ def test_fusion_of_long_signals(name, ties):
     positive, negative = torch.rand(2, 2, 3, 501, generator=generator) ** 3
     if ties:  # as bfloat16 models give
         positive, negative = positive.mul(16).round() / 16, negative.mul(8).round() / 8
-    scores = evictors.make(name).fuse(positive, negative)
+    scores = evictors.make_evictor(name).fuse_signals(positive, negative)
     torch.testing.assert_close(
         scores.double(), fused(positive, negative, BUMPS[name]), rtol=1e-6, atol=1e-7
     )
@@ -176,10 +176,10 @@ def ramp():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_head_level_forces_what_both_signals_agree_on(name):
-    evictor, positive = evictors.make(name), ramp()
+    evictor, positive = evictors.make_evictor(name), ramp()
     agreeing, opposed = (
-        evictor.fuse(positive, positive / 2),
-        evictor.fuse(positive, positive.flip(-1) / 2),
+        evictor.fuse_signals(positive, positive / 2),
+        evictor.fuse_signals(positive, positive.flip(-1) / 2),
     )
     assert agreeing[0, 0, :9].eq(0).all() and agreeing[0, 0, 9:72].ne(0).all()
     assert agreeing[0, 0, 72:].eq(1).all() and agreeing[0, 0, :72].ne(1).all()
@@ -190,11 +190,11 @@ def test_the_head_level_forces_what_both_signals_agree_on(name):
 def test_a_bump_ends_at_the_highest_positive_signal(name):
     positive, negative = ramp(), torch.zeros(1, 1, 81)
     negative[..., 70] = 1
-    scores = evictors.EVICTORS[name](beta=0.0, gamma=0.5).fuse(positive, negative)
+    scores = evictors.EVICTORS[name](beta=0.0, gamma=0.5).fuse_signals(positive, negative)
     assert scores[0, 0, 70] == positive.max() < 1
     assert scores[0, 0, 1:70].equal(positive[0, 0, 1:70])
     small = (
-        evictors.EVICTORS[name](beta=0.0, gamma=0.01).fuse(positive, negative)[0, 0, 70]
+        evictors.EVICTORS[name](beta=0.0, gamma=0.01).fuse_signals(positive, negative)[0, 0, 70]
         - positive[0, 0, 70]
     )
     assert float(small) == pytest.approx(0.01 if name == "contrastkv" else 0.01 * 0.8, rel=1e-4)
@@ -206,9 +206,9 @@ def test_quantiles_are_of_a_head_and_bumps_of_a_layer():
     """
     positive = torch.cat([ramp(), ramp()], 1).repeat(2, 1, 1)
     negative = positive.flip(-1).clone()
-    plain = ContrastKV().fuse(positive, negative)
+    plain = ContrastKV().fuse_signals(positive, negative)
     negative[0, 0] *= 10
-    scaled = ContrastKV().fuse(positive, negative)
+    scaled = ContrastKV().fuse_signals(positive, negative)
     assert scaled[1].equal(plain[1])
     assert ((scaled == 1) == (plain == 1)).all()
     middle = slice(20, 60)
@@ -217,7 +217,7 @@ def test_quantiles_are_of_a_head_and_bumps_of_a_layer():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_degenerate_signals(name):
-    evictor = evictors.make(name)
+    evictor = evictors.make_evictor(name)
     for shape in [(1, 1, 1), (3, 2, 1), (2, 2, 2), (2, 2, 50)]:
         generator = torch.Generator().manual_seed(0)
         varied, flat = torch.rand(shape, generator=generator), torch.full(shape, 0.25)
@@ -228,7 +228,7 @@ def test_degenerate_signals(name):
             (0 * flat, 0 * flat),
             (varied, varied * 1e-44),
         ]:
-            scores = evictor.fuse(*signals)
+            scores = evictor.fuse_signals(*signals)
             assert scores.isfinite().all() and scores.min() >= 0 and scores.max() <= 1
             if shape[-1] == 1 or signals[0] is flat is signals[1]:
                 assert scores.eq(1).all()
@@ -243,7 +243,7 @@ def test_short_contexts_and_chunks_of_one_token(tiny_tokenizer, name, length, ch
     model = build_model("qwen3")
     ids = torch.randint(3, 300, (1, 2 + length), generator=torch.Generator().manual_seed(1))
     context = Context(ids, 2, ids[:, :1])
-    scores = evictors.make(f"{name}:chunk={chunk}").score(
+    scores = evictors.make_evictor(f"{name}:chunk={chunk}").score(
         model, tiny_tokenizer, context, prefill(model, ids)
     )
     assert scores.shape == (3, 2, length) and scores.isfinite().all()
@@ -255,27 +255,31 @@ def test_a_seed_decides_the_bits(tiny_tokenizer, context, name):
     full, before = prefill(model, context.ids), torch.get_rng_state()
     runs = []
     for spec in (f"{name}:chunk=50", f"{name}:chunk=50,seed=3", f"{name}:chunk=50"):
-        runs.append(evictors.make(spec).signals(model, tiny_tokenizer, context, full))
+        runs.append(
+            evictors.make_evictor(spec).collect_signals(model, tiny_tokenizer, context, full)
+        )
         torch.rand(1)  # a global draw between the runs changes nothing
     (plus, minus), (other_plus, other_minus), again = runs
     assert plus.equal(again[0]) and minus.equal(again[1])
     assert plus.equal(other_plus) and not minus.equal(other_minus)
     torch.set_rng_state(before)
-    evictors.make(name).score(model, tiny_tokenizer, context, full)
+    evictors.make_evictor(name).score(model, tiny_tokenizer, context, full)
     assert torch.get_rng_state().equal(before)
 
 
 def test_noise_is_fresh_in_every_chunk_and_of_the_vocabulary(monkeypatch, tiny_tokenizer, context):
     model, seen = build_model("llama"), []
     monkeypatch.setattr(
-        ContrastKV, "maxima", lambda self, model, context, full, passes: seen.append(list(passes))
+        ContrastKV,
+        "collect_maxima",
+        lambda self, model, context, full, passes: seen.append(list(passes)),
     )
     for evictor, lowest in (
         (ContrastKV(chunk=1, noise=128), 0),
         (ContrastKVSimple(chunk=1, noise=128), 5),
     ):
         seen.clear()
-        evictor.signals(model, tiny_tokenizer, context, None)
+        evictor.collect_signals(model, tiny_tokenizer, context, None)
         positive, noise = seen
         assert [(part.start, part.end) for part in noise] == [
             (part.start, part.end) for part in positive
@@ -290,7 +294,7 @@ def test_scoring_leaves_the_cache_alone(tiny_model, tiny_tokenizer, context, nam
     full = prefill(tiny_model, context.ids)
     held = [(layer.keys, layer.values) for layer in full.layers]
     copies = [(keys.clone(), values.clone()) for keys, values in held]
-    evictors.make(f"{name}:chunk=30").score(tiny_model, tiny_tokenizer, context, full)
+    evictors.make_evictor(f"{name}:chunk=30").score(tiny_model, tiny_tokenizer, context, full)
     for layer, kept, copied in zip(full.layers, held, copies, strict=True):
         assert layer.keys is kept[0] and layer.values is kept[1]
         assert layer.keys.equal(copied[0]) and layer.values.equal(copied[1])
@@ -303,17 +307,17 @@ def test_end_to_end_with_exact_pairs(tiny_model, tiny_tokenizer, context, name, 
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, context)
     cache = prepared.evict(0.2)
     columns = context.tokens if policy == "free" else context.positions
-    counted = cache.pairs - (cache.pairs_of_prefix(context.prefix) if policy == "free" else 0)
+    counted = cache.pairs - (cache.count_prefix_pairs(context.prefix) if policy == "free" else 0)
     assert counted == columns * 3 * 2 // 5
 
 
 def test_specs():
-    assert evictors.make("contrastkv:beta=0.2,seed=3") == ContrastKV(beta=0.2, seed=3)
-    assert evictors.make("contrastkv-simple") == ContrastKVSimple(
+    assert evictors.make_evictor("contrastkv:beta=0.2,seed=3") == ContrastKV(beta=0.2, seed=3)
+    assert evictors.make_evictor("contrastkv-simple") == ContrastKVSimple(
         chunk=2000, noise=64, beta=0.1, gamma=0.12
     )
-    assert evictors.make("contrastkv").chunk == 2048
-    assert evictors.make("contrastkv:beta=0.2,seed=3").spec == "contrastkv:seed=3,beta=0.2"
+    assert evictors.make_evictor("contrastkv").chunk == 2048
+    assert evictors.make_evictor("contrastkv:beta=0.2,seed=3").spec == "contrastkv:seed=3,beta=0.2"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -332,7 +336,7 @@ def test_specs():
 )
 def test_wrong_settings_are_refused_in_one_sentence(name, setting):
     with pytest.raises(RestoreKVError) as refused:
-        evictors.make(f"{name}:{setting}")
+        evictors.make_evictor(f"{name}:{setting}")
     assert str(refused.value).startswith(f"{name} takes ") and str(refused.value).endswith(".")
     assert str(refused.value).count(". ") == 0
 

@@ -55,7 +55,7 @@ def test_an_offset_moves_the_question_and_nothing_else(tiny_model, tiny_tokenize
     prepared = Eviction.make("kvzip", offset=8).prepare(tiny_model, tiny_tokenizer, TEXT)
     asked = question_ids(tiny_tokenizer, prepared.context, QUESTION)
     cache, context = prepared.evict(1), prepared.context
-    assert cache.restore == 0 and cache.get_seq_length() == context.positions + 8
+    assert cache.restore_length == 0 and cache.get_seq_length() == context.positions + 8
     full = prefill(tiny_model, context.ids)
     later = torch.arange(context.positions + 8, context.positions + 8 + asked.shape[1])[None]
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
         assert (
             one.pairs == other.pairs
             and one.lengths.equal(other.lengths)
-            and other.restore == TOKENS
+            and other.restore_length == TOKENS
         )
         assert one.get_seq_length() == other.get_seq_length()
     # The definition: the n tokens read what eviction left, as any question would.
@@ -140,8 +140,8 @@ def test_fewer_restore_tokens_from_the_evicted_cache(tiny_model, tiny_tokenizer)
     )
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, TEXT)
     cache = prepared.evict(5 / prepared.context.tokens)
-    assert 0 < cache.restore <= 5 and cache.pairs > 0
-    assert prepared.evict(0.05, 0).restore == 0
+    assert 0 < cache.restore_length <= 5 and cache.pairs > 0
+    assert prepared.evict(0.05, 0).restore_length == 0
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])
@@ -200,7 +200,7 @@ def test_any_number_of_restore_tokens(tiny_model, tiny_tokenizer, n):
         tiny_model, tiny_tokenizer, TEXT
     )
     cache = prepared.evict(0.3)
-    assert cache.restore == n and cache.pairs == prepared.evict(0.3, 0).pairs
+    assert cache.restore_length == n and cache.pairs == prepared.evict(0.3, 0).pairs
 
 
 @pytest.mark.parametrize(

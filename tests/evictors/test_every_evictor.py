@@ -64,7 +64,7 @@ def test_scores_budget_restore_file_and_answer(
         model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter, allocation=allocation
     )
     assert (
-        made.manifest.evictor == evictors.make(spec).identity(model)
+        made.manifest.evictor == evictors.make_evictor(spec).identity(model)
         and made.manifest.allocation == allocation
     )
     made.save(tmp_path / "doc.rkv")
@@ -94,7 +94,7 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
         replace(CONFIG, evictor=spec),
         tmp_path / "run",
     )
-    assert adapter.card.evictor == evictors.make(spec).identity(model)
+    assert adapter.card.evictor == evictors.make_evictor(spec).identity(model)
     assert any(value.abs().max() > 0 for key, value in adapter.tensors.items() if "lora_B" in key)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -110,8 +110,8 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_specs_come_back(name):
-    evictor = evictors.make(name)
-    assert evictor.spec == name and evictors.make(evictor.spec) == evictor
+    evictor = evictors.make_evictor(name)
+    assert evictor.spec == name and evictors.make_evictor(evictor.spec) == evictor
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -32,8 +32,8 @@ def make_context(length=T, prefix=S):
 
 
 def observed(spec, model, context, chunk=4096):
-    evictor = evictors.make(spec)
-    observer = evictor.observer(model, context)
+    evictor = evictors.make_evictor(spec)
+    observer = evictor.make_observer(model, context)
     with observe_layers(model, observer.on_layer):
         full = prefill(model, context.ids, chunk)
     return evictor.score(model, None, context, full, observer)
@@ -145,7 +145,7 @@ def test_the_bias_counts_once(tiny_model, tmp_path):
 
 
 def kept(spec, length, prefix):
-    return list(evictors.make(spec).kept(make_context(length, prefix)))
+    return list(evictors.make_evictor(spec).list_pinned_columns(make_context(length, prefix)))
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_a_file_brings_everything_back(tiny_model, tmp_path):
     for kind in gate_file.KINDS:
         layers = random_layers(kind, tiny_model)
         save_gate(tmp_path / kind, kind, tiny_model, layers)
-        gate = gate_file.read(tmp_path / kind)
-        assert gate.card == GateCard.of(
+        gate = gate_file.read_gate(tmp_path / kind)
+        assert gate.card == GateCard.for_model(
             tiny_model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5}
         )
         for mine, theirs in zip(layers, gate.layers, strict=True):
@@ -202,11 +202,11 @@ def test_every_byte_counts(tiny_model, tmp_path):
     for place in [0, 9, *range(20, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.raises(GateError):
-            gate_file.check("it", gate_file.read(path), tiny_model, gate_file.KINDS)
+            gate_file.check_gate("it", gate_file.read_gate(path), tiny_model, gate_file.KINDS)
     for length in (0, 5, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
         with pytest.raises(GateError):
-            gate_file.read(path)
+            gate_file.read_gate(path)
 
 
 def test_foreign_files_are_refused(tiny_model, tmp_path):
@@ -220,9 +220,9 @@ def test_foreign_files_are_refused(tiny_model, tmp_path):
         ("gone", "no gate file"),
     ):
         with pytest.raises(GateError, match=words):
-            gate_file.read(tmp_path / name)
+            gate_file.read_gate(tmp_path / name)
     with pytest.raises(GateError, match="no gate file"):
-        gate_file.read(tmp_path)
+        gate_file.read_gate(tmp_path)
 
 
 def test_gates_of_others_are_refused(tmp_path):
@@ -236,19 +236,19 @@ def test_gates_of_others_are_refused(tmp_path):
     ]
     for other, words in cases:
         with pytest.raises(GateError, match=words):
-            gate_file.load(other, path, ("kvzap-linear",))
+            gate_file.load_gate(other, path, ("kvzap-linear",))
     with pytest.raises(GateError, match="kind kvzap-linear, not fastkvzip"):
-        evictors.make(f"fastkvzip:gate={path}").load(model)
-    gate = gate_file.read(tmp_path / "gate")
+        evictors.make_evictor(f"fastkvzip:gate={path}").load(model)
+    gate = gate_file.read_gate(tmp_path / "gate")
     for layers, words in (
         (gate.layers[:2], "2 layers, the model 3"),
         ([{}, *gate.layers[1:]], "lacks a layer"),
     ):
-        gate_file.write(tmp_path / "bad", replace(gate, layers=layers))
+        gate_file.write_gate(tmp_path / "bad", replace(gate, layers=layers))
         with pytest.raises(GateError, match=words):
-            gate_file.load(model, str(tmp_path / "bad"), ("kvzap-linear",))
+            gate_file.load_gate(model, str(tmp_path / "bad"), ("kvzap-linear",))
     with pytest.raises(GateError, match="not finite"):
-        gate_file.write(
+        gate_file.write_gate(
             tmp_path / "nan", replace(gate, layers=[{"weight": torch.tensor([math.nan])}])
         )
     assert not (tmp_path / "nan").exists()
@@ -268,8 +268,8 @@ def harmed(path, change=lambda card: None, tensors=None):
 
 def test_sealed_gates_that_cannot_be_are_refused(tiny_model, tmp_path):
     good = Path(save_gate(tmp_path / "gate", "kvzap-linear", tiny_model))
-    bias = gate_file.read(good).layers[0]["bias"]
-    assert gate_file.read(harmed(good)).card == gate_file.read(good).card
+    bias = gate_file.read_gate(good).layers[0]["bias"]
+    assert gate_file.read_gate(harmed(good)).card == gate_file.read_gate(good).card
     cards = [
         {"kind": "x"},
         {"kind": []},
@@ -291,7 +291,7 @@ def test_sealed_gates_that_cannot_be_are_refused(tiny_model, tmp_path):
     paths += [(lambda tensors=tensors: harmed(good, tensors=tensors)) for tensors in numbers]
     for path in paths:
         with pytest.raises(GateError):
-            gate_file.load(tiny_model, str(path()), gate_file.KINDS)
+            gate_file.load_gate(tiny_model, str(path()), gate_file.KINDS)
 
 
 def test_a_gate_is_read_once_per_model_and_again_when_it_changes(tmp_path, monkeypatch):
@@ -299,21 +299,21 @@ def test_a_gate_is_read_once_per_model_and_again_when_it_changes(tmp_path, monke
 
     first, twin = build_model("qwen3"), build_model("qwen3")
     path = save_gate(tmp_path / "gate", "kvzap-linear", first)
-    reads, read = [], gate_file.read
-    monkeypatch.setattr(gate_file, "read", lambda path: reads.append(path) or read(path))
+    reads, read = [], gate_file.read_gate
+    monkeypatch.setattr(gate_file, "read_gate", lambda path: reads.append(path) or read(path))
     for model in (first, first, twin, first, twin):
-        gate_file.load(model, path, ("kvzap-linear",))
+        gate_file.load_gate(model, path, ("kvzap-linear",))
     assert len(reads) == 2
     changed = random_layers("kvzap-linear", first, seed=5)
     save_gate(tmp_path / "gate", "kvzap-linear", first, changed)
     os.utime(path, ns=(1, 1))
     assert (
-        gate_file.load(first, path, ("kvzap-linear",))
+        gate_file.load_gate(first, path, ("kvzap-linear",))
         .layers[0]["weight"]
         .equal(changed[0]["weight"])
     )
     with pytest.raises(GateError):
-        gate_file.load(build_model("qwen3", seed=3), path, ("kvzap-linear",))
+        gate_file.load_gate(build_model("qwen3", seed=3), path, ("kvzap-linear",))
 
 
 def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
@@ -323,7 +323,7 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
     with pytest.raises(
         GateError, match=r"No fastkvzip gate ships.*train-gate.*convert-gate.*gate=FILE"
     ):
-        evictors.make("fastkvzip").load(model)
+        evictors.make_evictor("fastkvzip").load(model)
     for kind in gate_file.KINDS:
         save_gate(tmp_path / "gates" / f"{kind}.safetensors", kind, model)
     for spec, kind in (
@@ -331,9 +331,9 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
         ("kvzap", "kvzap-mlp"),
         ("kvzap:gate=linear", "kvzap-linear"),
     ):
-        assert evictors.make(spec).load(model).card.kind == kind
+        assert evictors.make_evictor(spec).load(model).card.kind == kind
     with pytest.raises(GateError, match="No kvzap-mlp gate"):
-        evictors.make("kvzap").load(build_model("qwen3", seed=1))
+        evictors.make_evictor("kvzap").load(build_model("qwen3", seed=1))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_the_shipped_gates_are_small():
     files = list(tiny_path("gates").iterdir())
     assert {path.stem for path in files} == set(gate_file.KINDS)
     assert sum(path.stat().st_size for path in files) < 2_000_000
-    assert {gate_file.read(path).card.model for path in files} == {"tiny"}
+    assert {gate_file.read_gate(path).card.model for path in files} == {"tiny"}
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_the_shipped_gates_are_small():
 )
 def test_wrong_settings_are_refused(spec):
     with pytest.raises(RestoreKVError):
-        evictors.make(spec)
+        evictors.make_evictor(spec)
 
 
 def test_the_card_is_plain_json(tiny_model, tmp_path):

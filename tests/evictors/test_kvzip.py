@@ -69,7 +69,9 @@ def context(tiny_tokenizer):
 @pytest.mark.parametrize("chunk", [2048, 17])
 def test_scores_equal_the_definition(tiny_model, tiny_tokenizer, context, name, chunk):
     full = prefill(tiny_model, context.ids)
-    scores = evictors.make(f"{name}:chunk={chunk}").score(tiny_model, tiny_tokenizer, context, full)
+    scores = evictors.make_evictor(f"{name}:chunk={chunk}").score(
+        tiny_model, tiny_tokenizer, context, full
+    )
     assert scores.dtype == torch.float32
     exact = naive_scores(tiny_model, tiny_tokenizer, context, chunk, name == "kvzip+")
     assert_relative(scores, exact, 2e-4)
@@ -79,7 +81,7 @@ def test_scores_equal_the_definition(tiny_model, tiny_tokenizer, context, name, 
 def test_any_length_of_prefix(tiny_tokenizer, context, prefix):
     model = build_model("qwen3")
     context = dataclasses.replace(context, prefix=prefix)
-    scores = evictors.make("kvzip:chunk=20").score(
+    scores = evictors.make_evictor("kvzip:chunk=20").score(
         model, tiny_tokenizer, context, prefill(model, context.ids)
     )
     assert_relative(scores, naive_scores(model, tiny_tokenizer, context, 20, False), 2e-4)
@@ -90,7 +92,9 @@ def test_a_tokenizer_without_template(tiny_tokenizer):
     tokenizer.chat_template = None
     model, context = build_model("llama"), make_context(tokenizer, TEXT)
     assert context.prefix == 0
-    scores = evictors.make("kvzip+").score(model, tokenizer, context, prefill(model, context.ids))
+    scores = evictors.make_evictor("kvzip+").score(
+        model, tokenizer, context, prefill(model, context.ids)
+    )
     assert_relative(scores, naive_scores(model, tokenizer, context, 2048, True), 2e-4)
 
 
@@ -98,7 +102,7 @@ def test_scoring_leaves_the_cache_alone(tiny_model, tiny_tokenizer, context):
     full = prefill(tiny_model, context.ids)
     held = [(layer.keys, layer.values) for layer in full.layers]
     copies = [(keys.clone(), values.clone()) for keys, values in held]
-    evictors.make("kvzip:chunk=16").score(tiny_model, tiny_tokenizer, context, full)
+    evictors.make_evictor("kvzip:chunk=16").score(tiny_model, tiny_tokenizer, context, full)
     assert full.get_seq_length() == context.positions
     for layer, kept, copied in zip(full.layers, held, copies, strict=True):
         assert layer.keys is kept[0] and layer.values is kept[1]
@@ -131,15 +135,18 @@ def random_pass(rows=50, chunk=40, heads=2, groups=3, dim=8):
 def test_blocks_change_nothing(block, monkeypatch):
     case = random_pass()
     weight = torch.rand(case[0].query.shape[2])
-    whole = kvzip.column_maxima(*case, 4, weight)
+    whole = kvzip.find_column_maxima(*case, 4, weight)
     monkeypatch.setattr(blocked, "BLOCK", block)
-    for ours, exact in zip(kvzip.column_maxima(*case, 4, weight), whole, strict=True):
+    for ours, exact in zip(kvzip.find_column_maxima(*case, 4, weight), whole, strict=True):
         torch.testing.assert_close(ours, exact)
 
 
 def test_specs():
-    assert evictors.make("kvzip") == kvzip.KVzip() and evictors.make("kvzip").chunk == 2048
-    assert evictors.make("kvzip+:chunk=512,sinks=0").sinks == 0
+    assert (
+        evictors.make_evictor("kvzip") == kvzip.KVzip()
+        and evictors.make_evictor("kvzip").chunk == 2048
+    )
+    assert evictors.make_evictor("kvzip+:chunk=512,sinks=0").sinks == 0
     for spec in (
         "nosuch",
         "kvzip:window=3",
@@ -149,4 +156,4 @@ def test_specs():
         "",
     ):
         with pytest.raises(RestoreKVError):
-            evictors.make(spec)
+            evictors.make_evictor(spec)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from restorekv.errors import GateError
 from restorekv.evictors import gate_file, published_gate
-from restorekv.evictors.published_gate import FAST_KVZIP, convert
+from restorekv.evictors.published_gate import FAST_KVZIP, convert_gate
 from tests.helpers.cli_world import cli
 from tests.helpers.gates import random_layers
 from tests.helpers.models import build_model
@@ -82,12 +82,12 @@ def test_a_pickle_of_fast_kvzip(tmp_path, zipped):
     layers = in_published_dtypes(random_layers("fastkvzip", MODEL))
     content = {"module": layers, "loss": np.arange(3.0), "args": {"lr": 0.2, "sink": 16}}
     torch.save(content, tmp_path / "q2.pt", _use_new_zipfile_serialization=zipped)
-    gate = convert(str(tmp_path / "q2.pt"), MODEL)
+    gate = convert_gate(str(tmp_path / "q2.pt"), MODEL)
     assert_same(gate, layers)
     assert gate.card.kind == "fastkvzip" and gate.card.target == "kvzip"
     assert gate.card.settings == {"source": str(tmp_path / "q2.pt")}
-    gate_file.write(tmp_path / "gate", gate)
-    assert_same(gate_file.load(MODEL, str(tmp_path / "gate"), ("fastkvzip",)), layers)
+    gate_file.write_gate(tmp_path / "gate", gate)
+    assert_same(gate_file.load_gate(MODEL, str(tmp_path / "gate"), ("fastkvzip",)), layers)
 
 
 def test_numpy_of_before_2_is_understood(tmp_path):
@@ -96,7 +96,7 @@ def test_numpy_of_before_2_is_understood(tmp_path):
     torch.save(content, path, _use_new_zipfile_serialization=False)
     for old, new in ((b"numpy._core.", b"numpy.core."), (b"numpy.core.", b"numpy._core.")):
         path.write_bytes(path.read_bytes().replace(old, new))
-        assert_same(convert(str(path), MODEL), content["module"])
+        assert_same(convert_gate(str(path), MODEL), content["module"])
 
 
 @pytest.mark.parametrize("place", ["beside", "inside", "bare", "named"])
@@ -111,7 +111,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path, place):
     else:  # a numpy array that holds objects
         as_pickle(path, layers, args=np.array([Code(mark)], dtype=object))
     with pytest.raises(GateError, match="without running code"):
-        convert(str(path), MODEL)
+        convert_gate(str(path), MODEL)
     assert not mark.exists()
     torch.load(path, weights_only=False) if place != "bare" else pickle.loads(path.read_bytes())
     assert mark.exists(), "the trap works"
@@ -120,7 +120,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path, place):
 @pytest.mark.parametrize("kind", ["kvzap-linear", "kvzap-mlp"])
 def test_a_folder_of_kvzap(tmp_path, kind):
     layers = random_layers(kind, MODEL)
-    gate = convert(str(as_folder(tmp_path / "KVzap", layers)), MODEL)
+    gate = convert_gate(str(as_folder(tmp_path / "KVzap", layers)), MODEL)
     assert_same(gate, layers)
     assert gate.card.kind == kind and gate.card.target == "kvzip+"
 
@@ -142,8 +142,8 @@ def test_what_is_fetched_from_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(published_gate, "hf_hub_download", one_file)
     monkeypatch.setattr(published_gate, "snapshot_download", whole)
     monkeypatch.setattr(MODEL.config, "_name_or_path", "Qwen/Qwen3-8B")
-    assert_same(convert(FAST_KVZIP, MODEL), layers)
-    assert convert("nvidia/KVzap-mlp-Qwen3-8B", MODEL).card.kind == "kvzap-mlp"
+    assert_same(convert_gate(FAST_KVZIP, MODEL), layers)
+    assert convert_gate("nvidia/KVzap-mlp-Qwen3-8B", MODEL).card.kind == "kvzap-mlp"
     assert asked == [
         (FAST_KVZIP, "qwen3-8b/q2_dim16_sink16.pt"),
         ("nvidia/KVzap-mlp-Qwen3-8B", ("config.json", "*.safetensors")),
@@ -158,7 +158,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
         ("?", ""),
     ):
         with pytest.raises(GateError, match=rf"gate {words}.*cannot be fetched"):
-            convert(source, MODEL)
+            convert_gate(source, MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ def make_context(length=T, prefix=3, seed=1):
 
 
 def score(spec, model, context, chunk=4096):
-    evictor = evictors.make(spec)
-    observer = evictor.observer(model, context)
+    evictor = evictors.make_evictor(spec)
+    observer = evictor.make_observer(model, context)
     if observer is None:
         return evictor.score(model, None, context, prefill(model, context.ids, chunk))
     with observe_layers(model, observer.on_layer):
@@ -149,7 +149,7 @@ def test_the_covariance_stands_a_large_mean():
     deviations keep it.
     """
     model, context = build_model("llama"), make_context(400, 0)
-    moments = evictors.make("expected-attention").observer(model, context)
+    moments = evictors.make_evictor("expected-attention").make_observer(model, context)
     shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
     hidden = torch.randn(400, shape.hidden, generator=generator)
     projection = model.model.layers[0].self_attn.q_proj
@@ -264,7 +264,7 @@ def test_from_the_model_to_a_cache(tiny_model, spec):
 )
 def test_wrong_settings_are_refused(setting):
     with pytest.raises(RestoreKVError):
-        evictors.make(f"expected-attention:{setting}")
+        evictors.make_evictor(f"expected-attention:{setting}")
 
 
 @pytest.mark.parametrize(
@@ -272,14 +272,14 @@ def test_wrong_settings_are_refused(setting):
 )
 def test_other_wrong_settings_are_refused(spec):
     with pytest.raises(RestoreKVError):
-        evictors.make(spec)
+        evictors.make_evictor(spec)
 
 
 def test_a_model_without_q_proj_is_refused():
     model = build_model("llama")
     del model.model.layers[1].self_attn.q_proj
     with pytest.raises(RestoreKVError, match="q_proj"):
-        evictors.make("expected-attention").observer(model, make_context())
+        evictors.make_evictor("expected-attention").make_observer(model, make_context())
 
 
 @pytest.mark.parametrize("press", ["KnormPress", object()])

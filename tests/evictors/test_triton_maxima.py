@@ -47,18 +47,18 @@ def check(heads, groups, rows, held, dim, dtype, edges, seed, layouts=["plain"] 
     query, own, context = moved(case)
     own = tuple(map(laid, own, layouts[:2]))
     context = tuple(map(laid, context, layouts[2:]))
-    found, lse = triton_maxima.attend(query, own, context, dim**-0.5, sinks, start, end)
+    found, lse = triton_maxima.attend_pass(query, own, context, dim**-0.5, sinks, start, end)
     assert (
         found.dtype == dtype and (found.cpu().double() - output).abs().max() <= TOLERANCE[dtype] * 4
     )
-    best = triton_maxima.highest(query, context[0][:, start:end], lse, dim**-0.5)
+    best = triton_maxima.find_maxima(query, context[0][:, start:end], lse, dim**-0.5)
     exact = weights[..., sinks : len(columns)].amax(2)
     torch.testing.assert_close(best.cpu().double(), exact, rtol=1e-4, atol=1e-7)
     for diagonal in (True, False):
         exact = weights[..., len(columns) :].clone()
         if not diagonal:
             exact.diagonal(dim1=-2, dim2=-1).zero_()
-        best = triton_maxima.highest(query, own[0], lse, dim**-0.5, own=True, diagonal=diagonal)
+        best = triton_maxima.find_maxima(query, own[0], lse, dim**-0.5, own=True, diagonal=diagonal)
         torch.testing.assert_close(best.cpu().double(), exact.amax(2), rtol=1e-4, atol=1e-7)
 
 
@@ -110,8 +110,8 @@ def test_pairs_are_read_where_they_lie(layout, monkeypatch):
 
     monkeypatch.setattr(triton_maxima, "attend_kernel", Kernel())
     monkeypatch.setattr(triton_maxima, "highest_kernel", Kernel())
-    _, lse = triton_maxima.attend(query, own, held, 0.3, 0, 0, 60)
-    triton_maxima.highest(query, held[0][:, 7:], lse, 0.3)
+    _, lse = triton_maxima.attend_pass(query, own, held, 0.3, 0, 0, 60)
+    triton_maxima.find_maxima(query, held[0][:, 7:], lse, 0.3)
     assert launched[0][:5] == [x.data_ptr() for x in (query, *own, *held)]
     assert launched[1][1] == held[0][:, 7:].data_ptr()
 
@@ -121,11 +121,11 @@ def test_evictors_use_them(tiny_tokenizer, monkeypatch, spec):
     model = build_model("qwen3", num_hidden_layers=1).to(DEVICE)
     ids = torch.randint(3, 300, (1, 30), generator=torch.Generator().manual_seed(0))
     context = Context(ids, 5, torch.zeros(1, 0, dtype=torch.long))
-    called, attend = [], triton_maxima.attend
-    monkeypatch.setattr(triton_maxima, "usable", lambda query: False)
+    called, attend = [], triton_maxima.attend_pass
+    monkeypatch.setattr(triton_maxima, "supports_query", lambda query: False)
     expected = Eviction.make(spec).prepare(model, tiny_tokenizer, context).scores
-    monkeypatch.setattr(triton_maxima, "usable", lambda query: True)
-    monkeypatch.setattr(triton_maxima, "attend", lambda *args: called.append(0) or attend(*args))
+    monkeypatch.setattr(triton_maxima, "supports_query", lambda query: True)
+    monkeypatch.setattr(triton_maxima, "attend_pass", lambda *args: called.append(0) or attend(*args))
     scores = Eviction.make(spec).prepare(model, tiny_tokenizer, context).scores
     assert called
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-7)
@@ -135,7 +135,7 @@ def test_evictors_use_them(tiny_tokenizer, monkeypatch, spec):
 def test_without_triton_everything_else_works():
     code = (
         "import torch; from restorekv.evictors import attend\n"
-        "assert attend.triton_maxima is None and not attend.on_gpu(torch.zeros(1))"
+        "assert attend.triton_maxima is None and not attend.can_use_kernels(torch.zeros(1))"
     )
     without_triton(code)
 

@@ -71,8 +71,10 @@ def test_no_token_is_read_twice(small):
         chat.ask(question, 6)
         assert sum(read) == len(chat.turns[-1].read) + len(chat.turns[-1].answer.ids) - 1
     hook.remove()
-    assert chat.columns == small.cache.restore + len(chat.ids())
-    assert small.cache.layers[0].columns == small.cache.restore  # the document itself never grew
+    assert chat.columns == small.cache.restore_length + len(chat.ids())
+    assert (
+        small.cache.layers[0].columns == small.cache.restore_length
+    )  # the document itself never grew
 
 
 def test_an_eos_is_read_once(small):
@@ -125,7 +127,7 @@ def test_a_saved_conversation_goes_on(small, tmp_path):
     assert again.messages == chat.messages and again.columns == chat.columns
     assert again.ask(QUESTIONS[2], 8) == chat.ask(QUESTIONS[2], 8)
     again.undo(3)
-    assert again.columns == small.cache.restore
+    assert again.columns == small.cache.restore_length
 
 
 def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tmp_path):
@@ -251,7 +253,7 @@ def test_a_stop_string_is_no_part_of_the_turn(small):
         and len(cut.ids) < len(whole.ids)
     )
     assert stop not in small.tokenizer.decode(cut.ids) or len(cut.ids) == 1
-    assert chat.columns == small.cache.restore + len(chat.ids())
+    assert chat.columns == small.cache.restore_length + len(chat.ids())
     chat.ask("And?", 4)
 
 

@@ -337,11 +337,11 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
         factor = 1.0
 
         @staticmethod
-        def usable(query):
+        def supports_query(query):
             return True
 
         @staticmethod
-        def attend(query, own, cached, scale, sinks, start, end):
+        def attend_pass(query, own, cached, scale, sinks, start, end):
             held, rows = cached[0].shape[1], query.shape[2]
             keys, values = (
                 torch.cat(both, 1)[:, None].double() for both in zip(cached, own, strict=True)
@@ -355,7 +355,7 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
             ).float()
 
         @staticmethod
-        def highest(query, keys, lse, scale, own=False, diagonal=True):
+        def find_maxima(query, keys, lse, scale, own=False, diagonal=True):
             logits = (
                 query.double() @ keys[:, None].double().mT * scale / torch.log(torch.tensor(2.0))
                 - lse[..., None]
@@ -384,9 +384,9 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
     fake.setitem(proofs.COMPONENTS, "maxima", component)
     query = torch.zeros(2, 2, 4, 16)
     with pytest.warns(RestoreKVWarning, match="kernels of scoring cannot be used"):
-        assert not attend.on_gpu(query)
+        assert not attend.can_use_kernels(query)
     Kernels.factor = 1.0
-    assert proofs.prove("maxima", TARGET, again=True).right and attend.on_gpu(query)
+    assert proofs.prove("maxima", TARGET, again=True).right and attend.can_use_kernels(query)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -408,7 +408,7 @@ def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
             inside,
             on_weights,
         )
-        for _, error, allowed in pass_trials.compare(
+        for _, error, allowed in pass_trials.compare_results(
             each.name, inputs, output, best, inputs.weights.amax(2)
         ):
             assert error <= allowed

@@ -65,7 +65,7 @@ def compare(
         own = model(
             input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True
         ).logits
-        keep = cache.kept(text)
+        keep = cache.keep_mask(text)
         expected = plain(input_ids=ids).logits if ratio == 1 else oracle(plain, ids, keep)
         problems += differences(f"logits at ratio {ratio}", own, expected[:, text:])
         written = generate.answer_ids(model, TOKENIZER, cache, [asked], answer)[0].tolist()

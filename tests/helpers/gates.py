@@ -17,7 +17,7 @@ def random_layers(kind, model, seed=0):
         "k_base": torch.empty(1, 1, SINKS, 1),
         "0.weight": torch.empty(WIDTH, 1),
     }
-    wanted = gate_file.shapes(kind, shape, free)
+    wanted = gate_file.compute_shapes(kind, shape, free)
     return [
         {name: torch.randn(size, generator=generator) * 0.5 for name, size in wanted.items()}
         for _ in range(shape.layers)
@@ -25,6 +25,6 @@ def random_layers(kind, model, seed=0):
 
 
 def save_gate(path, kind, model, layers=None):
-    card = GateCard.of(model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5})
-    gate_file.write(path, Gate(layers or random_layers(kind, model), card))
+    card = GateCard.for_model(model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5})
+    gate_file.write_gate(path, Gate(layers or random_layers(kind, model), card))
     return str(path)

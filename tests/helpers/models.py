@@ -12,7 +12,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from restorekv.cache.multi_context import forked
+from restorekv.cache.multi_context import fork_caches
 from restorekv.generation import generate
 from restorekv.model import attention
 
@@ -83,6 +83,8 @@ def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]
     """The likeliest ids of each row, a cache and a prompt of ids (q,), with the EOS that ended it."""
     answers = [[] for _ in prompts]
     batch = generate.padded(model, caches, prompts)
-    for row, token in generate.decode(model, forked(caches), batch, limits, stops, graph=graph):
+    for row, token in generate.decode(
+        model, fork_caches(caches), batch, limits, stops, graph=graph
+    ):
         answers[row].append(token)
     return answers

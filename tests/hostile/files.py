@@ -118,7 +118,7 @@ def contents(loaded) -> str:
     for tensor in (
         loaded.context.ids,
         loaded.context.suffix,
-        *(x for y in loaded.cache.layers for x in y.tensors()),
+        *(x for y in loaded.cache.layers for x in y.list_tensors()),
     ):
         digest.update(
             repr((tensor.dtype, tuple(tensor.shape))).encode()

@@ -123,13 +123,15 @@ def make_gate(folder: Path) -> None:
         }
         for _ in range(shape.layers)
     ]
-    card = GateCard.of(MODEL, "kvzap-linear", "kvzip+", settings={"seed": 1}, figures={"loss": 0.5})
-    gate_file.write(folder / "gate.safetensors", Gate(layers, card))
+    card = GateCard.for_model(
+        MODEL, "kvzap-linear", "kvzip+", settings={"seed": 1}, figures={"loss": 0.5}
+    )
+    gate_file.write_gate(folder / "gate.safetensors", Gate(layers, card))
 
 
 def read_gate(folder: Path) -> str:
     gate_file._loaded.clear()
-    gate = gate_file.load(MODEL, str(folder / "gate.safetensors"), gate_file.KINDS)
+    gate = gate_file.load_gate(MODEL, str(folder / "gate.safetensors"), gate_file.KINDS)
     return repr((gate.card, gate.digest))
 
 
@@ -344,7 +346,7 @@ def read_cache(folder: Path) -> str:
     tensors = {
         f"{index}.{n}": x
         for index, y in enumerate(loaded.cache.layers)
-        for n, x in enumerate(y.tensors())
+        for n, x in enumerate(y.list_tensors())
     }
     said = loaded.ask("Who?", 1)
     return repr((loaded.manifest, loaded.context.suffix_text, numbers(tensors), said))

@@ -110,7 +110,7 @@ def digest(compressed: CompressedContext) -> str:
     found = hashlib.sha256()
     for tensor in (
         compressed.context.ids,
-        *(x for layer in compressed.cache.layers for x in layer.tensors()),
+        *(x for layer in compressed.cache.layers for x in layer.list_tensors()),
     ):
         found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy(force=True).tobytes())
     return found.hexdigest()[:16]

@@ -90,7 +90,7 @@ def save_adapter(model, folder):
 
 def save_gate(model, folder):
     layers = [{"weight": torch.randn(2, 32), "bias": torch.randn(2)} for _ in range(3)]
-    gate_file.write(folder, Gate(layers, GateCard.of(model, "kvzap-linear", "kvzip+")))
+    gate_file.write_gate(folder, Gate(layers, GateCard.for_model(model, "kvzap-linear", "kvzip+")))
     return folder
 
 
@@ -98,7 +98,7 @@ LOADERS = {
     "adapter": (save_adapter, RestoreAdapter.from_pretrained, AdapterError),
     "gate": (
         save_gate,
-        lambda model, path: gate_file.load(model, str(path), ("kvzap-linear",)),
+        lambda model, path: gate_file.load_gate(model, str(path), ("kvzap-linear",)),
         GateError,
     ),
 }
@@ -176,8 +176,8 @@ def test_a_shipped_gate_for_these_very_weights_goes_first(model, tmp_path, monke
     monkeypatch.setattr(gate_file, "shipped_path", lambda model, *parts: tmp_path.joinpath(*parts))
     (tmp_path / "gates").mkdir()
     save_gate(changed(model, rounded(4)), tmp_path / "gates" / "first.safetensors")
-    assert gate_file.shipped(model, ("first", "second")).stem == "first"
+    assert gate_file.find_shipped_gate(model, ("first", "second")).stem == "first"
     save_gate(model, tmp_path / "gates" / "second.safetensors")
-    assert gate_file.shipped(model, ("first", "second")).stem == "second"
+    assert gate_file.find_shipped_gate(model, ("first", "second")).stem == "second"
     with pytest.raises(GateError, match="No first gate ships"):
-        gate_file.shipped(build_model("qwen3", seed=1), ("first", "second"))
+        gate_file.find_shipped_gate(build_model("qwen3", seed=1), ("first", "second"))

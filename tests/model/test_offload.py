@@ -69,7 +69,7 @@ def test_compress_gives_the_same(tiny_tokenizer, evictor, kind):
     assert {**vars(found.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     for ours, theirs in zip(found.cache.layers, plain.cache.layers, strict=True):
         assert ours.positions.equal(theirs.positions)
-        for one, other in zip(ours.tensors(), theirs.tensors(), strict=True):
+        for one, other in zip(ours.list_tensors(), theirs.list_tensors(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert found.ask("Which code?", 8) == plain.ask("Which code?", 8)
 

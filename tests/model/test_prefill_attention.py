@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from restorekv import evictors
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.attend import attention_blocks
+from restorekv.evictors.attend import iterate_attention_blocks
 from restorekv.model.attention import blocked
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
@@ -46,8 +46,8 @@ def matrices(model, context):
 
 
 def score(spec, model, context, chunk=4096):
-    evictor = evictors.make(spec)
-    observer = evictor.observer(model, context)
+    evictor = evictors.make_evictor(spec)
+    observer = evictor.make_observer(model, context)
     if observer is None:
         return evictor.score(model, None, context, prefill(model, context.ids, chunk), observer)
     with observe_layers(model, observer.on_layer):
@@ -117,11 +117,11 @@ def test_blocks_of_any_size_are_the_same_rows(tiny_model):
         torch.randn(2, 3, 11, 8, generator=generator),
         torch.randn(2, 30, 8, generator=generator),
     )
-    [(low, high, whole)] = attention_blocks(query, key)
+    [(low, high, whole)] = iterate_attention_blocks(query, key)
     assert (low, high) == (0, 11) and whole.sum(-1).allclose(torch.ones(2, 3, 11))
     for block in (1, 6 * 30 * 4):
         seen = 0
-        for low, high, weights in attention_blocks(query, key, block):
+        for low, high, weights in iterate_attention_blocks(query, key, block):
             assert weights.shape[-1] == 30 - 11 + high and weights.numel() <= max(block, 6 * 30)
             torch.testing.assert_close(weights, whole[:, :, low:high, : weights.shape[-1]])
             seen += high - low
@@ -132,7 +132,7 @@ def test_scoring_leaves_the_cache_alone(tiny_model):
     context = make_context()
     full = prefill(tiny_model, context.ids)
     before = [layer.keys.clone() for layer in full.layers]
-    evictors.make("snapkv").score(tiny_model, None, context, full)
+    evictors.make_evictor("snapkv").score(tiny_model, None, context, full)
     assert all(layer.keys.equal(keys) for layer, keys in zip(full.layers, before, strict=True))
 
 
@@ -149,8 +149,8 @@ def test_no_square_matrix(monkeypatch):
 
 def test_h2o_leaves_the_prefill_alone(tiny_model):
     """It computes attention itself, and what it gives is what the model gives without it."""
-    context, evictor = make_context(), evictors.make("h2o:diagonal=false")
-    with observe_layers(tiny_model, evictor.observer(tiny_model, context).on_layer):
+    context, evictor = make_context(), evictors.make_evictor("h2o:diagonal=false")
+    with observe_layers(tiny_model, evictor.make_observer(tiny_model, context).on_layer):
         watched = prefill(tiny_model, context.ids, 20)
     for ours, plain in zip(watched.layers, prefill(tiny_model, context.ids).layers, strict=True):
         torch.testing.assert_close(ours.keys, plain.keys, rtol=1e-4, atol=1e-5)
@@ -162,4 +162,4 @@ def test_h2o_leaves_the_prefill_alone(tiny_model):
 )
 def test_wrong_settings_are_refused(spec):
     with pytest.raises(RestoreKVError):
-        evictors.make(spec)
+        evictors.make_evictor(spec)

@@ -27,7 +27,7 @@ def restored(model, seed):
 
 
 def tensors_of(compressed):
-    return [x for layer in compressed.cache.layers for x in layer.tensors()]
+    return [x for layer in compressed.cache.layers for x in layer.list_tensors()]
 
 
 def once(layer, action):

@@ -83,7 +83,7 @@ def test_what_ships_says_what_it_is():
         )
         assert {row["license"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
         assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())
-    gate = gate_file.read(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
+    gate = gate_file.read_gate(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
     assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint
     assert "kvzip" in [folder.name for folder in folders]
     assert (

@@ -20,7 +20,7 @@ from tests.helpers.decoding import TEXT, make_cache
 
 def manifest_of(model, cache, context):
     """A manifest that says of the cache what is so."""
-    shape, of_prefix = CacheShape.of(model), cache.pairs_of_prefix(context.prefix)
+    shape, of_prefix = CacheShape.of(model), cache.count_prefix_pairs(context.prefix)
     full = shape.layers * shape.heads * context.positions * 2 * shape.head_dim * 4
     return Manifest(
         model="tiny",
@@ -31,7 +31,7 @@ def manifest_of(model, cache, context):
         shape=vars(shape),
         prefix=context.prefix,
         tokens=context.tokens,
-        restore_tokens=cache.restore,
+        restore_tokens=cache.restore_length,
         ratio="1/10",
         prefix_policy="free",
         on_small_budget="error",
@@ -84,7 +84,7 @@ def test_round_trip_is_bit_equal(tiny_model, written):
     for ours, theirs in zip(cache.layers, again.layers, strict=True):
         assert all(
             a.equal(b) and a.dtype == b.dtype
-            for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+            for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
         )
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["doc.rkv"]
 

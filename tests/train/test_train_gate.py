@@ -165,7 +165,7 @@ def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_toke
     with observe_layers(tiny_model, lambda view: inputs.update({view.layer: view.hidden})):
         full = prefill(tiny_model, context.ids)
     inputs = torch.stack([inputs[layer] for layer in range(3)])[:, context.prefix :]
-    scores = evictors.make("kvzip+").score(tiny_model, tiny_tokenizer, context, full)
+    scores = evictors.make_evictor("kvzip+").score(tiny_model, tiny_tokenizer, context, full)
     columns = []
     for hidden, target in zip(found.hidden[20:40], found.target[20:40], strict=True):
         same = (inputs - hidden[:, None]).abs().amax((0, 2))
@@ -201,7 +201,7 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
     resumed = train_gate(*arguments, resume=True)
     assert len(calls) == 1, "only the third context was left"
     assert resumed.card == whole.card
-    sums = [gate_file.read(tmp_path / name).digest for name in ("whole", "gate")]
+    sums = [gate_file.read_gate(tmp_path / name).digest for name in ("whole", "gate")]
     assert sums[0] == sums[1], "bit for bit"
 
 
@@ -263,7 +263,7 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
     out = tmp_path / "gate.safetensors"
     result = cli(*command(folder, out, "--kind", kind))
     assert result.code == 0 and "spearman" in result.out and "predicts" in result.out, result
-    card = gate_file.read(out).card
+    card = gate_file.read_gate(out).card
     assert card.kind == kind and card.target == gate_file.TARGETS[kind]
     assert card.figures.keys() == {
         "held_out_loss",
@@ -302,7 +302,7 @@ def test_a_context_with_a_line_for_each_question_counts_once(folder, tmp_path):
         *command(folder, out, "--data", tmp_path / "lines", "--data", folder / "data", "--count", 3)
     )
     assert result.code == 0 and "6 of 9 contexts repeat an earlier one" in result.err, result
-    assert gate_file.read(out).card.settings["contexts"] == 3
+    assert gate_file.read_gate(out).card.settings["contexts"] == 3
     assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
 
 

@@ -166,7 +166,7 @@ def test_a_restore_pass_leaves_the_full_cache_alone(tiny_model, tokens):
     )
     with torch.no_grad():
         adapter.append(grown)
-        caches = {True: read_only_view(full), False: RaggedCache.whole(full)}
+        caches = {True: read_only_view(full), False: RaggedCache.from_full_cache(full)}
         for cache in caches.values():
             adapter.append(cache)
     assert full.get_seq_length() == 30
@@ -186,7 +186,7 @@ def test_a_whole_cache_is_a_view_even_of_slices(tiny_model):
     full.layers[1].keys = full.layers[1].keys[:, :, :20]
     full.layers[1].values = full.layers[1].values[:, :, :20]
     expected = [layer.keys.clone() for layer in full.layers]
-    whole = RaggedCache.whole(full)
+    whole = RaggedCache.from_full_cache(full)
     for layer, dense, keys in zip(whole.layers, full.layers, expected, strict=True):
         assert storages(layer.context_keys, layer.context_values) == storages(
             dense.keys, dense.values

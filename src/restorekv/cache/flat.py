@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from restorekv.cache.multi_context import LayerOfParts
+from restorekv.cache.multi_context import MultiPartLayer
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.tail import SPARE
 
@@ -38,7 +38,7 @@ class Block:
         return self.rows * self.queries
 
 
-class FlatLayer(LayerOfParts):
+class FlatLayer(MultiPartLayer):
     """One layer of a pass: the layers of several documents, and the block that each of them gets of
     the tokens.
     """
@@ -52,7 +52,7 @@ class FlatLayer(LayerOfParts):
         """(1, H, columns, D), for kvpress; see TailLayer.shape."""
         return 1, self.heads, self.columns, self.parts[0].keys.shape[-1]
 
-    def rows_of(self, states: Tensor) -> list[Tensor]:
+    def _split_rows(self, states: Tensor) -> list[Tensor]:
         """Return views (B, H, Q, D) of states (1, H, T, D), one for each part."""
         pieces = states[0].split([block.tokens for block in self.blocks], dim=1)
         return [
@@ -63,14 +63,14 @@ class FlatLayer(LayerOfParts):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Append (1, H, T, D) to the tails and return this layer twice, for the attention function."""
         for part, keys, values in zip(
-            self.parts, self.rows_of(key_states), self.rows_of(value_states), strict=True
+            self.parts, self._split_rows(key_states), self._split_rows(value_states), strict=True
         ):
             part.update(keys, values)
         return self, self
 
-    def split(self, query: Tensor) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
+    def split_query(self, query: Tensor) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
         """Yield each part with its rows (B, H*G, Q, D) of query (1, H*G, T, D), and its mask."""
-        for part, rows, block in zip(self.parts, self.rows_of(query), self.blocks, strict=True):
+        for part, rows, block in zip(self.parts, self._split_rows(query), self.blocks, strict=True):
             yield part, rows, block.mask
 
 
@@ -110,6 +110,6 @@ def gather_rows(
             first += len(rows)
         buffers.append(buffer)
     made.keys, made.values = buffers  # which says that no buffers belong to the tail; these do
-    made.room = tuple(buffers)
-    made.end_at(width)
+    made.buffers = tuple(buffers)
+    made.set_end(width)
     return made

@@ -20,7 +20,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.tail import CompressedLayer
 
 
-class LayerOfParts(CompressedLayer):
+class MultiPartLayer(CompressedLayer):
     """One layer of several documents: a ragged layer for each of them."""
 
     seen = 0  # masks and positions are the caller's
@@ -42,7 +42,7 @@ class LayerOfParts(CompressedLayer):
         return max(part.columns for part in self.parts)
 
 
-class MultiContextLayer(LayerOfParts):
+class MultiContextLayer(MultiPartLayer):
     """One layer of all documents; the first part holds the first rows of the batch, and so on."""
 
     @property
@@ -55,7 +55,7 @@ class MultiContextLayer(LayerOfParts):
         """(B, H, columns, D), for kvpress; see TailLayer.shape."""
         return sum(self.rows), self.heads, self.columns, self.parts[0].keys.shape[-1]
 
-    def split(
+    def split_query(
         self, query: Tensor, mask: Tensor | None
     ) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
         """Yields each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
@@ -67,10 +67,10 @@ class MultiContextLayer(LayerOfParts):
         for part, queries, own in zip(self.parts, query.split(self.rows), masks, strict=True):
             yield part, queries, None if own is None else own[..., own.shape[-1] - part.columns :]
 
-    def fix(self, count: int, moved: Tensor) -> None:
+    def make_static(self, count: int, moved: Tensor) -> None:
         """Fixes the tail of every part; see TailLayer."""
         for part in self.parts:
-            part.fix(count, moved)
+            part.make_static(count, moved)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Appends (B, H, Q, D) to the tails; see TailLayer."""
@@ -93,7 +93,7 @@ class MultiContextLayer(LayerOfParts):
         self.parts = kept
 
 
-def forked(caches: Sequence[RaggedCache]) -> Cache:
+def fork_caches(caches: Sequence[RaggedCache]) -> Cache:
     """Returns a cache for a batch whose row i asks caches[i]; where all are the same cache, that is
     a plain fork.
     """

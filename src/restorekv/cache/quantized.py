@@ -22,14 +22,14 @@ from restorekv.errors import check_choice
 
 GROUP = 128  # rows of a head that share the scales of their keys
 FP8 = torch.float8_e4m3fn
-KINDS = {"int8": torch.int8, "fp8": FP8}
-STORAGES = ("model", *KINDS)  # "model" is the model's own dtype
-LARGEST = {torch.int8: 127.0, FP8: float(torch.finfo(FP8).max)}
+STORAGE_DTYPES = {"int8": torch.int8, "fp8": FP8}
+STORAGES = ("model", *STORAGE_DTYPES)  # "model" is the model's own dtype
+LARGEST_CODE = {torch.int8: 127.0, FP8: float(torch.finfo(FP8).max)}
 Bounds = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedRows:
     """Rows (N, D) as 8-bit codes (N, D) and scales (M, D) or (M, 1) float32, to be read in `dtype`.
 
     Scale m belongs to the rows from starts[m] (M,) int32 to the next start; without `starts` every
@@ -52,16 +52,16 @@ class Packed:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> QuantizedRows:
         """Returns the same rows on a device."""
         starts = None if self.starts is None else self.starts.to(device)
-        return Packed(self.codes.to(device), self.scales.to(device), starts, self.dtype)
+        return QuantizedRows(self.codes.to(device), self.scales.to(device), starts, self.dtype)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Returns (n, D) in `dtype`."""
-        return self.rows(rows, self.dtype)
+        return self.dequantize(rows, self.dtype)
 
-    def rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Returns (n, D) in `dtype`; the product is taken in float32, or in `dtype` if that is
         wider.
         """
@@ -75,53 +75,67 @@ class Packed:
         return self.codes[rows].to(wide).mul_(scales).to(dtype)
 
 
-def tensors_of(rows: Tensor | Packed) -> list[Tensor]:
+def list_tensors(rows: Tensor | QuantizedRows) -> list[Tensor]:
     """Returns the tensors that hold the rows."""
     if isinstance(rows, Tensor):
         return [rows]
     return [rows.codes, rows.scales] + ([] if rows.starts is None else [rows.starts])
 
 
-def check(storage: str) -> None:
+def check_storage(storage: str) -> None:
     """Refuses a name that is not in STORAGES."""
     check_choice("storage", storage, STORAGES)
 
 
-def pack(keys: Tensor, values: Tensor, bounds: Bounds, storage: str) -> tuple[Packed, Packed]:
+def quantize(
+    keys: Tensor, values: Tensor, bounds: Bounds, storage: str
+) -> tuple[QuantizedRows, QuantizedRows]:
     """Encodes keys and values (N, D) of one layer; head h has the rows bounds[h]:bounds[h + 1]."""
     parts = zip(
-        (keys, values), group_sizes(bounds, storage), (storage == "int8", False), strict=True
+        (keys, values),
+        _choose_group_sizes(bounds, storage),
+        (storage == "int8", False),
+        strict=True,
     )
-    return tuple(encoded(x, bounds, size, KINDS[storage], channels) for x, size, channels in parts)
+    return tuple(
+        _quantize_rows(x, bounds, size, STORAGE_DTYPES[storage], channels)
+        for x, size, channels in parts
+    )
 
 
-def unpack(
+def from_codes(
     codes: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor],
     bounds: Bounds,
     storage: str,
     dtype: torch.dtype,
-) -> tuple[Packed, Packed]:
+) -> tuple[QuantizedRows, QuantizedRows]:
     """Returns keys and values from the codes and scales that a file holds."""
-    starts = (starts_of(bounds, size, codes[0].device) for size in group_sizes(bounds, storage))
-    return tuple(Packed(*each, dtype) for each in zip(codes, scales, starts, strict=True))
+    starts = (
+        _find_group_starts(bounds, size, codes[0].device)
+        for size in _choose_group_sizes(bounds, storage)
+    )
+    return tuple(QuantizedRows(*each, dtype) for each in zip(codes, scales, starts, strict=True))
 
 
-def group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
+def _choose_group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
     """Returns how many rows of a head share a scale at most, for keys and for values."""
     return (GROUP, 1) if storage == "int8" else (max(bounds[-1], 1),) * 2
 
 
-def scale_shapes(bounds: Bounds, storage: str, dim: int) -> tuple[tuple[int, int], ...]:
+def compute_scale_shapes(bounds: Bounds, storage: str, dim: int) -> tuple[tuple[int, int], ...]:
     """Returns the shapes of the scales of keys and of values that a file holds for heads of D =
     `dim`.
     """
-    starts = (starts_of(bounds, size, torch.device("cpu")) for size in group_sizes(bounds, storage))
+    starts = (
+        _find_group_starts(bounds, size, torch.device("cpu"))
+        for size in _choose_group_sizes(bounds, storage)
+    )
     counts = (bounds[-1] if each is None else len(each) for each in starts)
     return tuple(zip(counts, (dim if storage == "int8" else 1, 1), strict=True))
 
 
-def starts_of(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:
+def _find_group_starts(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:
     """Returns the first row of every group of up to `size` rows of one head, or None for groups of
     one row.
     """
@@ -131,12 +145,14 @@ def starts_of(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:
     return torch.tensor(firsts, dtype=torch.int32, device=device)
 
 
-def encoded(rows: Tensor, bounds: Bounds, size: int, kind: torch.dtype, channels: bool) -> Packed:
+def _quantize_rows(
+    rows: Tensor, bounds: Bounds, size: int, kind: torch.dtype, channels: bool
+) -> QuantizedRows:
     """Encodes groups of up to `size` rows of a head; with `channels`, every column of a group has
     its own scale.
     """
     heads = [
-        encoded_head(rows[start:end], size, kind, channels)
+        _quantize_head(rows[start:end], size, kind, channels)
         for start, end in pairwise(bounds)
         if end > start
     ]
@@ -150,17 +166,17 @@ def encoded(rows: Tensor, bounds: Bounds, size: int, kind: torch.dtype, channels
     codes, scales = (
         torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*heads, strict=True)
     )
-    return Packed(codes, scales, starts_of(bounds, size, rows.device), rows.dtype)
+    return QuantizedRows(codes, scales, _find_group_starts(bounds, size, rows.device), rows.dtype)
 
 
-def encoded_head(
+def _quantize_head(
     rows: Tensor, size: int, kind: torch.dtype, channels: bool
 ) -> tuple[Tensor, Tensor]:
     """Encodes one head's rows (N, D): codes (N, D), scales (M, D) or (M, 1). A group of zeros has
     the least scale.
     """
     exact = rows.to(torch.float32)
-    largest = LARGEST[kind]
+    largest = LARGEST_CODE[kind]
     highest = exact.abs() if channels else exact.abs().amax(-1, keepdim=True)
     lengths = torch.full((-(-len(rows) // size),), min(size, len(rows)), device=rows.device)
     lengths[-1] = len(rows) - size * (len(lengths) - 1)

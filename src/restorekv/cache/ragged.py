@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from restorekv.cache import quantized
-from restorekv.cache.quantized import Packed
+from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.tail import TailLayer
 from restorekv.errors import RestoreKVError
 
@@ -27,15 +27,15 @@ from restorekv.errors import RestoreKVError
 class RaggedLayer(TailLayer):
     """One layer: a context and the tail that follows it.
 
-    context_keys, context_values (N, D), in 8 bits if Packed; offsets (H + 1,) int32: head h has the
+    context_keys, context_values (N, D), in 8 bits if QuantizedRows; offsets (H + 1,) int32: head h has the
     rows offsets[h]:offsets[h + 1]; positions (N,) int32: the column of the full cache that each row
     came from; bias (N,) is added to the logits, or None.
     """
 
     def __init__(
         self,
-        context_keys: Tensor | Packed,
-        context_values: Tensor | Packed,
+        context_keys: Tensor | QuantizedRows,
+        context_values: Tensor | QuantizedRows,
         offsets: Tensor,
         positions: Tensor,
         seen: int,
@@ -55,7 +55,7 @@ class RaggedLayer(TailLayer):
         self.plans: dict[str, object] = {}
 
     @classmethod
-    def whole(cls, dense: DynamicLayer) -> RaggedLayer:
+    def from_full_layer(cls, dense: DynamicLayer) -> RaggedLayer:
         """Returns a layer with all pairs of a dense one, as views of them, and an empty tail."""
         keys = dense.keys.contiguous()
         values = dense.values.contiguous()
@@ -73,12 +73,12 @@ class RaggedLayer(TailLayer):
         return cls(*flat, offsets, positions, columns, *empty)
 
     @property
-    def longest(self) -> int:
+    def longest_head(self) -> int:
         """Context pairs of the head that keeps most."""
         return max(end - start for start, end in pairwise(self.bounds))
 
     @property
-    def owners(self) -> Tensor:
+    def row_heads(self) -> Tensor:
         """Returns the head (N,) int64 of every row of the context."""
         counts = self.offsets.diff().long()
         return torch.arange(self.heads, device=counts.device).repeat_interleave(counts)
@@ -89,25 +89,27 @@ class RaggedLayer(TailLayer):
         """
         layer = copy.copy(self)
         layer.locked = False
-        layer.spread(batch)
+        layer.share_restore_cache(batch)
         return layer
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Returns every tensor of the layer; the restore cache counts once while it is still the
         whole tail.
         """
         tensors = [
             x
             for rows in (self.context_keys, self.context_values)
-            for x in quantized.tensors_of(rows)
+            for x in quantized.list_tensors(rows)
         ]
         tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
         tensors += [] if self.bias is None else [self.bias]
-        return tensors + list(self.room or (self.pair if self.columns > self.restore else ()))
+        return tensors + list(
+            self.buffers or (self.pair if self.columns > self.restore_length else ())
+        )
 
 
 @dataclass(frozen=True)
-class Rows:
+class ContextPairs:
     """Context pairs of one layer: keys and values (N, D), their heads (N,) and positions (N,), in
     any order.
     """
@@ -118,31 +120,31 @@ class Rows:
     positions: Tensor
 
     @classmethod
-    def of(cls, layer: RaggedLayer) -> Rows:
+    def from_layer(cls, layer: RaggedLayer) -> ContextPairs:
         """Returns a layer's context, in the model's dtype."""
         return cls(
-            layer.context_keys[:], layer.context_values[:], layer.owners, layer.positions.long()
+            layer.context_keys[:], layer.context_values[:], layer.row_heads, layer.positions.long()
         )
 
     @classmethod
-    def of_restore_cache(cls, layer: RaggedLayer, first: int) -> Rows:
+    def from_restore_cache(cls, layer: RaggedLayer, first: int) -> ContextPairs:
         """Returns a layer's restore cache as context pairs from position `first` on."""
         heads = layer.heads
-        count = layer.restore
+        count = layer.restore_length
         numbers = torch.arange(heads * count, device=layer.device)
         keys, values = (x[0].flatten(0, 1) for x in (layer.restore_keys, layer.restore_values))
         return cls(keys, values, numbers // max(count, 1), first + numbers % max(count, 1))
 
     @classmethod
-    def joined(cls, parts: Iterable[Rows]) -> Rows:
+    def concatenate(cls, parts: Iterable[ContextPairs]) -> ContextPairs:
         """Returns the rows of all."""
         return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
-    def where(self, kept: Tensor) -> Rows:
+    def select(self, kept: Tensor) -> ContextPairs:
         """Returns the rows that `kept` (N,) marks."""
-        return Rows(*(x[kept] for x in vars(self).values()))
+        return ContextPairs(*(x[kept] for x in vars(self).values()))
 
-    def layer(self, heads: int, seen: int, *tail: Tensor) -> RaggedLayer:
+    def to_layer(self, heads: int, seen: int, *tail: Tensor) -> RaggedLayer:
         """Returns a layer with these rows as its context; `tail` are its restore keys and values
         (1, H, n, D).
         """
@@ -208,19 +210,21 @@ class RaggedCache(Cache):
         return cls(layers)
 
     @classmethod
-    def whole(cls, full: DynamicCache) -> RaggedCache:
+    def from_full_cache(cls, full: DynamicCache) -> RaggedCache:
         """Returns every pair of `full`, which is not changed, for passes whose own pairs go to the
         tails.
         """
-        return cls([RaggedLayer.whole(layer) for layer in full.layers])
+        return cls([RaggedLayer.from_full_layer(layer) for layer in full.layers])
 
-    def store(self, storage: str) -> None:
+    def quantize(self, storage: str) -> None:
         """Converts the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
         it as it is.
         """
         for layer in self.layers if storage != "model" else ():
             rows = layer.context_keys, layer.context_values
-            layer.context_keys, layer.context_values = quantized.pack(*rows, layer.bounds, storage)
+            layer.context_keys, layer.context_values = quantized.quantize(
+                *rows, layer.bounds, storage
+            )
 
     def fork(self, batch: int = 1) -> RaggedCache:
         """Returns a cache that shares the context and the restore cache and has its own tail."""
@@ -233,10 +237,10 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.locked = True
 
-    def settle(self) -> None:
+    def commit_tail(self) -> None:
         """Makes what the tails hold now the restore cache."""
         for layer in self.layers:
-            layer.settle()
+            layer.commit_tail()
 
     @property
     def positions(self) -> int:
@@ -244,20 +248,20 @@ class RaggedCache(Cache):
         return self.layers[0].seen
 
     @property
-    def restore(self) -> int:
+    def restore_length(self) -> int:
         """n, the rows of the restore cache in every head."""
-        return self.layers[0].restore
+        return self.layers[0].restore_length
 
     @property
     def lengths(self) -> Tensor:
         """(L, H) int64: context pairs kept, without the restore cache."""
         return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
 
-    def kept(self, columns: int) -> Tensor:
+    def keep_mask(self, columns: int) -> Tensor:
         """Returns which of the full cache's first `columns` columns are held: (L, H, columns) bool."""
         keep = torch.zeros(len(self.layers), self.layers[0].heads, columns, dtype=torch.bool)
         for index, layer in enumerate(self.layers):
-            heads = layer.owners.cpu()
+            heads = layer.row_heads.cpu()
             positions = layer.positions.long().cpu()
             of_text = positions < columns  # the others are restore pairs of earlier texts
             keep[index, heads[of_text], positions[of_text]] = True
@@ -289,9 +293,9 @@ class RaggedCache(Cache):
     @property
     def pairs(self) -> int:
         """Context pairs kept, prefix included, plus the restore cache's n*L*H."""
-        return sum(layer.bounds[-1] + layer.heads * layer.restore for layer in self.layers)
+        return sum(layer.bounds[-1] + layer.heads * layer.restore_length for layer in self.layers)
 
-    def pairs_of_prefix(self, prefix: int) -> int:
+    def count_prefix_pairs(self, prefix: int) -> int:
         """Returns how many kept pairs came from the first `prefix` columns."""
         return sum(int((layer.positions < prefix).sum()) for layer in self.layers)
 
@@ -301,5 +305,5 @@ class RaggedCache(Cache):
         return sum(
             getattr(x, "nbytes", 0)
             for layer in self.layers
-            for x in (*layer.tensors(), *layer.plans.values())
+            for x in (*layer.list_tensors(), *layer.plans.values())
         )

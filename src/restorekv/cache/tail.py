@@ -81,8 +81,8 @@ class TailLayer(CompressedLayer):
     def keys(self, keys: Tensor) -> None:
         self.check_unlocked()
         self._keys = keys
-        self.room = None
-        self.fixed = None
+        self.buffers = None
+        self.static = None
 
     @property
     def values(self) -> Tensor:
@@ -92,8 +92,8 @@ class TailLayer(CompressedLayer):
     def values(self, values: Tensor) -> None:
         self.check_unlocked()
         self._values = values
-        self.room = None
-        self.fixed = None
+        self.buffers = None
+        self.static = None
 
     def check_unlocked(self) -> None:
         if self.locked:
@@ -112,7 +112,7 @@ class TailLayer(CompressedLayer):
         return self.keys.shape[1]
 
     @property
-    def restore(self) -> int:
+    def restore_length(self) -> int:
         """n."""
         return self.restore_keys.shape[-2]
 
@@ -141,33 +141,35 @@ class TailLayer(CompressedLayer):
                 torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True)
             )
             return self, self
-        if self.fixed:
-            first, moved = self.fixed
+        if self.static:
+            first, moved = self.static
             columns = moved + torch.arange(first, first + key_states.shape[-2], device=self.device)
-            for buffer, states in zip(self.room, new, strict=True):
+            for buffer, states in zip(self.buffers, new, strict=True):
                 buffer.index_copy_(-2, columns, states)
             return self, self
         # The first append gets exactly what it needs, since it may be the last.
-        if not self.fits(end):
-            self.reserve(end if self.columns == self.restore else end + max(end // 4, SPARE))
-        for buffer, states in zip(self.room, new, strict=True):
+        if not self.can_write(end):
+            self.reserve_columns(
+                end if self.columns == self.restore_length else end + max(end // 4, SPARE)
+            )
+        for buffer, states in zip(self.buffers, new, strict=True):
             buffer[:, :, self.columns : end] = states
-        self.end_at(end)
+        self.set_end(end)
         return self, self
 
-    def fits(self, columns: int) -> bool:
+    def can_write(self, columns: int) -> bool:
         """Returns whether the first `columns` columns of the buffers may be written."""
-        if self.room is None or self.room[0].shape[-2] < columns:
+        if self.buffers is None or self.buffers[0].shape[-2] < columns:
             return False
         # torch.compile cannot ask whether a tensor was made in inference mode, and it traces none
         # that were.
         return (
             torch.compiler.is_compiling()
-            or not self.room[0].is_inference()
+            or not self.buffers[0].is_inference()
             or torch.is_inference_mode_enabled()
         )
 
-    def reserve(self, columns: int) -> None:
+    def reserve_columns(self, columns: int) -> None:
         """Makes buffers of `columns` columns that start with what the tail holds now; the rest is
         zero.
         """
@@ -176,26 +178,26 @@ class TailLayer(CompressedLayer):
         end = self.columns
         for buffer, states in zip(room, self.pair, strict=True):
             buffer[:, :, :end] = states
-        self.room = room
-        self.end_at(end)
+        self.buffers = room
+        self.set_end(end)
 
-    def end_at(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         """Shows the first `end` columns of the buffers."""
-        self._keys, self._values = (buffer[:, :, :end] for buffer in self.room)
-        self.fixed = None
+        self._keys, self._values = (buffer[:, :, :end] for buffer in self.buffers)
+        self.static = None
 
-    def fix(self, count: int, moved: Tensor) -> None:
+    def make_static(self, count: int, moved: Tensor) -> None:
         """Reserves and shows `count` more columns; appends write where `moved`, which starts at 0,
         says.
 
         The caller moves it and hides the columns that are not written yet with a mask.
         """
         first = self.columns
-        self.reserve(first + count)
-        self.end_at(first + count)
-        self.fixed = first, moved
+        self.reserve_columns(first + count)
+        self.set_end(first + count)
+        self.static = first, moved
 
-    def settle(self) -> None:
+    def commit_tail(self) -> None:
         """Makes what the tail holds now the restore cache."""
         self.keys, self.values = (x.clone() for x in self.pair)
         self.restore_keys, self.restore_values = self.pair
@@ -204,14 +206,16 @@ class TailLayer(CompressedLayer):
         """Goes back to the restore cache, with as many rows as the tail has now; buffers keep their
         addresses.
         """
-        if not self.fits(self.restore) or torch.is_grad_enabled():
-            self.spread(len(self.keys))
+        if not self.can_write(self.restore_length) or torch.is_grad_enabled():
+            self.share_restore_cache(len(self.keys))
             return
-        for buffer, states in zip(self.room, (self.restore_keys, self.restore_values), strict=True):
-            buffer[:, :, : self.restore] = states  # `crop` may have gone further back
-        self.end_at(self.restore)
+        for buffer, states in zip(
+            self.buffers, (self.restore_keys, self.restore_values), strict=True
+        ):
+            buffer[:, :, : self.restore_length] = states  # `crop` may have gone further back
+        self.set_end(self.restore_length)
 
-    def spread(self, batch: int) -> None:
+    def share_restore_cache(self, batch: int) -> None:
         """Reduces the tail to the restore cache, for `batch` rows, which share it until they are
         written.
         """
@@ -226,8 +230,8 @@ class TailLayer(CompressedLayer):
         end = min(
             max(self.columns + length if length <= 0 else length - self.seen, 0), self.columns
         )
-        if self.room:
-            self.end_at(end)
+        if self.buffers:
+            self.set_end(end)
         else:
             self.keys, self.values = (x[:, :, :end] for x in self.pair)
 

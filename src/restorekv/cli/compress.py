@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from restorekv.cache.quantized import check as check_storage
+from restorekv.cache.quantized import check_storage
 from restorekv.cli import folder, options
 from restorekv.cli.session import (
     check_outputs_apart,

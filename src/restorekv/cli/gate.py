@@ -13,8 +13,7 @@ from restorekv.cli.session import check_outputs_apart, open_model, print_figures
 from restorekv.cli.train import check_lengths
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
-from restorekv.evictors.published_gate import FAST_KVZIP
-from restorekv.evictors.published_gate import convert as convert_gate
+from restorekv.evictors.published_gate import FAST_KVZIP, convert_gate
 from restorekv.tasks.reading import spread
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train.examples import read_contexts, tiny_examples
@@ -92,6 +91,6 @@ def convert(
     check_outputs_apart([out], (source, model))
     loaded, _ = open_model(model, dtype)
     gate = convert_gate(source, loaded)
-    gate_file.write(out, gate)
+    gate_file.write_gate(out, gate)
     rows = {"kind": gate.card.kind, "predicts": gate.card.target, "model": gate.card.model}
     print_figures(f"Wrote {out}", rows)

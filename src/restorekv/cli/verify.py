@@ -73,7 +73,7 @@ def describe_portable(path: Path) -> str:
 
 
 def describe_gate(path: Path) -> str:
-    card = gate_file.read(path).card
+    card = gate_file.read_gate(path).card
     return f"a gate of kind {card.kind} for {card.model}"
 
 

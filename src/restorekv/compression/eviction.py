@@ -92,7 +92,7 @@ class Eviction(Compressor):
         conventions = CompressionConfig(
             prefix_policy, on_small_budget, allocation, restore_from, offset
         )
-        return cls(evictors.make(evictor), adapter, conventions)
+        return cls(evictors.make_evictor(evictor), adapter, conventions)
 
     @property
     def spec(self) -> str:

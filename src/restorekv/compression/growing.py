@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.cache.ragged import RaggedCache, RaggedLayer, Rows
+from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import timed
@@ -90,8 +90,8 @@ class Growth:
         part = replace(
             self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], self.ids], -1)
         )
-        evictor = self.how.evictor.later(part)
-        if (again := evictor.latest(part)) >= self.ids.shape[-1]:
+        evictor = self.how.evictor.for_later_part(part)
+        if (again := evictor.count_pinned_tail(part)) >= self.ids.shape[-1]:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
             raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
         support.install(self.model)
@@ -113,7 +113,7 @@ class Growth:
         if tokens and not restored:
             with timed(self.seconds, "restore"):
                 self.how.adapter.append(cache, tokens)
-                cache.settle()
+                cache.commit_tail()
         return cache
 
     @property
@@ -125,7 +125,7 @@ class Growth:
     @property
     def carried(self) -> int:
         """The restore pairs that every head goes on holding among its rows."""
-        return self.earlier + self.cache.restore if self.keeps else 0
+        return self.earlier + self.cache.restore_length if self.keeps else 0
 
     @property
     def keeps(self) -> bool:
@@ -167,11 +167,13 @@ class Growth:
                 else self.cache.layers
             )
             for layer, dense in zip(self.cache.layers, first, strict=True):
-                restored = Rows.of_restore_cache(layer, self.context.positions + self.earlier)
-                rows = Rows.joined([Rows.of(layer), restored])
+                restored = ContextPairs.from_restore_cache(
+                    layer, self.context.positions + self.earlier
+                )
+                rows = ContextPairs.concatenate([ContextPairs.from_layer(layer), restored])
                 pair = (dense.keys, dense.values) if prefix else none(layer)
                 layers.append(
-                    rows.where(rows.positions >= prefix).layer(
+                    rows.select(rows.positions >= prefix).to_layer(
                         layer.heads, self.context.tokens, *pair
                     )
                 )
@@ -187,19 +189,19 @@ class Growth:
         for index, (old, new, kept) in enumerate(
             zip(self.cache.layers, reading.layers, keep, strict=True)
         ):
-            rows = Rows.of(old)
-            parts = [rows.where(rows.positions < self.context.positions)]
+            rows = ContextPairs.from_layer(old)
+            parts = [rows.select(rows.positions < self.context.positions)]
             if self.keeps:
                 # Restore pairs are numbered behind the text, wherever that ends.
                 grown = seen - self.context.positions
-                earlier = rows.where(rows.positions >= self.context.positions)
+                earlier = rows.select(rows.positions >= self.context.positions)
                 parts.append(replace(earlier, positions=earlier.positions + grown))
-                parts.append(Rows.of_restore_cache(old, seen + self.earlier))
+                parts.append(ContextPairs.from_restore_cache(old, seen + self.earlier))
             heads, slots = kept.to(new.device).nonzero(as_tuple=True)
             tail = (x[0, heads, prefix + slots] for x in new.pair)
-            parts.append(Rows(*tail, heads, self.context.positions + slots))
+            parts.append(ContextPairs(*tail, heads, self.context.positions + slots))
             layers.append(
-                Rows.joined(parts).layer(
+                ContextPairs.concatenate(parts).to_layer(
                     old.heads, seen, *(restored[index] if restored else none(old))
                 )
             )
@@ -244,7 +246,7 @@ def composed(
     return whole, RaggedCache(layers)
 
 
-def moved(model: PreTrainedModel, rows: Rows, distance: int) -> Rows:
+def moved(model: PreTrainedModel, rows: ContextPairs, distance: int) -> ContextPairs:
     """Returns the rows as if their text stood `distance` positions later."""
     keys = shift_keys(model, rows.keys, distance) if distance else rows.keys
     return replace(rows, keys=keys, positions=rows.positions + distance)
@@ -261,15 +263,15 @@ def composed_layer(
     end = whole.positions
     for number, (context, cache) in enumerate(parts):
         layer = cache.layers[index]
-        own = Rows.of(cache.layers[index])
-        text = own.where(
+        own = ContextPairs.from_layer(cache.layers[index])
+        text = own.select(
             (own.positions < context.positions)
             & (own.positions >= (context.prefix if number else 0))
         )
         rows.append(moved(model, text, start))
-        restored = [own.where(own.positions >= context.positions)]
+        restored = [own.select(own.positions >= context.positions)]
         if number < len(parts) - 1:
-            restored.append(Rows.of_restore_cache(layer, 0))
+            restored.append(ContextPairs.from_restore_cache(layer, 0))
         for each in restored:
             count = len(each.heads) // layer.heads
             turned = moved(model, each, start)
@@ -279,4 +281,6 @@ def composed_layer(
         last = start
         start += context.tokens
     keys = shift_keys(model, layer.restore_keys, last) if last else layer.restore_keys
-    return Rows.joined(rows).layer(layer.heads, whole.positions, keys, layer.restore_values)
+    return ContextPairs.concatenate(rows).to_layer(
+        layer.heads, whole.positions, keys, layer.restore_values
+    )

@@ -104,7 +104,7 @@ class CompressionConfig:
         "free".
         """
         return cache.pairs - (
-            cache.pairs_of_prefix(context.prefix) if self.prefix_policy == "free" else 0
+            cache.count_prefix_pairs(context.prefix) if self.prefix_policy == "free" else 0
         )
 
 
@@ -227,7 +227,9 @@ class ScoredContext(PreparedContext):
         if self.conventions.restore_from == "evicted":
             return replace(self, restorer=adapter, restore_tokens=adapter.restore_tokens)
         seconds = dict(self.seconds)
-        cache = read_only_view(self.full) if self.joined() else RaggedCache.whole(self.full)
+        cache = (
+            read_only_view(self.full) if self.joined() else RaggedCache.from_full_cache(self.full)
+        )
         with timed(seconds, "restore"):
             adapter.append(cache)
         pairs = tuple((layer.keys, layer.values) for layer in cache.layers)
@@ -278,7 +280,7 @@ class ScoredContext(PreparedContext):
         )
         if self.restorer and budget.restore_tokens:
             self.restorer.append(cache, budget.restore_tokens)
-            cache.settle()
+            cache.commit_tail()
         assert self.conventions.counted_pairs(cache, self.context) == budget.pairs
         return cache
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache, DynamicLayer
 
-from restorekv.cache.ragged import RaggedCache, RaggedLayer, Rows
+from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.prepared import (
     GONE,
@@ -74,7 +74,7 @@ def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     first = context.prefix
     if tokens <= chunk:
         return [Part(first, context.positions, context.positions)]
-    again = evictor.latest(portion(context, Part(first, first, first + chunk)))
+    again = evictor.count_pinned_tail(portion(context, Part(first, first, first + chunk)))
     if again >= chunk:
         raise RestoreKVError(
             f"{evictor.spec} always keeps the latest {again} tokens; stream more than that at a time."
@@ -177,7 +177,7 @@ class Stream:
         if self.budget.restore_tokens and not reads_full:
             with timed(self.seconds, "restore"):
                 self.source.restorer.append(cache, self.budget.restore_tokens)
-                cache.settle()
+                cache.commit_tail()
         assert self.conventions.counted_pairs(cache, self.context) == self.budget.pairs
         return cache
 
@@ -186,7 +186,7 @@ class Stream:
         part.
         """
         seen = portion(self.context, part)
-        evictor = self.source.evictor if cache is None else self.source.evictor.later(seen)
+        evictor = self.source.evictor if cache is None else self.source.evictor.for_later_part(seen)
         full, scores = read_part(
             self.model, self.source.tokenizer, evictor, seen, cache, self.seconds
         )
@@ -207,13 +207,13 @@ class Stream:
         )
         for index, (layer, kept) in enumerate(zip(cache.layers, keep, strict=True)):
             heads, slots = kept[:, columns].nonzero(as_tuple=True)
-            new = Rows(
+            new = ContextPairs(
                 layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots]
             )
-            old = Rows.of(layer)
-            rows = Rows.joined([old.where(kept[old.heads, old.positions]), new])
+            old = ContextPairs.from_layer(layer)
+            rows = ContextPairs.concatenate([old.select(kept[old.heads, old.positions]), new])
             tail = (x[:, :, : 0 if last else prefix].clone() for x in (layer.keys, layer.values))
-            cache.layers[index] = rows.layer(
+            cache.layers[index] = rows.to_layer(
                 layer.heads, seen, *(restored[index] if restored else tail)
             )
         self.scores.masked_fill_(~keep, GONE)
@@ -246,7 +246,7 @@ def read_part(
     `seen` is what the evictor takes for the whole text: all of it, or prefix and part, behind a
     ragged cache.
     """
-    observer = evictor.observer(model, seen)
+    observer = evictor.make_observer(model, seen)
     observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
     tell("prefill")
     with timed(seconds, "prefill"), observing:

@@ -90,7 +90,7 @@ class SelfStudy:
 
     def full_cache(self, context: Context) -> RaggedCache:
         """Returns a cache with every pair of the context, which a batch of questions shares."""
-        return RaggedCache.whole(prefill(self.model, context.ids))
+        return RaggedCache.from_full_cache(prefill(self.model, context.ids))
 
     def ask(self, context: Context, cache: RaggedCache) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the teacher's questions by kind, and for the kinds that are dropped why."""

@@ -181,7 +181,7 @@ def check(cells: Sequence[Cell]) -> None:
     for cell in cells:
         tasks.make(cell.benchmark)
         exact_ratio(cell.ratio)
-        quantized.check(cell.storage)
+        quantized.check_storage(cell.storage)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
             conventions = cell.conventions(protocols.make(cell.protocol).prefix_policy)

@@ -27,7 +27,9 @@ class Survivors:
     def of_file(cls, path: Path) -> Self:
         """Read a cache file; needs no model."""
         stored = read(path)
-        return cls(stored.cache().kept(stored.context.positions), stored.context, stored.manifest)
+        return cls(
+            stored.cache().keep_mask(stored.context.positions), stored.context, stored.manifest
+        )
 
     @property
     def per_head(self) -> Tensor:

@@ -112,7 +112,7 @@ class Worker:
                 "cut": cut,
                 "tokens": context.tokens,
                 "prefix": context.prefix,
-                "restore_tokens": cache.restore,
+                "restore_tokens": cache.restore_length,
                 "pairs": view.conventions.counted_pairs(cache, context),
                 "pairs_with_prefix": cache.pairs,
                 "bytes": cache.nbytes,

@@ -17,7 +17,7 @@ from restorekv.evictors.snapkv import SnapKV
 from restorekv.evictors.streaming import Streaming
 from restorekv.evictors.tova import TOVA
 
-__all__ = ["EVICTORS", "Evictor", "make"]
+__all__ = ["EVICTORS", "Evictor", "make_evictor"]
 
 CLASSES = (
     KVzip,
@@ -40,6 +40,6 @@ EVICTORS: dict[str, type[Evictor]] = {each.name: each for each in CLASSES}
 spec.register_entry_points("restorekv.evictors", EVICTORS)
 
 
-def make(text: str) -> Evictor:
+def make_evictor(text: str) -> Evictor:
     """Returns the evictor of a spec."""
     return spec.parse_spec(text, EVICTORS, "evictor")

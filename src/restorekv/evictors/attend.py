@@ -22,7 +22,7 @@ BLOCK = 1 << 22  # weights in a block
 REDUCTIONS = ("max", "mean")
 
 
-def attention_blocks(
+def iterate_attention_blocks(
     query: Tensor, key: Tensor, block: int = BLOCK
 ) -> Iterator[tuple[int, int, Tensor]]:
     """query (H, G, Q, D), key (H, K, D), of which the last Q are the queries' own -> (low, high,
@@ -46,7 +46,7 @@ def attention_blocks(
         yield low, high, logits.softmax(-1)
 
 
-def on_gpu(query: Tensor) -> bool:
+def can_use_kernels(query: Tensor) -> bool:
     """Returns whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
     proven itself there.
 
@@ -54,8 +54,8 @@ def on_gpu(query: Tensor) -> bool:
     """
     return (
         triton_maxima is not None
-        and triton_maxima.usable(query)
-        and proofs.is_proven("maxima", *proof_key(query))
+        and triton_maxima.supports_query(query)
+        and proofs.is_proven("maxima", *_make_proof_key(query))
     )
 
 
@@ -70,21 +70,21 @@ def attend_pass(
     """Returns the attention of a pass, whose weights `on_weights` gets; the arguments are those of
     blocked.attend.
     """
-    proven = not proofs.needed(query.device) or proofs.is_proven("blocked", *proof_key(query))
+    proven = not proofs.needed(query.device) or proofs.is_proven("blocked", *_make_proof_key(query))
     attend = blocked.attend if proven else naive.attend_pass
     return attend(query, own, cached, scale, inside, on_weights)
 
 
-def proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
+def _make_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
     """query (H, G, Q, D) -> what a proof has to hold for, as `proofs.is_proven` takes it."""
     return query.device, query.shape[0], query.shape[1], query.shape[3], query.dtype
 
 
-def over_groups(values: Tensor, reduction: str) -> Tensor:
+def reduce_groups(values: Tensor, reduction: str) -> Tensor:
     """Reduces (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV
     head.
     """
     return values.amax(1) if reduction == "max" else values.mean(1)
 
 
-pass_trials.register_all(triton_maxima)
+pass_trials.register_proofs(triton_maxima)

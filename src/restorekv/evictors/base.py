@@ -47,11 +47,11 @@ class Evictor(ABC):
         """
         return self
 
-    def latest(self, context: Context) -> int:
+    def count_pinned_tail(self, context: Context) -> int:
         """Returns how many columns at the end of `context` are always kept."""
         return 0
 
-    def later(self, context: Context) -> Self:
+    def for_later_part(self, context: Context) -> Self:
         """Returns the evictor for every part of a text after the first, which pins no attention
         sinks.
 
@@ -59,7 +59,7 @@ class Evictor(ABC):
         """
         return self
 
-    def observer(self, model: Model, context: Context) -> Observer | None:
+    def make_observer(self, model: Model, context: Context) -> Observer | None:
         """Returns a new observer of the context's prefill, in chunks of any size, which `score`
         then gets; or None.
         """
@@ -77,11 +77,11 @@ class Evictor(ABC):
         """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves
         `full` (S + T) alone.
 
-        `observer` is what `observer` returned, after the prefill.
+        `observer` is what `make_observer` returned, after the prefill.
         """
 
 
-def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
+def pin_columns(scores: Tensor, columns: Iterable[int]) -> Tensor:
     """Raises `columns` of the scores (L, H, T) above all others in every head, the last named
     highest.
 
@@ -99,7 +99,7 @@ def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
     return scores
 
 
-def at_least_zero(evictor: Evictor, *names: str) -> None:
+def check_not_negative(evictor: Evictor, *names: str) -> None:
     """Refuses negative settings."""
     for name in names:
         if getattr(evictor, name) < 0:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Cache, Context, Model, Tokenizer
-from restorekv.evictors.kvzip import KVzip, Repetition, repetitions
+from restorekv.evictors.kvzip import KVzip, Repetition, make_repetitions
 
 MOST_NOISE = 128  # tokens of a noise pass in the paper
 
@@ -77,13 +77,13 @@ class ContrastKV(KVzip):
         observer: None = None,
     ) -> Tensor:
         """Returns (L, H, T) after two passes over the full cache for every chunk, and both levels."""
-        return self.fuse(*self.signals(model, tokenizer, context, full))
+        return self.fuse_signals(*self.collect_signals(model, tokenizer, context, full))
 
-    def signals(
+    def collect_signals(
         self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache
     ) -> tuple[Tensor, Tensor]:
         """Returns S+ and S-, (L, H, T) float32 each."""
-        passes = self.passes(tokenizer, context)
+        passes = self.make_passes(tokenizer, context)
         generator = torch.Generator().manual_seed(self.seed)
         vocabulary = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
         noise = [
@@ -93,22 +93,24 @@ class ContrastKV(KVzip):
             )
             for part in passes
         ]
-        return self.maxima(model, context, full, passes), self.maxima(model, context, full, noise)
+        return self.collect_maxima(model, context, full, passes), self.collect_maxima(
+            model, context, full, noise
+        )
 
-    def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
+    def make_passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
         """Returns the reconstruction of every chunk."""
-        return list(repetitions(tokenizer, context, self.chunk, self.space))
+        return list(make_repetitions(tokenizer, context, self.chunk, self.space))
 
-    def fuse(self, positive: Tensor, negative: Tensor) -> Tensor:
+    def fuse_signals(self, positive: Tensor, negative: Tensor) -> Tensor:
         """S+ and S- -> scores, all (L, H, T)."""
         highest = positive.amax((1, 2), keepdim=True)
-        scores = torch.minimum(positive + self.bump(positive, negative), highest)
-        low_p, high_p = quantiles(positive, self.beta, 1 - self.beta)
-        low_n, high_n = quantiles(negative, self.beta, 1 - self.beta)
+        scores = torch.minimum(positive + self.compute_bump(positive, negative), highest)
+        low_p, high_p = _compute_quantiles(positive, self.beta, 1 - self.beta)
+        low_n, high_n = _compute_quantiles(negative, self.beta, 1 - self.beta)
         scores = scores.masked_fill((positive <= low_p) & (negative <= low_n), 0.0)
         return scores.masked_fill((positive >= high_p) & (negative >= high_n), 1.0)
 
-    def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
+    def compute_bump(self, positive: Tensor, negative: Tensor) -> Tensor:
         """Returns (L, H, T) >= 0."""
         lowest = negative.amin((1, 2), keepdim=True)
         highest = negative.amax((1, 2), keepdim=True)
@@ -134,7 +136,7 @@ class ContrastKVSimple(ContrastKV):
 
     chunk: int = 2000
 
-    def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
+    def make_passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
         """Returns every chunk unchanged."""
         starts = range(context.prefix, context.positions, self.chunk)
         ends = [min(start + self.chunk, context.positions) for start in starts]
@@ -143,12 +145,12 @@ class ContrastKVSimple(ContrastKV):
             for start, end in zip(starts, ends, strict=True)
         ]
 
-    def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
+    def compute_bump(self, positive: Tensor, negative: Tensor) -> Tensor:
         """Returns (L, H, T) >= 0."""
         # (L, H * T)
         flat = positive.flatten(1)
         against = negative.flatten(1)
-        (median,), (top,) = quantiles(flat, 0.5), quantiles(against, 0.8)
+        (median,), (top,) = _compute_quantiles(flat, 0.5), _compute_quantiles(against, 0.8)
         smaller = torch.searchsorted(against.sort(-1).values, against)
         rank = smaller / max(against.shape[-1] - 1, 1)
         span = flat.amax(-1, keepdim=True) - flat.amin(-1, keepdim=True)
@@ -156,7 +158,7 @@ class ContrastKVSimple(ContrastKV):
         return lifted.view_as(positive)
 
 
-def quantiles(values: Tensor, *levels: float) -> list[Tensor]:
+def _compute_quantiles(values: Tensor, *levels: float) -> list[Tensor]:
     """Returns quantiles along the last axis, which keeps length 1; linear between neighbors.
 
     Indices are computed in double precision: torch.quantile is off by whole elements on long axes.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin
-from restorekv.evictors.query_moments import QueryMoments, expected_weights
-from restorekv.evictors.streaming import sink_columns
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin_columns
+from restorekv.evictors.query_moments import QueryMoments, compute_expected_weights
+from restorekv.evictors.streaming import list_sink_columns
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class ExpectedAttention(Evictor):
                 f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}."
             )
 
-    def later(self, context: Context) -> Self:
+    def for_later_part(self, context: Context) -> Self:
         # Sinks are outside every part's softmax.
         return replace(self, sinks=min(self.sinks, context.prefix))
 
-    def observer(self, model: Model, context: Context) -> QueryMoments:
+    def make_observer(self, model: Model, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)
 
     @torch.no_grad()
@@ -64,9 +64,11 @@ class ExpectedAttention(Evictor):
         scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(full.layers):
             key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
-            mean, covariance = observer.ahead(model, index, full.get_seq_length(), self.future)
-            weights = expected_weights(key, mean, covariance * self.covariance)
+            mean, covariance = observer.predict_moments(
+                model, index, full.get_seq_length(), self.future
+            )
+            weights = compute_expected_weights(key, mean, covariance * self.covariance)
             scores[index, :, self.sinks :] = (
                 (weights + self.epsilon) * value.norm(dim=-1) if self.values else weights
             )
-        return pin(scores[..., context.prefix :], sink_columns(self.sinks, context))
+        return pin_columns(scores[..., context.prefix :], list_sink_columns(self.sinks, context))

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Context, at_least_zero
+from restorekv.evictors.base import Context, check_not_negative
 from restorekv.evictors.gate_file import Layer
-from restorekv.evictors.gated import Gated, linear, recent
+from restorekv.evictors.gated import Gated, apply_linear, list_recent_columns
 
 EPSILON = 1e-6  # of the RMS norms
 
@@ -48,34 +48,36 @@ class FastKVzip(Gated):
             raise RestoreKVError(
                 f"fastkvzip takes a window from 0 to 1, a share of the context, not {self.window:g}."
             )
-        at_least_zero(self, "cap", "long", "sinks")
+        check_not_negative(self, "cap", "long", "sinks")
 
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
         """Returns (..., H, T) in (0, 1)."""
         base = layer["k_base"].float().squeeze(-3)  # (..., H, s, R)
         heads, _, rank = base.shape[-3:]
-        query = linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"]).unflatten(
+        query = apply_linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"]).unflatten(
             -1, (heads, -1, rank)
         )
-        key = linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
-        query = normalized(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
-        key = normalized(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)
+        key = apply_linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
+        query = _normalize_rms(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
+        key = _normalize_rms(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)
         own = (query * key).sum(-1) / math.sqrt(rank) + layer["b"].float()  # (..., H, T, G)
         others = (query.flatten(-3, -2) @ base.mT / math.sqrt(rank)).logsumexp(-1)
         return torch.sigmoid(own - others.view_as(own)).mean(-1)
 
-    def later(self, context: Context) -> Self:
+    def for_later_part(self, context: Context) -> Self:
         return replace(self, sinks=0)
 
-    def kept(self, context: Context) -> list[int]:
+    def list_pinned_columns(self, context: Context) -> list[int]:
         """Returns the sinks, then the window, the most recent last."""
         columns = context.positions
-        window = recent(context, int(columns * self.window) if columns < self.long else self.cap)
+        window = list_recent_columns(
+            context, int(columns * self.window) if columns < self.long else self.cap
+        )
         return [*range(min(max(self.sinks - context.prefix, 0), window.start)), *window]
 
 
-def normalized(values: Tensor, weight: Tensor) -> Tensor:
+def _normalize_rms(values: Tensor, weight: Tensor) -> Tensor:
     """Divides values (..., T, H, G, R) by their RMS and multiplies by weight (..., R), in float32."""
     values = values.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + EPSILON)

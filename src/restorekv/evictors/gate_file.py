@@ -65,7 +65,9 @@ class GateCard:
             )
 
     @classmethod
-    def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
+    def for_model(
+        cls, model: PreTrainedModel, kind: str, target: str, **described: dict
+    ) -> "GateCard":
         """Returns the card for a gate of `model`."""
         return cls(kind=kind, target=target, **base_weights.origin(model), **described)
 
@@ -81,7 +83,7 @@ class Gate:
     digest: str = ""
 
 
-def write(path: Path, gate: Gate) -> None:
+def write_gate(path: Path, gate: Gate) -> None:
     """Writes the file completely or not at all; refuses numbers that are not finite."""
     tensors = {
         f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
@@ -97,11 +99,11 @@ def write(path: Path, gate: Gate) -> None:
     seal.write_sealed(path, FILE, tensors, {"card": card})
 
 
-def read(path: Path) -> Gate:
-    """Read a gate, once; refuse a file that differs in any way from what `write` wrote."""
+def read_gate(path: Path) -> Gate:
+    """Read a gate, once; refuse a file that differs in any way from what `write_gate` wrote."""
     card, tensors = read_card(path)
     check_numbers(path, tensors)
-    return Gate(split(path, tensors), card, digest_tensors(tensors)[:16])
+    return Gate(split_layers(path, tensors), card, digest_tensors(tensors)[:16])
 
 
 def read_card(path: Path) -> tuple[GateCard, dict[str, Tensor]]:
@@ -123,7 +125,7 @@ def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
         seal.check_weights(tensors, f"The gate {name}", MAKE)
 
 
-def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def split_layers(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Returns a mapping per layer from the names of a file's tensors; refuses other names."""
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -135,7 +137,7 @@ def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]
     return [layers[str(index)] for index in range(len(layers))]
 
 
-def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
+def compute_shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
     """Returns the shapes that a layer of this kind must have; raises KeyError or IndexError if
     sizes are missing.
     """
@@ -174,7 +176,7 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
     for index, layer in enumerate(layers):
         sizes = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
         try:
-            fits = sizes == shapes(kind, shape, layer) and all(map(all, sizes.values()))
+            fits = sizes == compute_shapes(kind, shape, layer) and all(map(all, sizes.values()))
         except (KeyError, IndexError):
             fits = False
         if not fits:
@@ -183,7 +185,7 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
             )
 
 
-def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
+def check_gate(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
     """Checks that the gate has one of `kinds` and was made for this model; warns if for other
     weights of it.
     """
@@ -196,7 +198,7 @@ def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]
     check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
 
 
-def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
+def find_shipped_gate(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     """Returns the gate in the package for this model, of the first of `kinds` that exists.
 
     A gate for exactly these weights precedes one for other weights of the model.
@@ -223,7 +225,7 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
 _loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple, Gate]] = WeakKeyDictionary()
 
 
-def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
+def load_gate(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
     """Returns the gate `source`, "auto" or a path, on the model's device; reads it again only if
     the file changes.
     """
@@ -232,9 +234,9 @@ def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
     key = (source, tuple(kinds), state and (state.st_mtime_ns, state.st_size), model.device)
     gates = _loaded.setdefault(model, {})
     if key not in gates:
-        path = path or shipped(model, kinds)
-        gate = read(path)
-        check(path, gate, model, kinds)
+        path = path or find_shipped_gate(model, kinds)
+        gate = read_gate(path)
+        check_gate(path, gate, model, kinds)
         layers = [
             {name: tensor.to(model.device) for name, tensor in layer.items()}
             for layer in gate.layers

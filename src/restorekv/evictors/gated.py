@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from restorekv.evictors import gate_file
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin_columns
 from restorekv.evictors.gate_file import Gate, Layer
 from restorekv.model.observer import LayerView
 from restorekv.model.shape import CacheShape
@@ -54,12 +54,12 @@ class Gated(Evictor):
 
     gate: str = "auto"
 
-    def load(self, model: Model) -> Gate:
+    def load_gate(self, model: Model) -> Gate:
         """Returns the gate for `model`; raises GateError."""
-        return gate_file.load(model, self.gate, self.kinds)
+        return gate_file.load_gate(model, self.gate, self.kinds)
 
     def identity(self, model: Model) -> str:
-        return replace(self, gate=self.load(model).digest).spec
+        return replace(self, gate=self.load_gate(model).digest).spec
 
     @staticmethod
     @abstractmethod
@@ -69,17 +69,17 @@ class Gated(Evictor):
         """
 
     @abstractmethod
-    def kept(self, context: Context) -> Sequence[int]:
+    def list_pinned_columns(self, context: Context) -> Sequence[int]:
         """Returns the columns of the context that are always kept, the most important last."""
 
-    def latest(self, context: Context) -> int:
-        kept = set(self.kept(context))
+    def count_pinned_tail(self, context: Context) -> int:
+        kept = set(self.list_pinned_columns(context))
         return next(
             (n for n in range(context.tokens) if context.tokens - 1 - n not in kept), context.tokens
         )
 
-    def observer(self, model: Model, context: Context) -> GateScores:
-        return GateScores(model, context, self.load(model), self.predict)
+    def make_observer(self, model: Model, context: Context) -> GateScores:
+        return GateScores(model, context, self.load_gate(model), self.predict)
 
     def score(
         self,
@@ -90,10 +90,12 @@ class Gated(Evictor):
         observer: Any = None,
     ) -> Tensor:
         """Returns (L, H, T): the predictions, with the kept columns above all others."""
-        return pin(observer.scores[..., context.prefix :], self.kept(context))
+        return pin_columns(
+            observer.scores[..., context.prefix :], self.list_pinned_columns(context)
+        )
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def apply_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """hidden (..., T, d), weight (..., m, d), bias (..., m) -> (..., T, m), in the wider of both
     dtypes.
     """
@@ -106,6 +108,6 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return result if bias is None else result + bias.to(dtype).unsqueeze(-2)
 
 
-def recent(context: Context, window: int) -> range:
+def list_recent_columns(context: Context, window: int) -> range:
     """Returns the last `window` columns of the context."""
     return range(max(context.tokens - window, 0), context.tokens)

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.attend import REDUCTIONS, attend_pass, on_gpu, over_groups, triton_maxima
+from restorekv.evictors.attend import (
+    REDUCTIONS,
+    attend_pass,
+    can_use_kernels,
+    reduce_groups,
+    triton_maxima,
+)
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.observer import LayerView
 from restorekv.model.shape import CacheShape
@@ -44,11 +50,13 @@ class ColumnMaxima:
         cached, own = zip(
             *((x[:, :before], x[:, before:]) for x in (view.key, view.value)), strict=True
         )
-        if on_gpu(view.query):
-            output, lse = triton_maxima.attend(view.query, own, cached, view.scale, 0, 0, before)
+        if can_use_kernels(view.query):
+            output, lse = triton_maxima.attend_pass(
+                view.query, own, cached, view.scale, 0, 0, before
+            )
             maxima = [
-                triton_maxima.highest(view.query, cached[0], lse, view.scale),
-                triton_maxima.highest(
+                triton_maxima.find_maxima(view.query, cached[0], lse, view.scale),
+                triton_maxima.find_maxima(
                     view.query, own[0], lse, view.scale, own=True, diagonal=self.diagonal
                 ),
             ]
@@ -85,7 +93,7 @@ class H2O(Evictor):
         if self.groups not in REDUCTIONS:
             raise RestoreKVError(f"h2o takes groups=max|mean, not {self.groups}.")
 
-    def observer(self, model: Model, context: Context) -> ColumnMaxima:
+    def make_observer(self, model: Model, context: Context) -> ColumnMaxima:
         return ColumnMaxima(model, context, self.diagonal)
 
     def score(
@@ -98,4 +106,4 @@ class H2O(Evictor):
     ) -> Tensor:
         """Returns (L, H, T) in [0, 1]."""
         best = observer.best[..., context.prefix :]
-        return torch.stack([over_groups(layer, self.groups) for layer in best])
+        return torch.stack([reduce_groups(layer, self.groups) for layer in best])

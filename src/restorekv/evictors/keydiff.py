@@ -34,11 +34,14 @@ class KeyDiff(Evictor):
     ) -> Tensor:
         """Returns (L, H, T) in [-1, 1]."""
         return torch.stack(
-            [difference(layer.keys[0].float())[:, context.prefix :] for layer in full.layers]
+            [
+                _measure_difference(layer.keys[0].float())[:, context.prefix :]
+                for layer in full.layers
+            ]
         )
 
 
-def difference(key: Tensor) -> Tensor:
+def _measure_difference(key: Tensor) -> Tensor:
     """key (H, K, D) -> (H, K)."""
     anchor = F.normalize(key, dim=-1).mean(1, keepdim=True)
     return -F.cosine_similarity(key, anchor, dim=-1)

@@ -47,8 +47,8 @@ class FromKVPress(Evictor):
     eager: bool = False
 
     def __post_init__(self) -> None:
-        kvpress = load()
-        press = from_spec(self.press, kvpress) if isinstance(self.press, str) else self.press
+        kvpress = _import_kvpress()
+        press = _parse_press(self.press, kvpress) if isinstance(self.press, str) else self.press
         if not isinstance(press, kvpress.ScorerPress):
             raise RestoreKVError(
                 f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}."
@@ -82,8 +82,8 @@ class FromKVPress(Evictor):
         try:
             self.scorer.post_init_from_model(model)
             with (
-                hooked(model, after_layer),
-                eager_attention(model) if self.eager else nullcontext(),
+                _hook_attention(model, after_layer),
+                _use_eager_attention(model) if self.eager else nullcontext(),
             ):
                 decoder(model)(
                     input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True
@@ -97,7 +97,7 @@ class FromKVPress(Evictor):
 
 
 @contextmanager
-def hooked(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
+def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
     """Calls `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as
     presses expect.
     """
@@ -116,7 +116,7 @@ def hooked(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
 
 
 @contextmanager
-def eager_attention(model: Model) -> Iterator[None]:
+def _use_eager_attention(model: Model) -> Iterator[None]:
     """Uses transformers' own attention, which returns its weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -126,7 +126,7 @@ def eager_attention(model: Model) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def load() -> ModuleType:
+def _import_kvpress() -> ModuleType:
     """Imports kvpress when it is first needed."""
     try:
         import kvpress
@@ -135,7 +135,7 @@ def load() -> ModuleType:
     return kvpress
 
 
-def from_spec(text: str, kvpress: ModuleType) -> Any:
+def _parse_press(text: str, kvpress: ModuleType) -> Any:
     """Returns the press of a spec."""
     base = kvpress.ScorerPress
     kinds = {name: kind for name, kind in vars(kvpress).items() if isinstance(kind, type)}

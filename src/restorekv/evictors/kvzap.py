@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from restorekv.evictors import gate_file
-from restorekv.evictors.base import Context, Model, at_least_zero
+from restorekv.evictors.base import Context, Model, check_not_negative
 from restorekv.evictors.gate_file import Gate, Layer
-from restorekv.evictors.gated import Gated, linear, recent
+from restorekv.evictors.gated import Gated, apply_linear, list_recent_columns
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class KVzap(Gated):
     window: int = 0
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "window")
+        check_not_negative(self, "window")
 
-    def load(self, model: Model) -> Gate:
+    def load_gate(self, model: Model) -> Gate:
         if self.gate in ("linear", "mlp"):
-            return gate_file.load(model, "auto", (f"kvzap-{self.gate}",))
-        return super().load(model)
+            return gate_file.load_gate(model, "auto", (f"kvzap-{self.gate}",))
+        return super().load_gate(model)
 
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
         """Returns (..., H, T): logarithms, of any sign."""
         if "weight" in layer:
-            return linear(hidden, layer["weight"], layer["bias"]).float().mT
-        inner = F.gelu(linear(hidden, layer["0.weight"], layer["0.bias"]))
-        return linear(inner, layer["2.weight"], layer["2.bias"]).float().mT
+            return apply_linear(hidden, layer["weight"], layer["bias"]).float().mT
+        inner = F.gelu(apply_linear(hidden, layer["0.weight"], layer["0.bias"]))
+        return apply_linear(inner, layer["2.weight"], layer["2.bias"]).float().mT
 
-    def kept(self, context: Context) -> range:
-        return recent(context, self.window)
+    def list_pinned_columns(self, context: Context) -> range:
+        return list_recent_columns(context, self.window)

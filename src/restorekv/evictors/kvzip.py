@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.attend import attend_pass, on_gpu, triton_maxima
+from restorekv.evictors.attend import attend_pass, can_use_kernels, triton_maxima
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
@@ -30,9 +30,9 @@ from restorekv.model.prompt import encode
 from restorekv.model.shape import CacheShape, decoder
 from restorekv.model.support import refuse_scoring_beyond
 
-FIRST = "\n\nRepeat the previous context exactly."
-LATER = "\n\nRepeat the part of the previous context exactly, starting with"
-HINT = 8  # ids of the previous chunk that show where a later one starts
+FIRST_PROMPT = "\n\nRepeat the previous context exactly."
+LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
+HINT_LENGTH = 8  # ids of the previous chunk that show where a later one starts
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class KVzip(Evictor):
         observer: None = None,
     ) -> Tensor:
         """Returns (L, H, T) after one pass over the full cache for every chunk."""
-        return self.maxima(
-            model, context, full, repetitions(tokenizer, context, self.chunk, self.space)
+        return self.collect_maxima(
+            model, context, full, make_repetitions(tokenizer, context, self.chunk, self.space)
         )
 
     @torch.no_grad()
-    def maxima(
+    def collect_maxima(
         self, model: Model, context: Context, full: Cache, passes: Iterable[Repetition]
     ) -> Tensor:
         """Returns (L, H, T) float32; every pass writes the columns that it names."""
@@ -96,7 +96,7 @@ class KVzip(Evictor):
             def on_layer(
                 view: LayerView, part: Repetition = part, columns: Tensor = columns
             ) -> Tensor:
-                columns[view.layer], output = self.chunk_scores(
+                columns[view.layer], output = self.score_chunk(
                     view, full.layers[view.layer], part.start, part.end
                 )
                 return output
@@ -107,32 +107,32 @@ class KVzip(Evictor):
                 decoder(model)(input_ids=ids, past_key_values=query_only_view(full), use_cache=True)
         return scores
 
-    def chunk_scores(
+    def score_chunk(
         self, view: LayerView, cached: CacheLayerMixin, start: int, end: int
     ) -> tuple[Tensor, Tensor]:
         """Returns (H, end - start), the column maxima over rows and query heads, and the attention
         output.
         """
-        best, output = column_maxima(view, cached, start, end, min(self.sinks, start))
+        best, output = find_column_maxima(view, cached, start, end, min(self.sinks, start))
         return best.amax(1), output
 
 
-def repetitions(
+def make_repetitions(
     tokenizer: Tokenizer, context: Context, chunk: int, space: bool = False
 ) -> Iterator[Repetition]:
     """Yields the passes in order; a later one starts from the last ids of the chunk before it."""
     for start in range(context.prefix, context.positions, chunk):
         end = min(start + chunk, context.positions)
-        pieces = [encode(tokenizer, FIRST)]
+        pieces = [encode(tokenizer, FIRST_PROMPT)]
         if start > context.prefix:
-            hint = context.ids[:, start - min(HINT, chunk) : start]
-            pieces = [encode(tokenizer, LATER + " " * space), hint]
+            hint = context.ids[:, start - min(HINT_LENGTH, chunk) : start]
+            pieces = [encode(tokenizer, LATER_PROMPT + " " * space), hint]
         yield Repetition(
             torch.cat([*pieces, context.suffix, context.ids[:, start:end]], -1), start, end
         )
 
 
-def column_maxima(
+def find_column_maxima(
     view: LayerView,
     cached: CacheLayerMixin,
     start: int,
@@ -146,11 +146,15 @@ def column_maxima(
     The second result is the output of attention over `cached` and the pass, (Q, H * G, D).
     """
     own = view.key, view.value
-    if on_gpu(view.query) and not isinstance(cached, RaggedLayer):
+    if can_use_kernels(view.query) and not isinstance(cached, RaggedLayer):
         dense = cached.keys[0], cached.values[0]
-        output, lse = triton_maxima.attend(view.query, own, dense, view.scale, sinks, start, end)
+        output, lse = triton_maxima.attend_pass(
+            view.query, own, dense, view.scale, sinks, start, end
+        )
         lse = lse if row_weight is None else lse - row_weight.log2()
-        return triton_maxima.highest(view.query, dense[0][:, start:end], lse, view.scale), output
+        return triton_maxima.find_maxima(
+            view.query, dense[0][:, start:end], lse, view.scale
+        ), output
     best = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
 
     def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
@@ -161,11 +165,16 @@ def column_maxima(
 
     inside = [slice(0, sinks), slice(start, end)]
     return best, attend_pass(
-        view.query, own, lambda head: pairs(cached, head), view.scale, inside, on_weights
+        view.query,
+        own,
+        lambda head: _gather_head_pairs(cached, head),
+        view.scale,
+        inside,
+        on_weights,
     )
 
 
-def pairs(cached: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:
+def _gather_head_pairs(cached: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:
     """Returns a head's keys and values (K, D); of a ragged layer the tail's columns come first."""
     columns = cached.keys[0, head], cached.values[0, head]
     if not isinstance(cached, RaggedLayer):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from restorekv.evictors.kvzip import KVzip, column_maxima
+from restorekv.evictors.kvzip import KVzip, find_column_maxima
 from restorekv.model.observer import LayerView
 
 
@@ -24,14 +24,14 @@ class KVzipPlus(KVzip):
 
     name: ClassVar[str] = "kvzip+"
 
-    def chunk_scores(
+    def score_chunk(
         self, view: LayerView, cached: CacheLayerMixin, start: int, end: int
     ) -> tuple[Tensor, Tensor]:
         """See KVzip. The column factor is the same for every row, so the row maximum is taken
         first.
         """
         rows = 1 / view.hidden.float().norm(dim=-1)  # (Q,)
-        best, output = column_maxima(view, cached, start, end, min(self.sinks, start), rows)
+        best, output = find_column_maxima(view, cached, start, end, min(self.sinks, start), rows)
         columns = output_norms(
             view.module.o_proj.weight, cached.values[0, :, start:end], best.shape[1]
         )

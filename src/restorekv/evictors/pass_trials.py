@@ -24,7 +24,7 @@ Pairs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Pass:
+class ScoringPass:
     """Q rows over K cached columns; keys and values lie columns first, as an offloaded layer does,
     if `transposed`.
     """
@@ -39,14 +39,14 @@ class Pass:
 
 
 PASSES = (
-    Pass("a chunk", rows=70, held=150, sinks=4, start=21, end=150),
-    Pass("a prefill", rows=33, held=65, sinks=0, start=0, end=65, transposed=True),
-    Pass("the first rows", rows=20, held=0, sinks=0, start=0, end=0),
+    ScoringPass("a chunk", rows=70, held=150, sinks=4, start=21, end=150),
+    ScoringPass("a prefill", rows=33, held=65, sinks=0, start=0, end=65, transposed=True),
+    ScoringPass("the first rows", rows=20, held=0, sinks=0, start=0, end=0),
 )
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PassInputs:
     """Query (H, G, Q, D), own pairs (H, Q, D) and cached ones (H, K, D) on the CPU, and the
     definition's results.
 
@@ -65,7 +65,7 @@ class Inputs:
     sizes: Tensor
 
 
-def make_inputs(target: Target, each: Pass) -> Inputs:
+def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
     """Draws the inputs of a pass, the same for every device."""
     generator = torch.Generator().manual_seed(PASSES.index(each) if each in PASSES else 99)
 
@@ -111,7 +111,7 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
     sizes = sizes + torch.finfo(dtype).tiny * values.shape[1] * float(values.abs().max())
     chosen = [*range(each.sinks), *range(each.start, each.end), *range(each.held, each.held + rows)]
     largest = float(logits.masked_fill(later, 0).abs().max())
-    return Inputs(
+    return PassInputs(
         query,
         own,
         cached,
@@ -123,15 +123,15 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
     )
 
 
-def lay(pairs: Pairs, each: Pass, device: torch.device) -> Pairs:
+def _lay_out(pairs: Pairs, each: ScoringPass, device: torch.device) -> Pairs:
     """Returns keys and values (H, n, D) on a device, in the layout of the pass."""
     if not each.transposed:
         return tuple(x.to(device) for x in pairs)
     return tuple(x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in pairs)
 
 
-def compare(
-    name: str, inputs: Inputs, output: Tensor, best: Tensor, wanted: Tensor
+def compare_results(
+    name: str, inputs: PassInputs, output: Tensor, best: Tensor, wanted: Tensor
 ) -> Iterator[Measured]:
     """Compares an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
     error = float(((output.cpu().double() - inputs.output).abs() / inputs.sizes).max())
@@ -140,10 +140,12 @@ def compare(
         # A weight is a power of a float32 logit, whatever the dtype: relative to itself, and to the
         # least that counts.
         error = float(((best.cpu().double() - wanted).abs() / (wanted + 1e-4)).max())
-        yield Measured(f"{name}: highest weights", error, max(1e-4, weight_tolerance(inputs)))
+        yield Measured(
+            f"{name}: highest weights", error, max(1e-4, _compute_weight_tolerance(inputs))
+        )
 
 
-def weight_tolerance(inputs: Inputs) -> float:
+def _compute_weight_tolerance(inputs: PassInputs) -> float:
     """Returns the relative error of a weight that rounding explains: logits are float32 in every
     dtype.
     """
@@ -156,7 +158,7 @@ def measure_blocked(target: Target) -> Iterator[Measured]:
     """
     for each in PASSES:
         inputs = make_inputs(target, each)
-        cached = lay(inputs.cached, each, target.device)
+        cached = _lay_out(inputs.cached, each, target.device)
         width = inputs.weights.shape[-1]
         best = torch.zeros(target.heads, target.groups, width, device=target.device)
 
@@ -168,13 +170,13 @@ def measure_blocked(target: Target) -> Iterator[Measured]:
 
         output = blocked.attend(
             inputs.query.to(target.device),
-            lay(inputs.own, each, target.device),
+            _lay_out(inputs.own, each, target.device),
             lambda head, cached=cached: tuple(x[head] for x in cached),
             inputs.scale,
             [slice(0, each.sinks), slice(each.start, each.end)],
             on_weights,
         )
-        yield from compare(each.name, inputs, output, best, inputs.weights.amax(2))
+        yield from compare_results(each.name, inputs, output, best, inputs.weights.amax(2))
 
 
 def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
@@ -185,29 +187,35 @@ def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
         inputs = make_inputs(target, each)
         device = target.device
         query = inputs.query.to(device)
-        own = lay(inputs.own, each, device)
-        cached = lay(inputs.cached, each, device)
-        output, lse = kernels.attend(
+        own = _lay_out(inputs.own, each, device)
+        cached = _lay_out(inputs.cached, each, device)
+        output, lse = kernels.attend_pass(
             query, own, cached, inputs.scale, each.sinks, each.start, each.end
         )
         width = inputs.weights.shape[-1] - each.rows
         held, mine = inputs.weights.split([width, each.rows], -1)
-        best = kernels.highest(query, cached[0][:, each.start : each.end], lse, inputs.scale)
-        yield from compare(each.name, inputs, output, best, held[..., each.sinks :].amax(2))
+        best = kernels.find_maxima(query, cached[0][:, each.start : each.end], lse, inputs.scale)
+        yield from compare_results(each.name, inputs, output, best, held[..., each.sinks :].amax(2))
         for diagonal in (True, False):
             seen = mine.clone()
             if not diagonal:
                 seen.diagonal(dim1=-2, dim2=-1).zero_()
-            best = kernels.highest(query, own[0], lse, inputs.scale, own=True, diagonal=diagonal)
-            yield from compare(f"{each.name}, own pairs", inputs, output, best, seen.amax(2))
+            best = kernels.find_maxima(
+                query, own[0], lse, inputs.scale, own=True, diagonal=diagonal
+            )
+            yield from compare_results(
+                f"{each.name}, own pairs", inputs, output, best, seen.amax(2)
+            )
         weight = torch.linspace(0.2, 1, each.rows, dtype=torch.float64)
         lighter = lse - weight.float().log2().to(device)  # x - (l - log2 w): a weight times w
-        best = kernels.highest(query, cached[0][:, each.start : each.end], lighter, inputs.scale)
+        best = kernels.find_maxima(
+            query, cached[0][:, each.start : each.end], lighter, inputs.scale
+        )
         wanted = (held[..., each.sinks :] * weight[:, None]).amax(2)
-        yield from compare(f"{each.name}, weighted rows", inputs, output, best, wanted)
+        yield from compare_results(f"{each.name}, weighted rows", inputs, output, best, wanted)
 
 
-def register_all(kernels: ModuleType | None) -> None:
+def register_proofs(kernels: ModuleType | None) -> None:
     """Makes both components known; `kernels` is triton_maxima.py, if Triton is installed."""
     register(
         Component(

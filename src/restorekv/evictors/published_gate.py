@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 
 from restorekv import files
 from restorekv.errors import GateError
-from restorekv.evictors.gate_file import TARGETS, Gate, GateCard, check_numbers, check_shapes, split
+from restorekv.evictors.gate_file import (
+    TARGETS,
+    Gate,
+    GateCard,
+    check_numbers,
+    check_shapes,
+    split_layers,
+)
 from restorekv.model.shape import CacheShape
 from restorekv.seal import read_tensors
 
@@ -28,11 +35,11 @@ PICKLE_LIMIT = 1 << 30  # bytes; the published files have a few megabytes
 Layers = list[dict[str, Tensor]]
 
 
-def convert(source: str, model: PreTrainedModel) -> Gate:
+def convert_gate(source: str, model: PreTrainedModel) -> Gate:
     """Converts a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises
     GateError.
     """
-    path = Path(source) if Path(source).exists() else download(source, model)
+    path = Path(source) if Path(source).exists() else _download_gate(source, model)
     if not path.is_file() and not path.is_dir():
         raise GateError(
             f"{path} is not a regular file; give a file of Fast KVzip or a folder of KVzap."
@@ -41,14 +48,14 @@ def convert(source: str, model: PreTrainedModel) -> Gate:
         raise GateError(
             f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}."
         )
-    kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))
+    kind, layers = _read_folder(path) if path.is_dir() else ("fastkvzip", _read_pickle(path))
     for index, layer in enumerate(layers):
         check_numbers(source, {f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
     check_shapes(source, kind, layers, CacheShape.of(model))
-    return Gate(layers, GateCard.of(model, kind, TARGETS[kind], settings={"source": source}))
+    return Gate(layers, GateCard.for_model(model, kind, TARGETS[kind], settings={"source": source}))
 
 
-def download(source: str, model: PreTrainedModel) -> Path:
+def _download_gate(source: str, model: PreTrainedModel) -> Path:
     """Downloads the file for `model`, by its name, from Fast KVzip's repository, or a whole KVzap
     repository.
     """
@@ -65,7 +72,7 @@ def download(source: str, model: PreTrainedModel) -> Path:
         ) from error
 
 
-def read_pickle(path: Path) -> Layers:
+def _read_pickle(path: Path) -> Layers:
     """Reads tensors only: code in a pickle is never run."""
     rebuild = np.empty(0).__reduce__()[0]
     arrays = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
@@ -73,7 +80,7 @@ def read_pickle(path: Path) -> Layers:
     try:
         with torch.serialization.safe_globals(arrays):
             raw = io.BytesIO(files.read_bytes(path, str(path), PICKLE_LIMIT))
-            check_archive(raw)
+            _check_archive(raw)
             layers = torch.load(raw, map_location="cpu", weights_only=True)["module"]
         plain = all(isinstance(tensor, Tensor) for layer in layers for tensor in layer.values())
     except Exception as error:  # damaged pickles and those with code raise many kinds
@@ -85,7 +92,7 @@ def read_pickle(path: Path) -> Layers:
     return [dict(layer) for layer in layers]
 
 
-def check_archive(raw: io.BytesIO) -> None:
+def _check_archive(raw: io.BytesIO) -> None:
     """Refuses an archive, which a file of torch.save is, that unfolds to much more than it has
     bytes.
     """
@@ -97,7 +104,7 @@ def check_archive(raw: io.BytesIO) -> None:
     raw.seek(0)
 
 
-def read_folder(folder: Path) -> tuple[str, Layers]:
+def _read_folder(folder: Path) -> tuple[str, Layers]:
     """Reads a KVzap gate, which is linear if its config has no hidden_dim."""
     try:
         config = files.read_record(folder / "config.json", f"{folder / 'config.json'}")
@@ -114,4 +121,4 @@ def read_folder(folder: Path) -> tuple[str, Layers]:
         raise GateError(
             f"{folder} is not a KVzap gate according to its config.json; give a folder of one."
         )
-    return kind, split(folder, tensors)
+    return kind, split_layers(folder, tensors)

@@ -43,7 +43,9 @@ class QueryMoments:
         new = len(hidden)
         if new == 0:
             return
-        query = unrotated(view.module, hidden).unflatten(0, view.query.shape[:2])  # (H, G, new, D)
+        query = _project_queries(view.module, hidden).unflatten(
+            0, view.query.shape[:2]
+        )  # (H, G, new, D)
         mean = query.mean(-2)
         query = query - mean.unsqueeze(-2)
         step = mean - self.mean[layer]
@@ -52,7 +54,9 @@ class QueryMoments:
         self.mean[layer] += step * (new / (seen + new))
         self.count[layer] = seen + new
 
-    def ahead(self, model: Model, layer: int, start: int, future: int) -> tuple[Tensor, Tensor]:
+    def predict_moments(
+        self, model: Model, layer: int, start: int, future: int
+    ) -> tuple[Tensor, Tensor]:
         """Returns R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
         start + future - 1.
         """
@@ -65,7 +69,7 @@ class QueryMoments:
         return mean * cos + rotate_half(mean) * sin, covariance
 
 
-def unrotated(module: nn.Module, hidden: Tensor) -> Tensor:
+def _project_queries(module: nn.Module, hidden: Tensor) -> Tensor:
     """hidden (Q, d) -> queries (H * G, Q, D) float32 before RoPE, after QK-norm if the model has
     one.
     """
@@ -73,7 +77,7 @@ def unrotated(module: nn.Module, hidden: Tensor) -> Tensor:
     return (module.q_norm(query) if hasattr(module, "q_norm") else query).transpose(0, 1).float()
 
 
-def expected_weights(key: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+def compute_expected_weights(key: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     """Returns (H, K), the mean over G of E[exp(q k_i / sqrt(D))], normalized to sum 1, for Gaussian
     q.
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.attend import REDUCTIONS, attention_blocks, over_groups
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin
+from restorekv.evictors.attend import REDUCTIONS, iterate_attention_blocks, reduce_groups
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin_columns
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import read_only_view
 from restorekv.model.shape import CacheShape, decoder
@@ -49,10 +49,10 @@ class SnapKV(Evictor):
                 f"snapkv takes pool=max|avg and groups=max|mean, not {self.pool} and {self.groups}."
             )
 
-    def latest(self, context: Context) -> int:
+    def count_pinned_tail(self, context: Context) -> int:
         return min(self.window, context.tokens)
 
-    def later(self, context: Context) -> Self:
+    def for_later_part(self, context: Context) -> Self:
         return replace(self, sinks=0)
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class SnapKV(Evictor):
                     input_ids=ids, past_key_values=read_only_view(full, start), use_cache=True
                 )
         sinks = range(min(self.sinks, context.tokens - window))
-        return pin(scores, [*sinks, *range(context.tokens - window, context.tokens)])
+        return pin_columns(scores, [*sinks, *range(context.tokens - window, context.tokens)])
 
     def window_attention(self, view: LayerView, first: int, last: int) -> Tensor:
         """Returns (H, last - first): the queries' attention to these columns, averaged, reduced
@@ -92,8 +92,8 @@ class SnapKV(Evictor):
         """
         total = sum(
             weights[..., first:last].sum(2)
-            for _, _, weights in attention_blocks(view.query, view.key)
+            for _, _, weights in iterate_attention_blocks(view.query, view.key)
         )
-        mean = over_groups(total / view.query.shape[2], self.groups)
+        mean = reduce_groups(total / view.query.shape[2], self.groups)
         pool = F.max_pool1d if self.pool == "max" else F.avg_pool1d
         return pool(mean, self.kernel, stride=1, padding=self.kernel // 2)

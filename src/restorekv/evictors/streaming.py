@@ -13,7 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, at_least_zero, pin
+from restorekv.evictors.base import (
+    Cache,
+    Context,
+    Evictor,
+    Model,
+    Tokenizer,
+    check_not_negative,
+    pin_columns,
+)
 from restorekv.model.shape import CacheShape
 
 
@@ -27,7 +35,7 @@ class Streaming(Evictor):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        at_least_zero(self, "sinks")
+        check_not_negative(self, "sinks")
 
     @torch.no_grad()
     def score(
@@ -43,11 +51,13 @@ class Streaming(Evictor):
         recency = torch.arange(
             context.prefix, context.positions, dtype=torch.float32, device=model.device
         )
-        return pin(recency.repeat(shape.layers, shape.heads, 1), sink_columns(self.sinks, context))
+        return pin_columns(
+            recency.repeat(shape.layers, shape.heads, 1), list_sink_columns(self.sinks, context)
+        )
 
 
-def sink_columns(sinks: int, context: Context) -> range:
-    """Returns which of the T columns are among the sequence's first `sinks`, in `pin`'s order: the
+def list_sink_columns(sinks: int, context: Context) -> range:
+    """Returns which of the T columns are among the sequence's first `sinks`, in `pin_columns`'s order: the
     first comes last.
     """
     return range(min(sinks - context.prefix, context.tokens) - 1, -1, -1)

@@ -25,8 +25,8 @@ class TOVA(Evictor):
 
     name: ClassVar[str] = "tova"
 
-    def latest(self, context: Context) -> int:
-        return LAST.latest(context)
+    def count_pinned_tail(self, context: Context) -> int:
+        return LAST.count_pinned_tail(context)
 
     @torch.no_grad()
     def score(

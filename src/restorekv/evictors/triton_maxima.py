@@ -30,12 +30,12 @@ Pairs = tuple[Tensor, Tensor]
 VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]
 
 
-def usable(query: Tensor) -> bool:
+def supports_query(query: Tensor) -> bool:
     """Returns whether the kernels can take this query."""
     return query.is_cuda and query.dtype in DTYPES
 
 
-def attend(
+def attend_pass(
     query: Tensor, own: Pairs, cached: Pairs, scale: float, sinks: int, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
     """query (H, G, Q, D), own keys and values (H, Q, D), cached ones (H, K, D) -> (Q, H * G, D) and
@@ -48,7 +48,7 @@ def attend(
     query, *pairs = map(contiguous_rows, (query, *own, *cached))
     output = query.new_empty(rows, heads, groups, width)
     lse = query.new_empty(heads, groups, rows, dtype=torch.float32)
-    m, n, block_d, options = sizes(query)
+    m, n, block_d, options = _choose_launch_sizes(query)
     with torch.cuda.device_of(query):
         attend_kernel[(triton.cdiv(rows, m), heads * groups)](
             query,
@@ -74,7 +74,7 @@ def attend(
     return output.flatten(1, 2), lse
 
 
-def highest(
+def find_maxima(
     query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = False, diagonal: bool = True
 ) -> Tensor:
     """query (H, G, Q, D), keys (H, n, D), l - log2 w (H, G, Q) -> (H, G, n) float32.
@@ -87,7 +87,7 @@ def highest(
     keys = contiguous_rows(keys)
     lse = lse.contiguous()
     best = query.new_zeros(heads, groups, keys.shape[1], dtype=torch.float32)
-    m, n, block_d, options = sizes(query)
+    m, n, block_d, options = _choose_launch_sizes(query)
     with torch.cuda.device_of(query):
         highest_kernel[(triton.cdiv(keys.shape[1], m), heads * groups)](
             query,
@@ -112,7 +112,7 @@ def highest(
     return best
 
 
-def sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
+def _choose_launch_sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
     """Returns the rows of a program, the rows it loads at once, their padded width, and options for
     the launch.
     """

@@ -234,13 +234,13 @@ def generate_inputs(
     asked = question_ids(tokenizer, context, question, answer_prefix)
     placeholder = tokenizer.pad_token_id or 0
     if plain:
-        held = cache.layers[0].bounds[1] + cache.restore
+        held = cache.layers[0].bounds[1] + cache.restore_length
         first = cache.get_seq_length()
         ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
         positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[
             None
         ]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
-    between = cache.positions - context.positions + cache.restore
+    between = cache.positions - context.positions + cache.restore_length
     ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

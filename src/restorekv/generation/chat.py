@@ -278,7 +278,9 @@ class Chat:
     def nbytes(self) -> int:
         """Bytes of the conversation's own keys and values, without the document's."""
         return sum(
-            x[:, :, layer.restore :].nbytes for layer in self.cache.layers for x in layer.pair
+            x[:, :, layer.restore_length :].nbytes
+            for layer in self.cache.layers
+            for x in layer.pair
         )
 
     @property

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
 from restorekv.cache.flat import Block, FlatLayer
-from restorekv.cache.multi_context import MultiContextLayer, forked
+from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import RestoreKVError, summarize_error, warn
 from restorekv.generation import step_trials
@@ -94,7 +94,7 @@ def tokens(
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)
         own = rows[part] if rows else None
-        cache = forked(caches[part])
+        cache = fork_caches(caches[part])
         ready = padded(model, caches[part], prompts[part])
         for row, token in decode(
             model, cache, ready, limits[part], stops, first_may_stop, graph, own
@@ -256,7 +256,7 @@ def groups_of(
     rows: Sequence[Row] | None,
 ) -> list[Group]:
     """Returns the rows of a batch that `padded` made, a group for each context; `cache` is what
-    `forked` returned.
+    `fork_caches` returned.
     """
     ids, positions, visible = batch
     hides = not bool(visible.all())
@@ -457,7 +457,7 @@ class Steps:
         self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
         self.width = visible.shape[1]
         for layer in cache.layers:
-            layer.fix(count, self.moved)
+            layer.make_static(count, self.moved)
         self.ids = ids.clone()
         self.positions = positions.clone()
         self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from restorekv.cache.multi_context import forked
+from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model import attention
 from restorekv.model.attention.naive import causal
@@ -148,8 +148,8 @@ def measure_rows(
     """Compares steps for a batch of rows, of which row i asks caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
     ids, positions, visible = padded(decoder, caches, prompts)
-    plain = forked(caches)
-    fixed = forked(caches)
+    plain = fork_caches(caches)
+    fixed = fork_caches(caches)
     mask = visible[:, None, None] & causal(ids.shape[1], visible.shape[1], ids.device)
     for cache in (plain, fixed):
         logits = decoder(ids, mask, positions, cache).logits[:, -1]

@@ -29,7 +29,7 @@ from restorekv.bounds import (
     WIDTH,
 )
 from restorekv.cache import quantized
-from restorekv.cache.quantized import KINDS, STORAGES, scale_shapes
+from restorekv.cache.quantized import STORAGE_DTYPES, STORAGES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
 from restorekv.compression.prepared import RESTORE_FROM
@@ -221,13 +221,13 @@ def check_layer(
         check_tensor(
             tensors,
             f"{layer}.{part}",
-            KINDS.get(storage) or getattr(torch, manifest.dtype),
+            STORAGE_DTYPES.get(storage) or getattr(torch, manifest.dtype),
             (rows, dim),
         )
     check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
     check_positions(tensors[f"{layer}.positions"], offsets, columns)
     if storage != "model":
-        for part, shape in zip(PARTS, scale_shapes(offsets, storage, dim), strict=True):
+        for part, shape in zip(PARTS, compute_scale_shapes(offsets, storage, dim), strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)
             check_scales(tensors[f"{layer}.{part}.scales"], storage)
             names.add(f"{layer}.{part}.scales")
@@ -272,7 +272,7 @@ def check_scales(scales: Tensor, storage: str) -> None:
     if not scales.numel():
         return
     # A scale is rounded to float32.
-    most = LARGEST_NUMBER / quantized.LARGEST[KINDS[storage]] * (1 + 1e-6)
+    most = LARGEST_NUMBER / quantized.LARGEST_CODE[STORAGE_DTYPES[storage]] * (1 + 1e-6)
     fits = float(scales.min()) > 0 and float(scales.max()) <= most
     require(fits, f"has scales of {storage} numbers that no cache has")
 
@@ -293,7 +293,7 @@ def sums(cache: RaggedCache, prefix: int, columns: int, prefix_policy: str) -> d
     + T `columns`.
     """
     first = cache.layers[0]
-    of_prefix = cache.pairs_of_prefix(prefix)
+    of_prefix = cache.count_prefix_pairs(prefix)
     numbers = len(cache.layers) * first.heads * columns * 2 * first.restore_keys.shape[-1]
     return {
         "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0),

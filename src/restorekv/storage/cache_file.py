@@ -83,7 +83,11 @@ class Manifest:
         nothing else tells.
         """
         counted = sums(cache, context.prefix, context.positions, self.prefix_policy)
-        size = {"prefix": context.prefix, "tokens": context.tokens, "restore_tokens": cache.restore}
+        size = {
+            "prefix": context.prefix,
+            "tokens": context.tokens,
+            "restore_tokens": cache.restore_length,
+        }
         return replace(self, **size, **counted, **changed)
 
 
@@ -186,7 +190,7 @@ def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
     }
     for index, layer in enumerate(cache.layers):
         for name, rows in (("keys", layer.context_keys), ("values", layer.context_values)):
-            parts = quantized.tensors_of(rows)
+            parts = quantized.list_tensors(rows)
             tensors[f"layers.{index}.{name}"] = parts[0]
             if len(parts) > 1:
                 tensors[f"layers.{index}.{name}.scales"] = parts[1]
@@ -220,6 +224,6 @@ def context_of(
     if manifest.storage == "model":
         return rows
     scales = tuple(tensors[f"{name}.scales"] for name in names)
-    return quantized.unpack(
+    return quantized.from_codes(
         rows, scales, offsets.tolist(), manifest.storage, getattr(torch, manifest.dtype)
     )

@@ -118,7 +118,7 @@ class Portable:
         `CompressedContext.ask` gives them.
         """
         support.install(model)
-        cache = RaggedCache.whole(self.cache())
+        cache = RaggedCache.from_full_cache(self.cache())
         several = [questions] if isinstance(questions, str) else questions
         said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
         return said[0] if isinstance(questions, str) else said

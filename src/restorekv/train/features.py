@@ -134,7 +134,7 @@ def observe(
 
     with observe_layers(model, on_layer):
         full = prefill(model, context.ids)
-    scores = evictors.make(target).score(model, tokenizer, context, full)
+    scores = evictors.make_evictor(target).score(model, tokenizer, context, full)
     return {
         "hidden": hidden[:, context.prefix + columns].transpose(0, 1).contiguous().cpu(),
         "target": scores[..., columns].permute(2, 0, 1).contiguous().cpu(),

@@ -119,7 +119,7 @@ def train_gate(
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
     figures = measured(held, stacked, predict, config, model.device)
-    card = GateCard.of(
+    card = GateCard.for_model(
         model,
         config.kind,
         target,
@@ -127,7 +127,7 @@ def train_gate(
         figures=figures,
     )
     gate = Gate(unstacked(stacked), card)
-    gate_file.write(out, gate)
+    gate_file.write_gate(out, gate)
     return gate
 
 

@@ -335,13 +335,13 @@ def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
 # 8-bit storage
 
 
-@pytest.mark.parametrize("storage", list(quantized.KINDS))
+@pytest.mark.parametrize("storage", list(quantized.STORAGE_DTYPES))
 @pytest.mark.parametrize(
     "fault", [wrong_scale, dropped_tail, forgotten_bias, not_a_number, no_compiler]
 )
 def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage, fault):
     given = sample()
-    packed = quantized.pack(
+    packed = quantized.quantize(
         given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
     )
     layer = trials.ragged_layer(
@@ -359,11 +359,11 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
 
 def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
     """A scale that is too small by 3 % clips the largest numbers."""
-    pack, given = quantized.pack, sample()
+    pack, given = quantized.quantize, sample()
 
     def wrong(keys, values, bounds, storage):
         return tuple(
-            quantized.Packed(each.codes, each.scales * 0.97, each.starts, each.dtype)
+            quantized.QuantizedRows(each.codes, each.scales * 0.97, each.starts, each.dtype)
             for each in pack(keys, values, bounds, storage)
         )
 
@@ -645,7 +645,7 @@ def test_the_compiler_takes_a_verdict_for_a_constant(fake):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 80), (9, 1, 33)])
-@pytest.mark.parametrize("name", ["naive", "cascade", "frozen", *quantized.KINDS])
+@pytest.mark.parametrize("name", ["naive", "cascade", "frozen", *quantized.STORAGE_DTYPES])
 def test_what_is_right_proves_itself_in_every_shape(name, shape, dtype):
     found = proofs.check(proofs.COMPONENTS[name], target(dtype, shape))
     assert found.right, found

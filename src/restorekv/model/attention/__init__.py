@@ -23,7 +23,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from restorekv.cache import quantized
 from restorekv.cache.flat import FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer
-from restorekv.cache.quantized import Packed
+from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles
@@ -169,11 +169,11 @@ def store(cache: RaggedCache, storage: str, groups: int) -> None:
     first = cache.layers[0]
     key = first.device, first.heads, groups, first.restore_keys.shape[-1], first.dtype
     if storage == "model" or not proofs.needed(first.device) or proofs.is_proven(storage, *key):
-        cache.store(storage)
+        cache.quantize(storage)
         return
     for layer in cache.layers:
         rows = layer.context_keys.cpu(), layer.context_values.cpu()
-        packed = quantized.pack(*rows, layer.bounds, storage)
+        packed = quantized.quantize(*rows, layer.bounds, storage)
         layer.context_keys, layer.context_values = (each.to(first.device) for each in packed)
 
 
@@ -192,8 +192,10 @@ def unpacked(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
 
 def storage_of(layer: RaggedLayer) -> str:
     """Returns the name of a packed layer's storage."""
-    codes: Packed = layer.context_keys
-    return next(name for name, kind in quantized.KINDS.items() if kind == codes.codes.dtype)
+    codes: QuantizedRows = layer.context_keys
+    return next(
+        name for name, kind in quantized.STORAGE_DTYPES.items() if kind == codes.codes.dtype
+    )
 
 
 def prepare(layers: Sequence[RaggedLayer]) -> None:
@@ -231,14 +233,14 @@ def attend(
     if isinstance(key, FlatLayer):
         parts = [
             attend(module, rows, own, own, mask, scaling=scale)[0]
-            for own, rows, mask in key.split(query)
+            for own, rows, mask in key.split_query(query)
         ]
         flat = [part.flatten(0, 1) for part in parts]
         return (flat[0] if len(flat) == 1 else torch.cat(flat))[None], None
     if (inspectors := current(_inspectors)) is not None:
         inspectors[0](module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
-        parts = key.split(query, attention_mask)
+        parts = key.split_query(query, attention_mask)
         return torch.cat(
             [attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in parts]
         ), None

@@ -48,7 +48,7 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     if batch * groups * queries == 1:
         return attend(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
     rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
-    most = max(min(layer.longest // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
+    most = max(min(layer.longest_head // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
     # One for each piece, one for the remaining rows, one for the tail.
     outputs = query.new_zeros(most + 2, *rows.shape)
     lses = rows.new_full(outputs.shape[:-1], torch.finfo(exact(query)).min, dtype=exact(query))

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from restorekv.cache.quantized import Packed
+from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.blocked import Part, merged
 from restorekv.model.attention.naive import causal
@@ -22,7 +22,7 @@ BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
 
 def is_packed(layer: RaggedLayer) -> bool:
     """Returns whether the context is stored in 8 bits."""
-    return isinstance(layer.context_keys, Packed)
+    return isinstance(layer.context_keys, QuantizedRows)
 
 
 def unpacked(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache import quantized
-from restorekv.cache.quantized import Packed
+from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import cascade, frozen, naive, stored
 from restorekv.model.attention.naive import causal
@@ -270,8 +270,8 @@ def point_at(query: Tensor, keys: Tensor) -> None:
 
 
 def ragged_layer(
-    context_keys: Tensor | Packed,
-    context_values: Tensor | Packed,
+    context_keys: Tensor | QuantizedRows,
+    context_values: Tensor | QuantizedRows,
     edges: list[int],
     keys: Tensor,
     values: Tensor,
@@ -292,7 +292,8 @@ def in_float64(layer: RaggedLayer) -> RaggedLayer:
     """Returns a layer with the same numbers in float64, on the CPU."""
     context = (layer.context_keys, layer.context_values)
     exact = [
-        x.rows(slice(None), torch.float64) if isinstance(x, Packed) else x.double() for x in context
+        x.dequantize(slice(None), torch.float64) if isinstance(x, QuantizedRows) else x.double()
+        for x in context
     ]
     bias = None if layer.bias is None else layer.bias.double()
     return ragged_layer(
@@ -366,8 +367,8 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
         plain = sample.layer
         bounds = sample.layer.bounds
         rows = plain.context_keys, plain.context_values
-        packed = quantized.pack(*rows, bounds, storage)
-        there = quantized.pack(*(x.to(target.device) for x in rows), bounds, storage)
+        packed = quantized.quantize(*rows, bounds, storage)
+        there = quantized.quantize(*(x.to(target.device) for x in rows), bounds, storage)
         packings = (
             zip(("keys", "values"), rows, there, packed, strict=True) if number < PACKINGS else ()
         )
@@ -396,14 +397,14 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
         )
 
 
-def packing_error(exact: Tensor, packed: Packed, storage: str) -> float:
+def packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
     """Returns how far packed numbers (on the CPU) are from the exact ones, relative to what 8 bits
     allow.
     """
     if not len(exact):
         return 0.0
-    read = packed.rows(slice(None), torch.float64)
-    ones = Packed(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
+    read = packed.dequantize(slice(None), torch.float64)
+    ones = QuantizedRows(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
     scales = ones.rows(slice(None), torch.float64)
     allowed = (
         scales / 2 if storage == "int8" else torch.maximum(exact.double().abs() / 16, scales / 1024)
@@ -467,7 +468,7 @@ register(
         measure_frozen,
     )
 )
-for storage in quantized.KINDS:
+for storage in quantized.STORAGE_DTYPES:
     register(
         Component(
             storage,
