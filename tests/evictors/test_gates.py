@@ -238,7 +238,7 @@ def test_gates_of_others_are_refused(tmp_path):
         with pytest.raises(GateError, match=words):
             gate_file.load_gate(other, path, ("kvzap-linear",))
     with pytest.raises(GateError, match="kind kvzap-linear, not fastkvzip"):
-        evictors.make_evictor(f"fastkvzip:gate={path}").load(model)
+        evictors.make_evictor(f"fastkvzip:gate={path}").load_gate(model)
     gate = gate_file.read_gate(tmp_path / "gate")
     for layers, words in (
         (gate.layers[:2], "2 layers, the model 3"),
@@ -323,7 +323,7 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
     with pytest.raises(
         GateError, match=r"No fastkvzip gate ships.*train-gate.*convert-gate.*gate=FILE"
     ):
-        evictors.make_evictor("fastkvzip").load(model)
+        evictors.make_evictor("fastkvzip").load_gate(model)
     for kind in gate_file.KINDS:
         save_gate(tmp_path / "gates" / f"{kind}.safetensors", kind, model)
     for spec, kind in (
@@ -331,9 +331,9 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
         ("kvzap", "kvzap-mlp"),
         ("kvzap:gate=linear", "kvzap-linear"),
     ):
-        assert evictors.make_evictor(spec).load(model).card.kind == kind
+        assert evictors.make_evictor(spec).load_gate(model).card.kind == kind
     with pytest.raises(GateError, match="No kvzap-mlp gate"):
-        evictors.make_evictor("kvzap").load(build_model("qwen3", seed=1))
+        evictors.make_evictor("kvzap").load_gate(build_model("qwen3", seed=1))
 
 
 @pytest.mark.parametrize(

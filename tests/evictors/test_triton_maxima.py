@@ -125,7 +125,9 @@ def test_evictors_use_them(tiny_tokenizer, monkeypatch, spec):
     monkeypatch.setattr(triton_maxima, "supports_query", lambda query: False)
     expected = Eviction.make(spec).prepare(model, tiny_tokenizer, context).scores
     monkeypatch.setattr(triton_maxima, "supports_query", lambda query: True)
-    monkeypatch.setattr(triton_maxima, "attend_pass", lambda *args: called.append(0) or attend(*args))
+    monkeypatch.setattr(
+        triton_maxima, "attend_pass", lambda *args: called.append(0) or attend(*args)
+    )
     scores = Eviction.make(spec).prepare(model, tiny_tokenizer, context).scores
     assert called
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-7)

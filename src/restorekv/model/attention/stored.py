@@ -54,11 +54,11 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
 
 def attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
     """Scaled rows (R, D) over some pairs of one head -> averages (R, D) and log-sum-exps (R, 1)."""
-    logits = rows @ layer.context_keys.rows(tile, rows.dtype).T
+    logits = rows @ layer.context_keys.dequantize(tile, rows.dtype).T
     if layer.bias is not None:
         logits += layer.bias[tile]
     lse = logits.logsumexp(-1, keepdim=True)
-    return logits.sub_(lse).exp_() @ layer.context_values.rows(tile, rows.dtype), lse
+    return logits.sub_(lse).exp_() @ layer.context_values.dequantize(tile, rows.dtype), lse
 
 
 def attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:

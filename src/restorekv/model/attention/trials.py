@@ -380,7 +380,7 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
             read = theirs.to(target.device)[:].cpu()
             longest = float(theirs[:].double().abs().max()) if len(theirs) else 1.0
             error = (
-                float((read.double() - theirs.rows(slice(None), torch.float64)).abs().max())
+                float((read.double() - theirs.dequantize(slice(None), torch.float64)).abs().max())
                 if len(theirs)
                 else 0.0
             )
@@ -405,7 +405,7 @@ def packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
         return 0.0
     read = packed.dequantize(slice(None), torch.float64)
     ones = QuantizedRows(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
-    scales = ones.rows(slice(None), torch.float64)
+    scales = ones.dequantize(slice(None), torch.float64)
     allowed = (
         scales / 2 if storage == "int8" else torch.maximum(exact.double().abs() / 16, scales / 1024)
     )
