@@ -38,7 +38,7 @@ from restorekv.model.prompt import make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example, StepSample
-from restorekv.train.loop import initial_adapter, sample_loss
+from restorekv.train.loop import compute_sample_loss, make_initial_adapter
 from restorekv.train.teacher_cache import TeacherCache
 
 WARM_UP = 64  # tokens
@@ -157,13 +157,13 @@ def measured(
     examples = [example(model, short), example(model, options)]
     stored = (folder, variant.store_prefill) if variant.store else ()
     for index in range(len(examples)) if variant.store else ():
-        TeacherCache(model, tokenizer, examples, config, *stored).get(index)
+        TeacherCache(model, tokenizer, examples, config, *stored).get_context(index)
     bound, attention.WORKSPACE = (
         attention.WORKSPACE,
         sys.maxsize if variant.copied else attention.WORKSPACE,
     )
     try:
-        adapter = initial_adapter(model, tokenizer, config)
+        adapter = make_initial_adapter(model, tokenizer, config)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=config.lr)
         for index, ratio in enumerate(("0.5", str(options.ratio))):
             teachers = TeacherCache(model, tokenizer, examples, config, *stored)
@@ -188,16 +188,16 @@ def step(
     example = teachers.examples[sample.index]
     with torch.no_grad():
         with phase("prefill"):
-            prepared = teachers.prepared(
+            prepared = teachers.prepare_context(
                 make_context(teachers.tokenizer, example.context),
                 teachers.evictions[sample.evictor],
             )
         with phase("teacher"):
-            targets = teachers.targets(prepared, example)
+            targets = teachers.find_targets(prepared, example)
     with phase("restore"):
         ready = Ready(**vars(prepared.with_restore_cache(adapter)))
     with phase("student"):
-        loss = sample_loss(adapter, ready, targets, sample, teachers.config)
+        loss = compute_sample_loss(adapter, ready, targets, sample, teachers.config)
     with phase("backward"):
         loss.backward()
     with phase("optimizer"):

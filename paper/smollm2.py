@@ -132,4 +132,4 @@ def settings(adapters: str | None) -> TrainConfig:
         return TrainConfig()
     known = {each.name for each in fields(TrainConfig)} - {"evictor", "seed", "init"}
     told = {key: value for key, value in (card.settings or {}).items() if key in known}
-    return TrainConfig.parse(json.dumps({**told, "restore_tokens": card.restore_tokens}))
+    return TrainConfig.from_json(json.dumps({**told, "restore_tokens": card.restore_tokens}))

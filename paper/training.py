@@ -23,8 +23,8 @@ from restorekv.files import file_lock, replace_file
 from restorekv.model.load import TINY, load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, read_examples, tiny_examples
-from restorekv.train.loop import train
+from restorekv.train.examples import Example, make_tiny_examples, read_examples
+from restorekv.train.loop import train_adapter
 
 Told = Callable[[str], None]
 CARD = "restorekv.json"
@@ -53,7 +53,7 @@ class Setup:
         """The same for every seed: only initial weights, order and ratios differ, as in the paper."""
         if self.data is not None:
             return read_examples(self.data, model, tokenizer)
-        return tiny_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
+        return make_tiny_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
 
     def made_with(self, config: TrainConfig) -> dict:
         """What an adapter depends on, besides the model's weights, which its own card tells."""
@@ -144,7 +144,7 @@ def carry_out(training: Training, told: Told) -> RestoreAdapter:
             told(f"step {step} of {steps}, loss {loss:.4f}, {left:.0f} min to go")
 
     examples, (store, prefills) = setup.examples(model, tokenizer), setup.store
-    return train(
+    return train_adapter(
         model,
         tokenizer,
         examples,

@@ -19,7 +19,7 @@ from restorekv.files import (
     replace_file,
     write_json,
 )
-from restorekv.train.checkpoint import begin
+from restorekv.train.checkpoint import begin_log
 
 KILLED = """
 import os, signal, sys
@@ -174,7 +174,7 @@ def test_a_new_run_replaces_a_link_in_the_place_of_its_log(tmp_path):
     victim.write_text("")  # which is the start of a log
     run.mkdir()
     (run / "loss.csv").symlink_to(victim)
-    begin(run)
+    begin_log(run)
     assert victim.read_text() == "" and not (run / "loss.csv").is_symlink()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from restorekv import load_model, seal
-from restorekv.data.gather import Attempts
-from restorekv.data.manifest import PARTS
-from restorekv.data.manifest import begin as begin_data
+from restorekv.data.gather import AttemptFile
+from restorekv.data.manifest import PARTS_FOLDER
+from restorekv.data.manifest import begin_build as begin_data
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Grid
@@ -126,11 +126,11 @@ def test_a_store_does_not_tidy_another_through_a_link(tmp_path, name):
 
 def to_attempts(folder: Path, victim: Path) -> None:
     (folder / "a.jsonl").symlink_to(victim)
-    Attempts(folder / "a.jsonl")
+    AttemptFile(folder / "a.jsonl")
 
 
 def to_parts(folder: Path, victim: Path) -> None:
-    (folder / PARTS).symlink_to(victim.parent)
+    (folder / PARTS_FOLDER).symlink_to(victim.parent)
     begin_data(folder, None, {})
 
 
@@ -178,10 +178,10 @@ def test_an_adapters_folder_with_a_circle_of_links_gives_a_sentence(tmp_path):
 def test_a_checkpoint_that_records_something_else_gives_a_sentence(tmp_path, field, text):
     """A list as the config gave an AttributeError once (case 2634 of tests.hostile.others)."""
     make_checkpoint(tmp_path)
-    metadata, tensors = seal.read_sealed(tmp_path / checkpoint.FILE, checkpoint.KIND)
+    metadata, tensors = seal.read_sealed(tmp_path / checkpoint.CHECKPOINT_FILE, checkpoint.KIND)
     seal.write_sealed(
-        tmp_path / checkpoint.FILE, checkpoint.KIND, tensors, {**metadata, field: text}
+        tmp_path / checkpoint.CHECKPOINT_FILE, checkpoint.KIND, tensors, {**metadata, field: text}
     )
     with pytest.raises(RestoreKVError) as caught:
-        checkpoint.restart(tmp_path, a_run(4))
+        checkpoint.load_checkpoint(tmp_path, a_run(4))
     assert str(caught.value).isprintable() and json.dumps(str(caught.value))

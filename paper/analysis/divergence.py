@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paper.analysis.case import FULL, Case, DocumentFigures, plain
 from restorekv.generation.generate import answer_ids
-from restorekv.train.loss import answer_logits, divergence
+from restorekv.train.loss import compute_answer_logits, compute_divergence
 
 PLACES = ("first", "answer")
 FIGURES = ("forward", "backward", "symmetric", "agreement")
@@ -42,9 +42,11 @@ def measure(case: Case) -> dict:
     for prompt, answer in zip(case.prompts, answers, strict=True):
         rows = [torch.cat([prompt[0], answer])]
         counts = [len(answer)]
-        full_logits = answer_logits(model, full, rows, counts)
+        full_logits = compute_answer_logits(model, full, rows, counts)
         for name in figures:
-            by_token = compared(full_logits, answer_logits(model, case.caches[name], rows, counts))
+            by_token = compared(
+                full_logits, compute_answer_logits(model, case.caches[name], rows, counts)
+            )
             figures[name].append(torch.stack([by_token[0], by_token.mean(0)]).tolist())
     return {
         name: dict(zip(PLACES, np.mean(every, 0).tolist(), strict=True))
@@ -54,8 +56,8 @@ def measure(case: Case) -> dict:
 
 def compared(full: Tensor, cache: Tensor) -> Tensor:
     """Returns FIGURES at every position (M, 4) from the logits (M, V) of both caches."""
-    forward = divergence(full, cache, "forward")
-    backward = divergence(full, cache, "reverse")
+    forward = compute_divergence(full, cache, "forward")
+    backward = compute_divergence(full, cache, "reverse")
     same = (full.argmax(-1) == cache.argmax(-1)).to(forward.dtype)
     return torch.stack([forward, backward, (forward + backward) / 2, same], -1).double().cpu()
 

@@ -11,7 +11,7 @@ from paper.scores import Judged
 from paper.setting import Setting
 from paper.study import Study
 from restorekv.data.mixture import read_mixture
-from restorekv.data.table import figures
+from restorekv.data.table import compute_figures
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import tiny_path
@@ -63,7 +63,7 @@ def found(setting: Setting) -> list[dict]:
     """The figures of the table, as `data.table` makes them."""
     data = setting.setup.data
     if data is not None and data.is_dir():
-        return figures(*read_mixture(data))
+        return compute_figures(*read_mixture(data))
     return (
         json.loads(MIXTURE.read_text(encoding="utf-8"))["rows"]
         if setting.tiny and MIXTURE.exists()

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from restorekv.data.corpus import TRAINING
-from restorekv.data.files import rows
+from restorekv.data.corpus import TRAIN_SPLIT
+from restorekv.data.files import iterate_rows
 from restorekv.evictors import gate_file
 from restorekv.model import base_weights
 from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
@@ -151,7 +151,9 @@ def corpus(folder: Path, source: Path, shards: list[int]) -> None:
     """
     held_out = folder / "development.jsonl"
     texts = [
-        row["text"] for row in rows(str(source), {}) if row.get("split") not in (None, TRAINING)
+        row["text"]
+        for row in iterate_rows(str(source), {})
+        if row.get("split") not in (None, TRAIN_SPLIT)
     ]
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
     for shard in shards:

@@ -33,10 +33,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.config import BuildConfig
-from restorekv.data.corpus import TRAINING, read_corpus
-from restorekv.data.documents import Document, DropRow
-from restorekv.data.files import rows
-from restorekv.data.gather import Attempts, mark
+from restorekv.data.corpus import TRAIN_SPLIT, read_corpus
+from restorekv.data.documents import DropRow, SourceDocument
+from restorekv.data.files import iterate_rows
+from restorekv.data.gather import AttemptFile, identify_document
 from restorekv.data.made import make_document
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
@@ -47,7 +47,7 @@ from restorekv.model.prompt import BETWEEN, make_context, question_ids
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, corpus_split
 from restorekv.train.examples import Example
-from restorekv.train.loss import answer_pass, from_hidden
+from restorekv.train.loss import compute_hidden_divergence, run_answers
 from restorekv.train.teacher import Teacher, TeacherTarget
 
 WORDING = "Question: {question}\nAnswer:"
@@ -132,7 +132,7 @@ class Bench:
         ]
 
     def path(self, case: Case) -> Path:
-        name = mark(Document(case.name, case.text, ""))[1]
+        name = identify_document(SourceDocument(case.name, case.text, ""))[1]
         return self.folder / "cases" / f"{name}.safetensors"
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class Bench:
         context = make_context(self.tokenizer, case.text)
         prepared = Eviction.make("kvzip").prepare(self.model, self.tokenizer, context)
         example = Example(case.text, case.questions, (None,) * len(case.questions), case.answer_ids)
-        targets = Teacher(self.model, self.tokenizer, ANSWER_TOKENS).targets(prepared, example)
+        targets = Teacher(self.model, self.tokenizer, ANSWER_TOKENS).make_targets(prepared, example)
         tensors = {"scores": prepared.scores}
         for index, layer in enumerate(prepared.full.layers):
             tensors[f"keys.{index}"] = layer.keys.half()
@@ -187,10 +187,12 @@ class Bench:
         if restorer is not None:
             prepared = restorer.restore(prepared, ratio)
         cache = prepared.evict(f"{ratio:.6f}")
-        output = answer_pass(
+        output = run_answers(
             self.model, cache, [t.ids for t in targets], [t.answer for t in targets]
         )
-        return from_hidden(self.model, torch.cat([t.hidden for t in targets]), output.hidden)
+        return compute_hidden_divergence(
+            self.model, torch.cat([t.hidden for t in targets]), output.hidden
+        )
 
     @torch.no_grad()
     def measure(self, restorer: Restorer | None) -> list[dict]:
@@ -304,14 +306,16 @@ def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iter
             for each in read_mixture(folder)[0]:
                 yield Case(each.document, each.context, each.questions, each.answer_ids)
         else:
-            lines = Attempts(folder / "parts" / "corpus.jsonl").done
+            lines = AttemptFile(folder / "parts" / "corpus.jsonl").done
             answered |= {"\n".join(line["context"]): line["attempts"] for line in lines}
     config = BuildConfig(
         mixture="corpus", passage_shortest=300, passage_longest=4000, wording=WORDING
     )
     left = len(answered)
-    for item in read_corpus(rows(str(corpus), {}), config, tokenizer) if answered else ():
-        attempts = isinstance(item, Document) and answered.get("\n".join(mark(item)))
+    for item in read_corpus(iterate_rows(str(corpus), {}), config, tokenizer) if answered else ():
+        attempts = isinstance(item, SourceDocument) and answered.get(
+            "\n".join(identify_document(item))
+        )
         if attempts:
             left -= 1
             good = [each for each in attempts if "fault" not in each]
@@ -321,7 +325,7 @@ def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iter
                 return
 
 
-def development_documents(corpus: Path, bench: Bench) -> list[Document]:
+def development_documents(corpus: Path, bench: Bench) -> list[SourceDocument]:
     """Return a passage of every genre's development split, and made documents of another seed."""
     config = BuildConfig(
         mixture="corpus",
@@ -333,8 +337,8 @@ def development_documents(corpus: Path, bench: Bench) -> list[Document]:
         invented=0.3,
     )
     development = (
-        {**row, "split": TRAINING}
-        for row in rows(str(corpus), {})
+        {**row, "split": TRAIN_SPLIT}
+        for row in iterate_rows(str(corpus), {})
         if row.get("split") and corpus_split(row["split"], row["id"]) == DEVELOPMENT
     )
     documents = []
@@ -348,7 +352,7 @@ def development_documents(corpus: Path, bench: Bench) -> list[Document]:
         rng = random.Random(f"development made {number}")
         made = make_document(rng, rng.randint(300, LONGEST))
         documents.append(
-            Document(f"made {number}", made.text, "cc0-1.0", asked=tuple(made.questions))
+            SourceDocument(f"made {number}", made.text, "cc0-1.0", asked=tuple(made.questions))
         )
     return documents
 
@@ -383,7 +387,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def answered(bench: Bench, document: Document) -> dict:
+def answered(bench: Bench, document: SourceDocument) -> dict:
     """Return a development case with the teacher's answers."""
     context = make_context(bench.tokenizer, document.text)
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)

@@ -15,8 +15,8 @@ import torch
 from paper.recipe import CONTEXTS, LONGEST, SHIPPED, SHORTEST
 from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import tiny_examples
-from restorekv.train.loop import train
+from restorekv.train.examples import make_tiny_examples
+from restorekv.train.loop import train_adapter
 
 
 def main() -> None:
@@ -29,13 +29,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(str(options.folder / "model"))
     config = TrainConfig(**{**vars(SHIPPED), "evictor": options.evictor})
-    examples = tiny_examples(tokenizer, CONTEXTS, config.seed, SHORTEST, LONGEST)
+    examples = make_tiny_examples(tokenizer, CONTEXTS, config.seed, SHORTEST, LONGEST)
 
     def show(step: int, steps: int, loss: float) -> None:
         if step % 10 == 0:
             print(f"{options.evictor}: step {step} of {steps}, loss {loss:.4f}", flush=True)
 
-    train(
+    train_adapter(
         model,
         tokenizer,
         examples,

@@ -16,7 +16,7 @@ import torch
 from restorekv.evictors.gate_file import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train.examples import tiny_examples
+from restorekv.train.examples import make_tiny_examples
 from restorekv.train.gate import GateConfig, train_gate
 
 CONTEXTS = 200
@@ -28,7 +28,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_model(str(folder / "model"))
     texts = [
-        example.context for example in tiny_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)
+        example.context for example in make_tiny_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)
     ]
 
     def show(done: int, total: int, what: str) -> None:

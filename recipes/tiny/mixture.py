@@ -26,14 +26,14 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from paper.experiments.training_data import MIXTURE
-from restorekv.data.build import build
+from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
-from restorekv.data.files import parquet_rows
+from restorekv.data.files import read_parquet_rows
 from restorekv.data.mixture import read_mixture
-from restorekv.data.overlap import Evaluations
-from restorekv.data.self_study import KINDS
-from restorekv.data.sources import LABELS
-from restorekv.data.table import data_table, figures, left_out
+from restorekv.data.overlap import EvaluationIndex
+from restorekv.data.self_study import QUESTION_PROMPTS
+from restorekv.data.sources import PAPER_LICENSES
+from restorekv.data.table import compute_figures, make_data_table, make_drops_table
 from restorekv.files import replace_file, write_json
 from restorekv.model.load import load_model
 from restorekv.tiny import suite, world
@@ -183,7 +183,7 @@ def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) ->
     """
     rng = random.Random("mixture open papers")
     length = suite.measure(tokenizer)
-    claimed = [*LABELS, *OTHERS]
+    claimed = [*PAPER_LICENSES, *OTHERS]
     texts = [
         invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text
         for n in range(4 * count + 8)
@@ -239,26 +239,26 @@ def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[l
         if done % 10 == 0 or done == total:
             print(f"{mixture}, {title}: {done} of {total}", flush=True)
 
-    build(
+    build_mixture(
         model, tokenizer, config, folder, [files["exclude"]], resume=folder.exists(), progress=show
     )
     found, manifest = read_mixture(folder, model, tokenizer)
-    return figures(found, manifest), manifest
+    return compute_figures(found, manifest), manifest
 
 
 def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float]:
     """Returns how many different contexts were taken, and the largest share of 13-grams in common
     with a test.
     """
-    tests = Evaluations(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
+    tests = EvaluationIndex(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
     texts = {
         row["context"]
         for folder in folders
         for file in folder.glob("*.parquet")
-        for row in parquet_rows(file)
+        for row in read_parquet_rows(file)
     }
     return len(texts), max(
-        (match[1] for text in texts if (match := tests.match(text))), default=0.0
+        (match[1] for text in texts if (match := tests.find_match(text))), default=0.0
     )
 
 
@@ -323,10 +323,10 @@ def studied(folders: list[Path], contexts: int) -> str:
         for folder in folders
         for name in ("longalpaca", "papers", "pg19")
     ]
-    rows = [row for file in files if file.exists() for row in parquet_rows(file)]
+    rows = [row for file in files if file.exists() for row in read_parquet_rows(file)]
     marks = sum(row["question"].rstrip().endswith("?") for row in rows)
     text = STUDY.format(all=f"{len(rows):,}", marks=marks)
-    for kind in KINDS:
+    for kind in QUESTION_PROMPTS:
         own = [row for row in rows if row["kind"] == kind]
         asked = Counter(row["question"].strip() for row in own)
         marked = sum(count for question, count in asked.items() if question.endswith("?"))
@@ -345,7 +345,7 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
     )
     text = INTRO.format(sizes=sizes, **BOUNDS, **COUNTS)
     for mixture, (rows, manifest) in results.items():
-        text += f"\n## The {mixture} mixture\n\n{printed(data_table(rows, manifest), left_out(manifest))}"
+        text += f"\n## The {mixture} mixture\n\n{printed(make_data_table(rows, manifest), make_drops_table(manifest))}"
     folders = [folder / mixture for mixture in results]
     count, share = closest(folders, [world.Document(one, "", ()) for one in test])
     text += OVERLAP.format(
@@ -368,7 +368,7 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
         row["id"]: row["messages"][1]["content"]
         for row in map(json.loads, Path(files["flan"]).read_text().splitlines())
     }
-    answers = list(parquet_rows(folders[0] / "flan.parquet"))
+    answers = list(read_parquet_rows(folders[0] / "flan.parquet"))
     same = sum(row["answer"].strip() == right[row["document"]] for row in answers)
     return text + FLAN.format(all=len(answers), same=same)
 

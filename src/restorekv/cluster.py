@@ -7,10 +7,9 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from types import ModuleType
 
-from restorekv.errors import RestoreKVError, summarize_error
+from restorekv.errors import RestoreKVError, import_extra, summarize_error
 
 LOCAL = "local"
 ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log output
@@ -37,10 +36,7 @@ def connect_ray(address: str, cpus: int, memory: int, needed: Mapping[str, float
         private = {}
     for name, value in {**ENVIRONMENT, **private}.items():
         os.environ.setdefault(name, value)
-    try:
-        ray = import_module("ray")
-    except ImportError as error:
-        raise RestoreKVError("This needs the package ray; install 'restorekv[ray]'.") from error
+    ray = import_extra("ray", "ray")
     own = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": memory}
     quiet = {"log_to_driver": False, "logging_level": "CRITICAL"}
     try:

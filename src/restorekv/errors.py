@@ -2,11 +2,13 @@
 and the fix.
 """
 
+import importlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 
 class RestoreKVError(ValueError):
@@ -55,6 +57,32 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
     """Refuses a value that is not known."""
     if value not in known:
         raise RestoreKVError(f"{name} is one of {', '.join(known)}, not {value!r}.")
+
+
+def describe_missing_extra(what: str, package: str, extra: str) -> str:
+    """Return the sentence about a package that only an optional extra installs.
+
+    `what` needs the package: "This", "Serving" or "Reading a.gguf".
+    """
+    return f"{what} needs the package {package}; run pip install 'restorekv[{extra}]'."
+
+
+def import_extra(name: str, extra: str, what: str = "This") -> ModuleType:
+    """Import a package that only an optional extra installs, or a module of ours that needs one.
+
+    Args:
+        name: the module to import.
+        extra: the extra of `pip install 'restorekv[extra]'` that brings it.
+        what: what needs the package, for the message.
+
+    Raises:
+        RestoreKVError: the package is missing; the sentence names it and the pip command.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = error.name or name
+        raise RestoreKVError(describe_missing_extra(what, missing, extra)) from error
 
 
 @contextmanager

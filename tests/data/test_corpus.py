@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from restorekv.data import exercises, made, passages
-from restorekv.data.build import build
-from restorekv.data.corpus import license_identifier, read_corpus
-from restorekv.data.documents import Document, DropRow
+from restorekv.data.build import build_mixture
+from restorekv.data.corpus import identify_license, read_corpus
+from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.data.sources import LICENSES
@@ -58,10 +58,10 @@ def rows() -> list[dict]:
     return made_rows
 
 
-def read(config, tokenizer) -> tuple[list[Document], Counter]:
+def read(config, tokenizer) -> tuple[list[SourceDocument], Counter]:
     items = list(read_corpus(iter(rows()), config, tokenizer))
     reasons = Counter(str(item) for item in items if isinstance(item, DropRow))
-    return [item for item in items if isinstance(item, Document)], reasons
+    return [item for item in items if isinstance(item, SourceDocument)], reasons
 
 
 def test_genres_take_turns_and_only_the_training_split_is_read(tiny_tokenizer):
@@ -138,7 +138,7 @@ def test_a_text_too_short_to_quote_gives_no_exercise():
 def test_made_documents_answer_their_questions(form):
     for seed in range(20):
         document = form(random.Random(f"{form.__name__} {seed}"), 1500)
-        assert {kind for kind, _ in document.questions} <= set(made.KINDS)
+        assert {kind for kind, _ in document.questions} <= set(made.MADE_KINDS)
         assert 600 < len(document.text) < 9000
         again = form(random.Random(f"{form.__name__} {seed}"), 1500)
         assert again == document
@@ -158,7 +158,7 @@ def test_no_number_is_in_a_format_of_ruler():
     rng = random.Random(0)
     drawn = [
         draw(rng)
-        for draw in (passages.number, passages.code, made.draw_number, made.draw_code)
+        for draw in (passages._draw_number, passages._draw_code, made.draw_number, made.draw_code)
         for _ in range(500)
     ]
     drawn += [made.make_document(random.Random(seed), 300).text for seed in range(60)]
@@ -175,7 +175,7 @@ def test_every_license_of_the_corpus_lets_an_adapter_be_apache():
         "Apache-2.0 or MIT",
         "CC0 1.0",
     )
-    names = [license_identifier({"license": name}) for name in known]
+    names = [identify_license({"license": name}) for name in known]
     assert (
         set(names) <= LICENSES
         and set(names) <= PERMISSIVE
@@ -183,7 +183,7 @@ def test_every_license_of_the_corpus_lets_an_adapter_be_apache():
     )
     for refused in ("CC BY", "CC BY-SA 4.0", None, "proprietary"):
         with pytest.raises(DropRow, match="license"):
-            license_identifier({"license": refused})
+            identify_license({"license": refused})
 
 
 def test_an_answer_ends_when_it_repeats_itself():
@@ -200,7 +200,7 @@ def test_the_mixture_is_built_resumed_and_read(tiny_model, tiny_tokenizer, tmp_p
     source = tmp_path / "corpus.jsonl"
     write_jsonl(source, rows())
     config = replace(CONFIG, corpus=str(source), loop=4)
-    manifest = build(tiny_model, tiny_tokenizer, config, tmp_path / "whole")
+    manifest = build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "whole")
     contexts, _ = read_mixture(tmp_path / "whole", tiny_model, tiny_tokenizer)
     assert 4 <= len(contexts) <= manifest["sources"]["corpus"]["contexts"] == 6
     assert manifest["sources"]["corpus"]["dropped"]["of another split"] == 1
@@ -217,14 +217,14 @@ def test_the_mixture_is_built_resumed_and_read(tiny_model, tiny_tokenizer, tmp_p
         stored.append(document)
         return add(self, document, attempts)
 
-    from restorekv.data.gather import Attempts
+    from restorekv.data.gather import AttemptFile
 
-    add = Attempts.add
-    monkeypatch.setattr(Attempts, "add", stop)
+    add = AttemptFile.append_attempts
+    monkeypatch.setattr(AttemptFile, "append_attempts", stop)
     with pytest.raises(KeyboardInterrupt):
-        build(tiny_model, tiny_tokenizer, config, tmp_path / "cut")
-    monkeypatch.setattr(Attempts, "add", add)
-    build(tiny_model, tiny_tokenizer, config, tmp_path / "cut", resume=True)
+        build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "cut")
+    monkeypatch.setattr(AttemptFile, "append_attempts", add)
+    build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "cut", resume=True)
     assert (tmp_path / "cut" / "corpus.parquet").read_bytes() == (
         tmp_path / "whole" / "corpus.parquet"
     ).read_bytes()

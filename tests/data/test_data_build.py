@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import restorekv.data.build
-from restorekv.data.build import SHIPPED, build
+from restorekv.data.build import SHIPPED_TEXTS, build_mixture
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document
+from restorekv.data.documents import SourceDocument
 from restorekv.data.mixture import read_mixture
-from restorekv.data.self_study import KINDS, SelfStudy
+from restorekv.data.self_study import QUESTION_PROMPTS, SelfStudy
 from restorekv.data.sources import MIXTURES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import HOST
@@ -45,9 +45,9 @@ def model():
 @pytest.fixture(scope="module", autouse=True)
 def suite_once(tiny_tokenizer):
     """Making the tiny suite's documents, and reading what ships, takes longer than a build here."""
-    made = suite(tiny_tokenizer, restorekv.data.build.TESTED)
+    made = suite(tiny_tokenizer, restorekv.data.build.SUITE_DOCUMENTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restorekv.data.build, "SHIPPED", [])
+        patch.setattr(restorekv.data.build, "SHIPPED_TEXTS", [])
         patch.setattr(restorekv.data.build, "suite", lambda tokenizer, count: made)
         yield
 
@@ -56,7 +56,7 @@ def suite_once(tiny_tokenizer):
 def whole(suite_once, files, model, tiny_tokenizer, tmp_path_factory) -> Path:
     """The uninterrupted paper mixture."""
     out = tmp_path_factory.mktemp("whole") / "data"
-    build(model, tiny_tokenizer, settings(files), out)
+    build_mixture(model, tiny_tokenizer, settings(files), out)
     return out
 
 
@@ -98,7 +98,7 @@ def test_the_defaults_are_the_papers():
         512,
     )
     assert (told.question_characters, told.least_answer) == (10, 4)
-    assert list(KINDS) == ["factual", "summary", "multihop", "method", "compare"]
+    assert list(QUESTION_PROMPTS) == ["factual", "summary", "multihop", "method", "compare"]
     assert [source.name for source in MIXTURES["permissive"]] == ["papers", "pg19", "flan"]
 
 
@@ -126,10 +126,10 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
 def test_questions_are_the_teachers_too(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, text("study", 20))
     config = settings({}, question_tokens=12)
-    document = Document("study", text("study", 20), "cc0-1.0")
-    attempts = SelfStudy(model, tiny_tokenizer, config).study([(context, document)])[0]
-    assert [attempt["kind"] for attempt in attempts] == list(KINDS)
-    for attempt, prompt in zip(attempts, KINDS.values(), strict=True):
+    document = SourceDocument("study", text("study", 20), "cc0-1.0")
+    attempts = SelfStudy(model, tiny_tokenizer, config).study_contexts([(context, document)])[0]
+    assert [attempt["kind"] for attempt in attempts] == list(QUESTION_PROMPTS)
+    for attempt, prompt in zip(attempts, QUESTION_PROMPTS.values(), strict=True):
         asked = question_ids(tiny_tokenizer, context, BETWEEN + prompt)
         ids = greedy(model, torch.cat([context.ids, asked], -1), 12)
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
@@ -137,11 +137,11 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
         assert attempt.get("question", BETWEEN) == BETWEEN + (
             line if "fault" not in attempt else ""
         )
-    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study(
-        [(context, document)]
-    )[0]
-    assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
-    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study(
+    strict = SelfStudy(
+        model, tiny_tokenizer, settings({}, question_characters=10_000)
+    ).study_contexts([(context, document)])[0]
+    assert strict == [{"kind": kind, "fault": "short question"} for kind in QUESTION_PROMPTS]
+    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study_contexts(
         [(context, document)]
     )[0]
     assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
@@ -172,7 +172,7 @@ def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
         for row in table.to_pylist():
             assert row["answer_tokens"] == len(row["answer_ids"])
             assert row["question_tokens"] == encode(tiny_tokenizer, row["question"]).shape[-1]
-            assert row["kind"] in (KINDS if name != "flan" else ["prompt"])
+            assert row["kind"] in (QUESTION_PROMPTS if name != "flan" else ["prompt"])
     assert set(contents(whole)) == {
         "manifest.json",
         "longalpaca.parquet",
@@ -186,7 +186,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
     seed, whole, files, model, tiny_tokenizer, tmp_path, monkeypatch
 ):
     rng, asked = random.Random(seed), []
-    for name in ("study", "reply"):
+    for name in ("study_contexts", "answer_prompt"):
         plain = getattr(SelfStudy, name)
 
         def counted(*args, plain=plain):
@@ -204,15 +204,15 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            build(model, tiny_tokenizer, settings(files), out, resume=True, progress=kill)
+            build_mixture(model, tiny_tokenizer, settings(files), out, resume=True, progress=kill)
         torn = rng.choice(sorted((out / "parts").iterdir()))
         line = torn.read_bytes().splitlines(keepends=True)[0]
         with torn.open("ab") as file:  # as a kill in the middle of a write leaves it
             file.write(line[: rng.randrange(1, len(line))])
-    build(model, tiny_tokenizer, settings(files), out, resume=True)
+    build_mixture(model, tiny_tokenizer, settings(files), out, resume=True)
     assert contents(out) == contents(whole)
     assert len(asked) == len({str(ids) for ids in asked})
-    build(model, tiny_tokenizer, settings(files), out, resume=True)
+    build_mixture(model, tiny_tokenizer, settings(files), out, resume=True)
     assert contents(out) == contents(whole)
 
 
@@ -272,7 +272,7 @@ def test_kill_9_in_the_middle_of_a_write_leaves_a_build_that_goes_on(
 def test_texts_that_ship_for_benchmarks_are_refused(
     files, model, tiny_tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(restorekv.data.build, "SHIPPED", SHIPPED)
+    monkeypatch.setattr(restorekv.data.build, "SHIPPED_TEXTS", SHIPPED_TEXTS)
     novel, stories, squad = (
         gzip.decompress((TEXTS / name).read_bytes()).decode()
         for name in (
@@ -293,7 +293,7 @@ def test_texts_that_ship_for_benchmarks_are_refused(
     config = settings(
         {**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000
     )
-    told = build(model, tiny_tokenizer, config, tmp_path / "data")["sources"]["longalpaca"]
+    told = build_mixture(model, tiny_tokenizer, config, tmp_path / "data")["sources"]["longalpaca"]
     found = [each["found in"] for each in told["refused"]]
     assert [each.split(",")[0] for each in found] == [
         "Burnett_Garden_1911.txt.gz",
@@ -318,7 +318,9 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     with pytest.warns(
         RestoreKVWarning, match="LongAlpaca gave 2 of 9 documents, .* 2 in an evaluation set"
     ):
-        manifest = build(model, tiny_tokenizer, config, tmp_path / "data", [str(evaluation)])
+        manifest = build_mixture(
+            model, tiny_tokenizer, config, tmp_path / "data", [str(evaluation)]
+        )
     told = manifest["sources"]["longalpaca"]
     assert told["dropped"]["in an evaluation set"] == 2
     assert told["refused"][0] == {
@@ -333,7 +335,7 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     assert manifest["exclusion"]["files"][0]["name"] == "evaluation.jsonl"
     made, _ = read_mixture(tmp_path / "data")
     assert not any(text("c", 20) in context.context for context in made)
-    plain = build(model, tiny_tokenizer, config, tmp_path / "plain")
+    plain = build_mixture(model, tiny_tokenizer, config, tmp_path / "plain")
     assert [row["document"] for row in plain["sources"]["longalpaca"]["refused"]] == ["row 1"]
     assert any(
         two_papers("", "")[:30] in context.context
@@ -343,7 +345,7 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
 
 def test_the_permissive_mixture_has_free_licenses_only(files, model, tiny_tokenizer, tmp_path):
     with pytest.warns(RestoreKVWarning, match="Open papers gave 2 of 9 documents, all of"):
-        manifest = build(
+        manifest = build_mixture(
             model,
             tiny_tokenizer,
             settings(files, mixture="permissive", documents=9),
@@ -368,9 +370,9 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
 
     out = tmp_path / "data"
     with pytest.raises(KeyboardInterrupt):
-        build(model, tiny_tokenizer, settings(files), out, progress=stop)
+        build_mixture(model, tiny_tokenizer, settings(files), out, progress=stop)
     with pytest.raises(RestoreKVError, match="continue with --resume"):
-        build(model, tiny_tokenizer, settings(files), out)
+        build_mixture(model, tiny_tokenizer, settings(files), out)
     others = write_jsonl(tmp_path / "new.jsonl", [{"context": "Else."}])
     for folder in (out, whole):
         changed = settings(files, answer_tokens=7, mixture="permissive")
@@ -378,19 +380,21 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
             RestoreKVError,
             match=r"--mixture paper \(now permissive\), --answer-tokens 6 \(now 7\); give",
         ):
-            build(model, tiny_tokenizer, changed, folder, resume=True)
+            build_mixture(model, tiny_tokenizer, changed, folder, resume=True)
         with pytest.raises(RestoreKVError, match=r"the model's fingerprint \w+ \(now \w+\); give"):
-            build(
+            build_mixture(
                 build_model("qwen3", seed=1), tiny_tokenizer, settings(files), folder, resume=True
             )
         with pytest.raises(
             RestoreKVError, match=r"--exclude nothing \(now new\.jsonl [0-9a-f]{8}\); give"
         ):
-            build(model, tiny_tokenizer, settings(files), folder, [str(others)], resume=True)
+            build_mixture(
+                model, tiny_tokenizer, settings(files), folder, [str(others)], resume=True
+            )
     with pytest.raises(RestoreKVError, match="finish it with restorekv data build --resume"):
         read_mixture(out)
     with pytest.raises(RestoreKVError, match="already holds"):
-        build(model, tiny_tokenizer, settings(files), whole)
+        build_mixture(model, tiny_tokenizer, settings(files), whole)
 
 
 def test_a_finished_folder_is_of_the_files_it_was_made_from(model, tiny_tokenizer, tmp_path):
@@ -402,7 +406,7 @@ def test_a_finished_folder_is_of_the_files_it_was_made_from(model, tiny_tokenize
     )
 
     def again(exclude: list) -> dict:
-        return build(
+        return build_mixture(
             model, tiny_tokenizer, config, out, [str(path) for path in exclude], resume=True
         )
 
@@ -431,22 +435,22 @@ def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(
     commits = iter(["first", "second"])
     monkeypatch.setattr(
         restorekv.data.build,
-        "identity",
+        "identify_source",
         lambda where: {"hub": "some/set", "revision": next(commits)},
     )
     monkeypatch.setattr(
-        restorekv.data.build, "rows", lambda where, known: iter([{"text": text("a", 40)}])
+        restorekv.data.build, "iterate_rows", lambda where, known: iter([{"text": text("a", 40)}])
     )
     config = settings({"flan": "some/set"}, documents=0, books=0, examples=1)
-    made = build(model, tiny_tokenizer, config, tmp_path / "data")
-    assert build(model, tiny_tokenizer, config, tmp_path / "data", resume=True) == made
+    made = build_mixture(model, tiny_tokenizer, config, tmp_path / "data")
+    assert build_mixture(model, tiny_tokenizer, config, tmp_path / "data", resume=True) == made
     assert made["sources"]["flan"]["from"] == {
         "given": "some/set",
         "hub": "some/set",
         "revision": "first",
     }
     with pytest.raises(RestoreKVError, match=r"--flan some/set \(now some/set@v2\)"):
-        build(
+        build_mixture(
             model,
             tiny_tokenizer,
             settings({**vars(config), "flan": "some/set@v2"}),
@@ -472,7 +476,7 @@ def test_a_foreign_folder_is_left_as_it_is(
     path.parent.mkdir(parents=True)
     path.write_text("{}")
     with pytest.raises(RestoreKVError, match=message):
-        build(model, tiny_tokenizer, settings(files), tmp_path / "theirs", resume=resume)
+        build_mixture(model, tiny_tokenizer, settings(files), tmp_path / "theirs", resume=resume)
     assert contents(tmp_path / "theirs") == {name: b"{}"}
 
 
@@ -486,14 +490,14 @@ def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(
     (tmp_path / "data" / f".build.json.{HOST}-{dead.pid}.tmp").write_text("{")
     config = settings({"flan": str(source)}, documents=0, books=0, examples=1)
     with pytest.warns(RestoreKVWarning, match="nothing in .* to resume; this is a new build"):
-        build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
+        build_mixture(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
     assert set(contents(tmp_path / "data")) == {"manifest.json", "flan.parquet"}
 
 
 def test_what_is_less_than_wanted_is_told(files, model, tiny_tokenizer, tmp_path):
     config = settings(files, documents=0, books=9, chunks=1, examples=9, longest=100_000)
     with pytest.warns(RestoreKVWarning) as told:
-        made = build(model, tiny_tokenizer, config, tmp_path / "data")
+        made = build_mixture(model, tiny_tokenizer, config, tmp_path / "data")
     words = [str(warning.message) for warning in told]
     assert len(words) == 3 and words[0].startswith(
         f"--longest 100000 is lowered to {made['longest']}: "
@@ -510,7 +514,9 @@ def test_what_is_less_than_wanted_is_told(files, model, tiny_tokenizer, tmp_path
 def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tmp_path):
     config = settings(files, documents=0, examples=0, chunk=200)
     first = write_jsonl(tmp_path / "first.jsonl", [{"text": text(0, 130)}])
-    made = build(model, tiny_tokenizer, config, tmp_path / "data", [str(first)])["sources"]["pg19"]
+    made = build_mixture(model, tiny_tokenizer, config, tmp_path / "data", [str(first)])["sources"][
+        "pg19"
+    ]
     assert made["dropped"] == {"in an evaluation set": 2, "no whole chunk": 1}
     books = {context.document.split(" ")[0][-1] for context in read_mixture(tmp_path / "data")[0]}
     assert books == {"2", "3"}
@@ -524,13 +530,13 @@ def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(
     source.write_text("\n".join([*good[:2], '{"id": ']))
     config = settings({"flan": str(source)}, documents=0, books=0, examples=3)
     with pytest.raises(RestoreKVError, match=r"flan\.jsonl, line 3"):
-        build(model, tiny_tokenizer, config, tmp_path / "data")
+        build_mixture(model, tiny_tokenizer, config, tmp_path / "data")
     source.write_text("\n".join([good[2], *good[:2]]))
     if (tmp_path / "data").exists():
         with pytest.raises(RestoreKVError, match="about other documents"):
-            build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
+            build_mixture(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
     source.write_text("\n".join(good))
-    build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
+    build_mixture(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
     assert [context.document for context in read_mixture(tmp_path / "data")[0]] == [
         "d0",
         "d1",
@@ -550,7 +556,7 @@ def test_what_cannot_work_leaves_nothing_behind(
     changes, message, files, model, tiny_tokenizer, tmp_path
 ):
     with pytest.raises(RestoreKVError, match=message):
-        build(model, tiny_tokenizer, settings({**files, **changes}), tmp_path / "data")
+        build_mixture(model, tiny_tokenizer, settings({**files, **changes}), tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 

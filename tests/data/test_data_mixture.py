@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import restorekv.cli.data
-from restorekv.data.build import build
+from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
-from restorekv.data.mixture import MixtureContext, read_mixture, record
-from restorekv.data.table import PAPER, figures
+from restorekv.data.mixture import MixtureContext, read_mixture, summarize_sources
+from restorekv.data.table import PAPER, compute_figures
 from restorekv.errors import RestoreKVError
 from tests.helpers.cli_world import cli
 from tests.helpers.data_world import (
@@ -39,7 +39,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def made(files, tiny_tokenizer, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("made") / "data"
-    build(build_model("qwen3"), tiny_tokenizer, settings(files), out)
+    build_mixture(build_model("qwen3"), tiny_tokenizer, settings(files), out)
     return out
 
 
@@ -188,7 +188,7 @@ def test_longer_contexts_than_the_manifest_allows_are_refused(data):
 
 def test_the_record_tells_origin_counts_and_who_wrote(made, files):
     manifest = read_mixture(made)[1]
-    told = record(manifest)
+    told = summarize_sources(manifest)
     assert json.loads(json.dumps(told)) == told
     assert [row["source"] for row in told] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN"]
     rows = pq.read_table(made / "pg19.parquet").to_pylist()
@@ -206,7 +206,7 @@ def test_the_record_tells_origin_counts_and_who_wrote(made, files):
     one, two = {"name": "a.txt", "sha256": "1f"}, {"name": "b.txt", "sha256": "2e"}
     manifest["sources"]["pg19"]["from"] = {"given": "/home/me/books", "files": [one, two]}
     manifest["sources"]["flan"]["from"] = {"given": "a/b@v1", "hub": "a/b", "revision": "c0ffee"}
-    _, books, flan = record(manifest)
+    _, books, flan = summarize_sources(manifest)
     assert (books["dataset"], books["sha256"]) == ("2 files", hashlib.sha256(b"1f2e").hexdigest())
     assert (flan["dataset"], flan["revision"]) == ("a/b", "c0ffee") and "/home" not in json.dumps(
         [books, flan]
@@ -223,7 +223,7 @@ def test_the_table_counts_samples(made):
         "pg19": {"title": "PG-19", "licenses": {"apache-2.0": 6}},
         "flan": {"title": "Tulu-3 FLAN", "licenses": {"odc-by": 1}},
     }
-    rows = figures(contexts, {"sources": sources, "licenses": {}})
+    rows = compute_figures(contexts, {"sources": sources, "licenses": {}})
     assert [(row["samples"], row["mean"], row["shortest"], row["longest"]) for row in rows] == [
         (6, 90, 40, 100),
         (1, 10, 10, 10),
@@ -311,5 +311,5 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(restorekv.cli.data, "build", interrupt)
+    monkeypatch.setattr(restorekv.cli.data, "build_mixture", interrupt)
     refused("continue with --resume", "build", "--out", out, code=130)

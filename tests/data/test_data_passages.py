@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from restorekv.data.build import build
+from restorekv.data.build import build_mixture
 from restorekv.data.mixture import read_mixture
 from restorekv.data.passages import (
     FACT,
@@ -13,11 +13,11 @@ from restorekv.data.passages import (
     LISTED,
     REPEAT,
     STORIES_LICENSE,
-    invent,
-    passage_reader,
+    invent_facts,
+    make_passage_reader,
 )
-from restorekv.data.self_study import KINDS
-from restorekv.data.table import data_table, figures
+from restorekv.data.self_study import QUESTION_PROMPTS
+from restorekv.data.table import compute_figures, make_data_table
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import BETWEEN, encode
 from restorekv.tasks.ruler.needles import NEEDLES
@@ -62,7 +62,9 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
     asked = [{"question": f"who is number {number}?"} for number in range(40)]
     row = {"id": "one", "context": text("one", 200), "questions": asked}
     config = replace(CONFIG, invented=0.0)
-    (found,) = passage_reader(STORIES_LICENSE, lambda c: 1)(iter([row]), config, tiny_tokenizer)
+    (found,) = make_passage_reader(STORIES_LICENSE, lambda c: 1)(
+        iter([row]), config, tiny_tokenizer
+    )
     tokens = encode(tiny_tokenizer, found.text).shape[-1]
     assert row["context"].startswith(found.text) and 39 <= tokens <= 91 and not found.studied
     kinds = [kind for kind, _ in found.asked]
@@ -75,7 +77,7 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
 def test_a_text_without_questions_gives_separate_passages(tiny_tokenizer):
     row = {"text": text("book", 900)}
     found = list(
-        passage_reader(STORIES_LICENSE, lambda c: 3)(
+        make_passage_reader(STORIES_LICENSE, lambda c: 3)(
             iter([row]), replace(CONFIG, invented=0.0), tiny_tokenizer
         )
     )
@@ -88,9 +90,13 @@ def test_a_text_without_questions_gives_separate_passages(tiny_tokenizer):
 
 def test_facts_are_asked_for_and_stand_in_the_passage_once():
     passage = text("facts", 120)
-    told, asked = invent(passage, random.Random(3))
+    told, asked = invent_facts(passage, random.Random(3))
     assert asked and all(question.endswith("?") for question in asked)
-    assert (told, asked) == invent(passage, random.Random(3)) != invent(passage, random.Random(4))
+    assert (
+        (told, asked)
+        == invent_facts(passage, random.Random(3))
+        != invent_facts(passage, random.Random(4))
+    )
     words = iter(told.split())
     # The passage is still there, in its order.
     assert all(word in words for word in passage.split())
@@ -98,15 +104,15 @@ def test_facts_are_asked_for_and_stand_in_the_passage_once():
 
 def test_no_template_of_ruler_is_trained_on():
     made = " ".join(
-        part for seed in range(200) for part in invent("A. B. C.", random.Random(seed))[1:][0]
+        part for seed in range(200) for part in invent_facts("A. B. C.", random.Random(seed))[1:][0]
     )
-    told = " ".join(invent("A. B. C.", random.Random(seed))[0] for seed in range(200))
+    told = " ".join(invent_facts("A. B. C.", random.Random(seed))[0] for seed in range(200))
     assert NEEDLES and "special magic" not in (made + told).lower() and "VAR" not in told
 
 
 def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_path):
     config = replace(CONFIG, **files)
-    manifest = build(tiny_model, tiny_tokenizer, config, tmp_path / "data")
+    manifest = build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "data")
     contexts, _ = read_mixture(tmp_path / "data", tiny_model, tiny_tokenizer)
     by_source = {
         name: [each for each in contexts if each.source == name] for name in manifest["sources"]
@@ -120,14 +126,14 @@ def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_pa
     questions = [question for each in contexts for question in each.questions]
     assert all(question.startswith(BETWEEN) for question in questions)
     assert any(question.endswith("?\nAnswer:") for question in questions)
-    rows = figures(contexts, manifest)
-    assert [row["paper"] for row in rows] == [None] * 4 and data_table(
+    rows = compute_figures(contexts, manifest)
+    assert [row["paper"] for row in rows] == [None] * 4 and make_data_table(
         rows, manifest
     ).row_count == 4
 
 
 def test_kinds_are_told_apart():
-    assert len({HUMAN, FACT, REPEAT, LISTED, *KINDS}) == 4 + len(KINDS)
+    assert len({HUMAN, FACT, REPEAT, LISTED, *QUESTION_PROMPTS}) == 4 + len(QUESTION_PROMPTS)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from restorekv.data.documents import Document, DropRow
-from restorekv.data.files import identity, rows
+from restorekv.data.documents import DropRow, SourceDocument
+from restorekv.data.files import identify_source, iterate_rows
 from restorekv.data.gather import LengthFilter
-from restorekv.data.overlap import Evaluations, evaluation_texts, words
-from restorekv.data.self_study import answer_fault, question_fault, tidy
+from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts, split_words
+from restorekv.data.self_study import clean_question, find_answer_fault, find_question_fault
 from restorekv.data.sources import (
     LICENSES,
-    before_question,
-    flan,
-    license_label,
-    longalpaca,
-    open_papers,
-    pg19,
+    cut_before_question,
+    read_book,
+    read_flan_prompt,
+    read_license_label,
+    read_longalpaca,
+    read_paper,
 )
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.restore.model_card import combine_licenses, normalize_license
@@ -47,15 +47,15 @@ def files(tmp_path_factory) -> dict[str, str]:
     return write_sources(tmp_path_factory.mktemp("sources"))
 
 
-def read(source, where: str, tokenizer, **changes) -> tuple[list[Document], list[str]]:
-    found = list(source(rows(where, LOCAL), settings({}, **changes), tokenizer))
-    return [x for x in found if isinstance(x, Document)], [
+def read(source, where: str, tokenizer, **changes) -> tuple[list[SourceDocument], list[str]]:
+    found = list(source(iterate_rows(where, LOCAL), settings({}, **changes), tokenizer))
+    return [x for x in found if isinstance(x, SourceDocument)], [
         str(x) for x in found if isinstance(x, DropRow)
     ]
 
 
 def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
-    made, dropped = read(longalpaca, files["longalpaca"], tiny_tokenizer)
+    made, dropped = read(read_longalpaca, files["longalpaca"], tiny_tokenizer)
     assert dropped == ["no document"] and [item.name for item in made] == [
         f"row {n}" for n in range(1, 7)
     ]
@@ -80,11 +80,11 @@ def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
     ],
 )
 def test_the_last_marker_counts(instruction, kept):
-    assert before_question(instruction) == kept
+    assert cut_before_question(instruction) == kept
 
 
 def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
-    made, dropped = read(pg19, files["pg19"], tiny_tokenizer)
+    made, dropped = read(read_book, files["pg19"], tiny_tokenizer)
     assert dropped == ["no whole chunk"]
     assert [(item.book, item.more) for item in made] == [
         (f"row {n}", more) for n in (0, 2, 3) for more in (True, False)
@@ -97,15 +97,15 @@ def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
         assert item.text in whole and item.text == tiny_tokenizer.decode(
             ids[96 * number : 96 * (number + 1)]
         )
-    again, _ = read(pg19, files["pg19"], tiny_tokenizer)
-    other, _ = read(pg19, files["pg19"], tiny_tokenizer, seed=3)
+    again, _ = read(read_book, files["pg19"], tiny_tokenizer)
+    other, _ = read(read_book, files["pg19"], tiny_tokenizer, seed=3)
     assert again == made and other != made
-    every, _ = read(pg19, files["pg19"], tiny_tokenizer, chunks=1000)
+    every, _ = read(read_book, files["pg19"], tiny_tokenizer, chunks=1000)
     assert "".join(item.text for item in every if item.book == "row 0") in text(0, 130)
 
 
 def test_flan_is_the_first_words_of_the_user_in_its_own_subset(files, tiny_tokenizer):
-    made, dropped = read(flan, files["flan"], tiny_tokenizer)
+    made, dropped = read(read_flan_prompt, files["flan"], tiny_tokenizer)
     assert dropped == ["another subset"] and [item.name for item in made] == [
         "f0",
         "short",
@@ -114,41 +114,44 @@ def test_flan_is_the_first_words_of_the_user_in_its_own_subset(files, tiny_token
     ]
     assert made[0].text == text("f0", 30) and {item.license for item in made} == {"odc-by"}
     assert list(
-        map(str, flan(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None))
+        map(
+            str,
+            read_flan_prompt(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None),
+        )
     ) == ["no prompt"]
 
 
 def test_papers_keep_their_own_license_and_others_are_dropped(files, tiny_tokenizer):
-    made, dropped = read(open_papers, files["papers"], tiny_tokenizer)
+    made, dropped = read(read_paper, files["papers"], tiny_tokenizer)
     assert [(item.name, item.license) for item in made] == [
         ("2106.0", "cc-by-4.0"),
         ("2106.3", "public-domain"),
     ]
     assert dropped == ["license cc-by-sa-4.0", "license Some rights", "license missing"]
     shared, _ = read(
-        open_papers, files["papers"], tiny_tokenizer, licenses="CC-BY-SA-4.0, cc-by-4.0"
+        read_paper, files["papers"], tiny_tokenizer, licenses="CC-BY-SA-4.0, cc-by-4.0"
     )
     assert [item.license for item in shared] == ["cc-by-4.0", "cc-by-sa-4.0"]
 
 
 def test_licenses_are_found_in_every_form_and_known_to_the_model_card():
-    assert license_label({"metadata": json.dumps({"license": BY})}) == BY
-    assert license_label({"metadata": "{", "license": BY_SA}) == BY_SA
-    assert license_label({"metadata": None}) == ""
+    assert read_license_label({"metadata": json.dumps({"license": BY})}) == BY
+    assert read_license_label({"metadata": "{", "license": BY_SA}) == BY_SA
+    assert read_license_label({"metadata": None}) == ""
     assert all(normalize_license(name) == name and combine_licenses([name]) for name in LICENSES)
     assert combine_licenses(settings({}).allowed_licenses) == "apache-2.0"
 
 
 ODD = [
-    (longalpaca, {"instruction": ["Now the paper ends."]}, "instruction"),
-    (longalpaca, {"instruction": 5}, "instruction"),
-    (longalpaca, {"text": "half a pair \ud800"}, "text"),
-    (flan, {"messages": "Why?"}, "messages"),
-    (flan, {"messages": ["Why?"]}, "messages"),
-    (flan, {"messages": [{"role": "user", "content": 7}]}, "content"),
-    (flan, {"source": 3, "messages": messages("Why?")}, "source"),
-    (open_papers, {"text": ["a", "b"], "metadata": {"license": BY}}, "text"),
-    (pg19, {"text": 1813}, "text"),
+    (read_longalpaca, {"instruction": ["Now the paper ends."]}, "instruction"),
+    (read_longalpaca, {"instruction": 5}, "instruction"),
+    (read_longalpaca, {"text": "half a pair \ud800"}, "text"),
+    (read_flan_prompt, {"messages": "Why?"}, "messages"),
+    (read_flan_prompt, {"messages": ["Why?"]}, "messages"),
+    (read_flan_prompt, {"messages": [{"role": "user", "content": 7}]}, "content"),
+    (read_flan_prompt, {"source": 3, "messages": messages("Why?")}, "source"),
+    (read_paper, {"text": ["a", "b"], "metadata": {"license": BY}}, "text"),
+    (read_book, {"text": 1813}, "text"),
 ]
 
 
@@ -165,7 +168,7 @@ def test_the_text_parts_of_a_message_are_joined():
         {"type": "image", "image": None},
         {"type": "text", "text": "What is it?"},
     ]
-    made = list(flan(iter([{"messages": messages(parts)}]), settings({}), None))
+    made = list(read_flan_prompt(iter([{"messages": messages(parts)}]), settings({}), None))
     assert [item.text for item in made] == ["Look.\nWhat is it?"]
 
 
@@ -186,7 +189,7 @@ def test_a_source_may_be_any_local_format(kind, tmp_path, tiny_tokenizer):
         where.mkdir()
         for number, words in enumerate(texts):
             (where / f"{number}.txt").write_text(words, encoding="utf-8")
-    assert [row["text"] for row in rows(str(where), identity(str(where)))] == texts
+    assert [row["text"] for row in iterate_rows(str(where), identify_source(str(where)))] == texts
 
 
 @pytest.mark.parametrize(
@@ -204,15 +207,15 @@ def test_json_is_read_in_every_form_with_a_bom_or_without(name, content, mark, t
         gzip.compress(mark + gzip.decompress(content)) if name.endswith("gz") else mark + content
     )
     (tmp_path / name).write_bytes(content)
-    assert list(rows(str(tmp_path / name), LOCAL)) == [{"text": "a"}, {"text": "b"}]
+    assert list(iterate_rows(str(tmp_path / name), LOCAL)) == [{"text": "a"}, {"text": "b"}]
     (tmp_path / "b.txt").write_bytes(mark + b"one\r\ntwo")
-    assert list(rows(str(tmp_path / "b.txt"), LOCAL)) == [{"text": "one\ntwo"}]
+    assert list(iterate_rows(str(tmp_path / "b.txt"), LOCAL)) == [{"text": "one\ntwo"}]
 
 
 def test_fields_of_mixed_types_stay_as_they_are(tmp_path):
     given = [{"text": "a"}, {"text": ["b"]}, {"text": 3}]
     (tmp_path / "a.json").write_text(json.dumps(given))
-    assert list(rows(str(tmp_path / "a.json"), LOCAL)) == given
+    assert list(iterate_rows(str(tmp_path / "a.json"), LOCAL)) == given
 
 
 def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
@@ -224,9 +227,9 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
     monkeypatch.setattr(
         "datasets.load_dataset", lambda **options: asked.update(options) or [{"text": "a"}]
     )
-    known = identity("some/set@v1")
+    known = identify_source("some/set@v1")
     assert known == {"hub": "some/set", "revision": "some/set-v1"}
-    assert list(rows("some/set@v1", known)) == [{"text": "a"}]
+    assert list(iterate_rows("some/set@v1", known)) == [{"text": "a"}]
     assert asked == {
         "path": "some/set",
         "revision": "some/set-v1",
@@ -273,13 +276,13 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
 def test_damaged_files_are_named(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RestoreKVError, match=message):
-        list(rows(str(tmp_path / name), identity(str(tmp_path / name))))
+        list(iterate_rows(str(tmp_path / name), identify_source(str(tmp_path / name))))
 
 
 def test_missing_files_and_unreachable_hubs_are_one_sentence(tmp_path, monkeypatch):
     for where in ("./nothing", "/no/such/file", "nothing.jsonl", "a/b/c"):
         with pytest.raises(RestoreKVError, match="There is no file"):
-            identity(where)
+            identify_source(where)
 
     def unreachable(*_, **__):
         raise ConnectionError("Name or service not known")
@@ -288,30 +291,32 @@ def test_missing_files_and_unreachable_hubs_are_one_sentence(tmp_path, monkeypat
     with pytest.raises(
         RestoreKVError, match="Yukang/LongAlpaca-12k; give a hub id that can be reached"
     ):
-        identity("Yukang/LongAlpaca-12k")
+        identify_source("Yukang/LongAlpaca-12k")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RestoreKVError, match="no file that ends in"):
-        identity(str(tmp_path / "empty"))
+        identify_source(str(tmp_path / "empty"))
 
 
 def test_without_the_extra_the_mend_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RestoreKVError, match=r"restorekv\[data\]"):
-        next(rows("some/set", {"hub": "some/set", "revision": "a"}))
+        next(iterate_rows("some/set", {"hub": "some/set", "revision": "a"}))
 
 
 def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
     config = settings({}, question_characters=10, least_answer=4)
-    assert [question_fault(q, config) for q in ("", "123456789", "1234567890")] == [
+    assert [find_question_fault(q, config) for q in ("", "123456789", "1234567890")] == [
         "short question"
     ] * 2 + [None]
-    assert [answer_fault("word", n, config) for n in (0, 3, 4)] == ["short answer"] * 2 + [None]
-    assert answer_fault(" \n", 9, config) == "short answer"
+    assert [find_answer_fault("word", n, config) for n in (0, 3, 4)] == ["short answer"] * 2 + [
+        None
+    ]
+    assert find_answer_fault(" \n", 9, config) == "short answer"
     body = text("x", 30)
     count = len(tiny_tokenizer.encode(body, add_special_tokens=False))
-    assert not isinstance(LengthFilter(tiny_tokenizer, count, count).check(body), str)
-    assert LengthFilter(tiny_tokenizer, count + 1, 9999).check(body) == "too short"
-    assert LengthFilter(tiny_tokenizer, 1, count - 1).check(body) == "too long"
+    assert not isinstance(LengthFilter(tiny_tokenizer, count, count).check_text(body), str)
+    assert LengthFilter(tiny_tokenizer, count + 1, 9999).check_text(body) == "too short"
+    assert LengthFilter(tiny_tokenizer, 1, count - 1).check_text(body) == "too long"
     twice = LengthFilter(tiny_tokenizer, 1, 9999)
     assert twice.check(body).tokens == count and twice.check(body.upper() + "\n") == "repeated"
 
@@ -326,14 +331,14 @@ def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
     ],
 )
 def test_questions_are_tidied(raw, kept):
-    assert tidy(raw) == kept
+    assert clean_question(raw) == kept
 
 
 def shares(document: str, evaluation: str) -> tuple[float, int]:
     """By sets of tuples: the larger share of common 13-grams, and how many there are."""
     one, other = (
         {tuple(w[i : i + 13]) for i in range(len(w) - 12)}
-        for w in (words(document), words(evaluation))
+        for w in (split_words(document), split_words(evaluation))
     )
     return max(len(one & other) / len(one), len(one & other) / len(other)), len(one & other)
 
@@ -345,21 +350,21 @@ def test_overlap_is_the_share_of_13_grams(taken):
     document = f"{text('before', 90)} {stretch.upper()} -- {text('after', 90)}"
     share, common = shares(document, evaluation)
     others = [("other", text("other", 300)), ("set", evaluation), ("third", text("third", 200))]
-    match = Evaluations(iter(others), 0.1).match(document)
+    match = EvaluationIndex(iter(others), 0.1).find_match(document)
     assert match == (("set", round(share, 4)) if share >= 0.1 and common >= 8 else None)
     assert (match is not None) == (taken >= 60 or (taken == 30 and share >= 0.1))
 
 
 def test_a_short_evaluation_text_inside_a_long_document_and_an_equal_one_are_found():
     short = text("short", 40)
-    index = Evaluations(iter([("short", short)]), 0.5)
-    assert index.match(f"{text('x', 2000)} {short} {text('y', 2000)}") == ("short", 1.0)
-    few = Evaluations(iter([("few", "Six words are enough for this.")]), 0.1)
+    index = EvaluationIndex(iter([("short", short)]), 0.5)
+    assert index.find_match(f"{text('x', 2000)} {short} {text('y', 2000)}") == ("short", 1.0)
+    few = EvaluationIndex(iter([("few", "Six words are enough for this.")]), 0.1)
     assert (
-        few.match("six words, are ENOUGH for this") == ("few", 1.0)
-        and few.match(text("z", 50)) is None
+        few.find_match("six words, are ENOUGH for this") == ("few", 1.0)
+        and few.find_match(text("z", 50)) is None
     )
-    assert Evaluations(iter([]), 0.1).match(text("z", 50)) is None
+    assert EvaluationIndex(iter([]), 0.1).find_match(text("z", 50)) is None
 
 
 def test_evaluation_texts_are_found_by_the_names_of_their_fields(tmp_path):
@@ -378,7 +383,7 @@ def test_evaluation_texts_are_found_by_the_names_of_their_fields(tmp_path):
     (folder / "b.json").write_text(json.dumps(patient))
     (folder / "c.txt").write_text("five")
     pq.write_table(pa.table({"context": ["six"], "answer": ["no"]}), folder / "d.parquet")
-    found = list(evaluation_texts([str(folder)]))
+    found = list(read_evaluation_texts([str(folder)]))
     assert [words for _, words in found] == ["one", "two", "three\nfour", "five", "six"]
     assert found[1][0] == "a.jsonl, row 2"
 
@@ -389,15 +394,15 @@ def test_in_a_folder_files_without_texts_are_skipped_with_a_warning(tmp_path):
     (folder / "config.json").write_text('{"split": "test"}')
     (folder / "empty.jsonl").write_text("")
     with pytest.raises(RestoreKVError, match=r"evaluation has no evaluation text"):
-        list(evaluation_texts([str(folder)]))
+        list(read_evaluation_texts([str(folder)]))
     (folder / "texts.json").write_bytes(b'\xef\xbb\xbf{"context": "one"}')
     with pytest.warns(RestoreKVWarning) as told:
-        assert [words for _, words in evaluation_texts([str(folder)])] == ["one"]
+        assert [words for _, words in read_evaluation_texts([str(folder)])] == ["one"]
     assert [str(warning.message).split("/")[-1] for warning in told] == [
         f"{name} has no evaluation text and is skipped." for name in ("config.json", "empty.jsonl")
     ]
     with pytest.raises(RestoreKVError, match=r"config\.json has no evaluation text"):
-        list(evaluation_texts([str(folder / "config.json")]))
+        list(read_evaluation_texts([str(folder / "config.json")]))
 
 
 @pytest.mark.parametrize(
@@ -412,6 +417,6 @@ def test_in_a_folder_files_without_texts_are_skipped_with_a_warning(tmp_path):
 def test_useless_evaluation_files_are_refused(name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(RestoreKVError, match=message):
-        list(evaluation_texts([str(tmp_path / name)]))
+        list(read_evaluation_texts([str(tmp_path / name)]))
     with pytest.raises(RestoreKVError, match="no evaluation file"):
-        list(evaluation_texts([str(Path(tmp_path) / "none.jsonl")]))
+        list(read_evaluation_texts([str(Path(tmp_path) / "none.jsonl")]))

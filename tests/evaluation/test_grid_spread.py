@@ -159,7 +159,7 @@ def test_numbers_that_make_no_sense(given, said):
 def test_ray_missing_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        RestoreKVError, match=r"needs the package ray; install 'restorekv\[ray\]'\.$"
+        RestoreKVError, match=r"needs the package ray; run pip install 'restorekv\[ray\]'\.$"
     ):
         RayPool(1)
 

@@ -22,7 +22,7 @@ from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
-from restorekv.train.loop import train
+from restorekv.train.loop import train_adapter
 from tests.helpers.models import build_model
 
 TEXT = (
@@ -149,7 +149,7 @@ def test_training_reaches_every_part(tiny_tokenizer, tmp_path, restore_from):
     model = build_model("qwen3")
     config = replace(TINY, restore_from=restore_from)
     fresh = RestoreAdapter.create(model, TOKENS, rank=2)
-    adapter = train(model, tiny_tokenizer, [EXAMPLE], config, tmp_path)
+    adapter = train_adapter(model, tiny_tokenizer, [EXAMPLE], config, tmp_path)
     assert adapter.card.restore_from == restore_from
     assert not adapter.embeddings.equal(fresh.embeddings)
     assert any(value.abs().max() > 0 for name, value in adapter.tensors.items() if "lora_B" in name)
@@ -164,7 +164,9 @@ def test_training_reaches_every_part(tiny_tokenizer, tmp_path, restore_from):
 
 def test_fixed_embeddings_are_line_breaks_and_stay(tiny_tokenizer, tmp_path):
     model = build_model("llama")
-    adapter = train(model, tiny_tokenizer, [EXAMPLE], replace(TINY, embeddings="fixed"), tmp_path)
+    adapter = train_adapter(
+        model, tiny_tokenizer, [EXAMPLE], replace(TINY, embeddings="fixed"), tmp_path
+    )
     newline = model.get_input_embeddings().weight[encode(tiny_tokenizer, "\n")[0, -1]]
     assert (
         adapter.embeddings.equal(newline.expand(TOKENS, -1))
@@ -178,7 +180,7 @@ def test_fixed_embeddings_are_line_breaks_and_stay(tiny_tokenizer, tmp_path):
 def test_learned_embeddings_without_lora(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
     fresh = RestoreAdapter.create(model, TOKENS, targets=())
-    adapter = train(model, tiny_tokenizer, [EXAMPLE], replace(TINY, targets=()), tmp_path)
+    adapter = train_adapter(model, tiny_tokenizer, [EXAMPLE], replace(TINY, targets=()), tmp_path)
     assert not adapter.tensors and not adapter.embeddings.equal(fresh.embeddings)
     again = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
     assert again.identity() == adapter.identity() and not again.tensors
@@ -289,7 +291,7 @@ def test_an_offset_leaves_the_shipped_adapter_out_and_says_so():
 
 def test_a_failed_start_leaves_no_folder(tiny_tokenizer, tmp_path):
     with pytest.raises(AdapterError):
-        train(
+        train_adapter(
             build_model("qwen3"),
             tiny_tokenizer,
             [EXAMPLE],
@@ -320,7 +322,7 @@ def test_every_lora_target_must_exist(targets):
 
 def test_an_adapter_of_another_prefix_policy_is_warned_about(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
-    adapter = train(
+    adapter = train_adapter(
         model, tiny_tokenizer, [EXAMPLE], replace(TINY, prefix_policy="counted"), tmp_path
     )
     with pytest.warns(RestoreKVWarning, match="prefix policy counted, not free"):

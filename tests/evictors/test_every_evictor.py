@@ -19,7 +19,7 @@ from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
-from restorekv.train.loop import train
+from restorekv.train.loop import train_adapter
 from tests.helpers.gates import random_layers, save_gate
 from tests.helpers.models import build_model
 
@@ -87,7 +87,7 @@ def test_the_same_input_gives_the_same_bits(tiny_tokenizer, tmp_path, name):
 def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
     model = build_model("llama")
     spec = spec_of(name, model, tmp_path)
-    adapter = train(
+    adapter = train_adapter(
         model,
         tiny_tokenizer,
         [Example(TEXT, (QUESTION,), (None,))],
@@ -132,7 +132,7 @@ def test_a_gate_is_known_by_what_is_in_it(tiny_tokenizer, tmp_path):
     path = save_gate(tmp_path / "one.safetensors", "fastkvzip", model)
     spec = f"fastkvzip:gate={path}"
     examples = [Example(TEXT, (QUESTION,), (None,))]
-    adapter = train(
+    adapter = train_adapter(
         model, tiny_tokenizer, examples, replace(CONFIG, evictor=spec), tmp_path / "run"
     )
     (tmp_path / "two.safetensors").write_bytes((tmp_path / "one.safetensors").read_bytes())

@@ -21,7 +21,7 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.tiny.suite import documents
-from restorekv.train.gate import overlap, spearman
+from restorekv.train.gate import compute_spearman, compute_top_overlap
 from tests.helpers.gates import RANK, SINKS, S, T, random_layers, save_gate
 from tests.helpers.models import build_model
 
@@ -350,9 +350,9 @@ def test_the_shipped_gates_rank_like_their_evictors(spec, target):
     [document] = documents(tokenizer, 1, "gate-dev", low=512, high=600)
     found = Eviction.make(spec).prepare(model, tokenizer, document.text).scores
     wanted = Eviction.make(target).prepare(model, tokenizer, document.text).scores
-    assert spearman(found, wanted) > 0.7 and overlap(found, wanted) > 0.65
+    assert compute_spearman(found, wanted) > 0.7 and compute_top_overlap(found, wanted) > 0.65
     heads = zip(found.flatten(0, 1), wanted.flatten(0, 1), strict=True)
-    within = torch.stack([spearman(*pair) for pair in heads])
+    within = torch.stack([compute_spearman(*pair) for pair in heads])
     assert within.mean() > 0.35
 
 

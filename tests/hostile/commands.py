@@ -90,7 +90,7 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
             os.kill(os.getpid(), kind.signal)
             time.sleep(SECONDS)
 
-        compressor.prefill = loop.add_gradients = slow
+        compressor.prefill = loop._add_gradients = slow
     if kind.around:
         kind.around(tmp)
     for number, name in enumerate(("stdin", "stdout", "stderr")):

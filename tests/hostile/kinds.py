@@ -18,9 +18,9 @@ from gguf import GGMLQuantizationType as Precision
 
 from restorekv import CompressedContext, compress, load_model
 from restorekv.cli import execute
-from restorekv.data.gather import Attempts
-from restorekv.data.mixture import read_mixture, record
-from restorekv.data.table import figures
+from restorekv.data.gather import AttemptFile
+from restorekv.data.mixture import read_mixture, summarize_sources
+from restorekv.data.table import compute_figures
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Grid
 from restorekv.evaluation.rows import rows
@@ -37,10 +37,10 @@ from restorekv.seal import digest_tensors, seal_record
 from restorekv.serve.store import Store
 from restorekv.storage.portable import load_portable
 from restorekv.train import checkpoint
-from restorekv.train.checkpoint import Run
+from restorekv.train.checkpoint import TrainingRun
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
-from restorekv.train.features import collect
+from restorekv.train.features import collect_features
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers import gguf_world
 from tests.helpers.models import build_model, build_tokenizer
@@ -156,10 +156,10 @@ def seal_file(path: Path) -> None:
         pass
 
 
-def a_run(seed: int) -> Run:
+def a_run(seed: int) -> TrainingRun:
     adapter = random_adapter(seed)
     optimizer = torch.optim.AdamW([adapter.embeddings, *adapter.lora], lr=CONFIG.lr)
-    return Run(
+    return TrainingRun(
         CONFIG,
         adapter,
         optimizer,
@@ -172,17 +172,17 @@ def make_checkpoint(folder: Path) -> None:
     for parameter in run.optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     run.optimizer.step()
-    checkpoint.save(folder, run, 2)
-    (folder / checkpoint.LOG).write_text(
+    checkpoint.save_checkpoint(folder, run, 2)
+    (folder / checkpoint.LOG_FILE).write_text(
         checkpoint.HEADER + "0,0.5,0.1,1\n1,0.25,0.1,1\n2,0.1,0.1,1\n"
     )
 
 
 def read_checkpoint(folder: Path) -> str:
     run = a_run(4)
-    step = checkpoint.restart(folder, run)
+    step = checkpoint.load_checkpoint(folder, run)
     if step:
-        checkpoint.trim(folder, step)
+        checkpoint.trim_log(folder, step)
     states = run.optimizer.state_dict()["state"]
     moments = {
         f"{index}.{name}": value for index, state in states.items() for name, value in state.items()
@@ -207,7 +207,7 @@ def read_store(folder: Path) -> str:
 
 
 def read_features(folder: Path) -> str:
-    found = collect(MODEL, TOKENIZER, [TEXT], "snapkv", 7, 0, folder, resume=True)
+    found = collect_features(MODEL, TOKENIZER, [TEXT], "snapkv", 7, 0, folder, resume=True)
     return numbers({"hidden": found.hidden, "target": found.target})
 
 
@@ -254,7 +254,7 @@ def make_data(folder: Path) -> None:
 
 def read_data(folder: Path) -> str:
     contexts, manifest = read_mixture(folder, MODEL, TOKENIZER)
-    return repr((contexts, figures(contexts, manifest), record(manifest)))
+    return repr((contexts, compute_figures(contexts, manifest), summarize_sources(manifest)))
 
 
 def seal_data(folder: Path) -> None:
@@ -405,7 +405,7 @@ def make_build(folder: Path) -> None:
 
 
 def read_build(folder: Path) -> str:
-    return repr(Attempts(folder / "parts" / "a.jsonl").done)
+    return repr(AttemptFile(folder / "parts" / "a.jsonl").done)
 
 
 def make_moving(folder: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from restorekv.data.files import values
+from restorekv.data.files import iterate_values
 from restorekv.data.mixture import read_mixture
-from restorekv.data.overlap import Evaluations
+from restorekv.data.overlap import EvaluationIndex
 from restorekv.evictors import gate_file
 from restorekv.model.load import SMOLLM2, shipped_path
 from restorekv.restore import adapter_file
@@ -24,7 +24,7 @@ BOILERPLATE = 0.25
 
 
 def contexts(path: Path) -> list[str]:
-    return [row.get("context") or row["text"] for _, row in values(path)]
+    return [row.get("context") or row["text"] for _, row in iterate_values(path)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def evaluation() -> dict[str, list[str]]:
     questions = [
         row
         for name in ("squad", "hotpotqa")
-        for _, row in values(SHIPPED / "share-alike" / f"{name}.json.gz")
+        for _, row in iterate_values(SHIPPED / "share-alike" / f"{name}.json.gz")
     ]
     return {
         "stories": contexts(SHIPPED / "fairytaleqa" / "val.jsonl.gz"),
@@ -45,7 +45,7 @@ def evaluation() -> dict[str, list[str]]:
 
 def test_training_texts_share_no_passage_with_evaluation_texts(evaluation):
     named = [(kind, text) for kind, texts in evaluation.items() for text in texts]
-    index = Evaluations(iter(named), BOILERPLATE)
+    index = EvaluationIndex(iter(named), BOILERPLATE)
     files = [
         TEXTS / "stories.jsonl.gz",
         TEXTS / "sections.jsonl.gz",
@@ -53,12 +53,14 @@ def test_training_texts_share_no_passage_with_evaluation_texts(evaluation):
     ]
     trained = [(path.name, text) for path in files for text in contexts(path)]
     assert len(trained) > 300
-    assert [(name, index.match(text)) for name, text in trained if index.match(text)] == []
-    assert index.match(evaluation["stories"][3]) and index.match(evaluation["sheets"][0])
+    assert [
+        (name, index.find_match(text)) for name, text in trained if index.find_match(text)
+    ] == []
+    assert index.find_match(evaluation["stories"][3]) and index.find_match(evaluation["sheets"][0])
 
 
 def test_training_texts_are_of_the_training_split():
-    stories = [row["id"] for _, row in values(TEXTS / "stories.jsonl.gz")]
+    stories = [row["id"] for _, row in iterate_values(TEXTS / "stories.jsonl.gz")]
     assert len(stories) == sum(fairytale_split("train", index) == TRAINING for index in range(232))
     novels = {path.name.removesuffix(".txt.gz") for path in (TEXTS / "novels").iterdir()}
     assert len(novels) == 14 and all(novel_split(name) == TRAINING for name in novels)

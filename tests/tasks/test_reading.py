@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from restorekv import tasks
-from restorekv.data.overlap import Evaluations, evaluation_texts
+from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.protocols import PROTOCOLS
@@ -308,8 +308,8 @@ def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
 
 @pytest.mark.skipif(not TRAINING.is_dir(), reason="no training texts ship")
 def test_training_texts_that_ship_share_no_text_with_what_is_evaluated():
-    index = Evaluations(evaluation_texts([str(TEXTS)]), 0.25)
-    found = [text for text in evaluation_texts([str(TRAINING)]) if index.match(text[1])]
+    index = EvaluationIndex(read_evaluation_texts([str(TEXTS)]), 0.25)
+    found = [text for text in read_evaluation_texts([str(TRAINING)]) if index.find_match(text[1])]
     assert not found
 
 
@@ -318,18 +318,18 @@ def test_training_documents_share_no_text_with_what_is_evaluated():
     """Stories and novels not at all; Factbook's sections share names of fields and lists of
     treaties.
     """
-    strict = Evaluations(evaluation_texts([str(TEXTS)]), 0.01)
+    strict = EvaluationIndex(read_evaluation_texts([str(TEXTS)]), 0.01)
     stories = (PUBLIC / "fairytaleqa/train.jsonl").read_text().splitlines()
-    assert not [row["id"] for row in map(json.loads, stories) if strict.match(row["context"])]
+    assert not [row["id"] for row in map(json.loads, stories) if strict.find_match(row["context"])]
     novels = [
         path
         for path in (PUBLIC / "novels").glob("*.txt")
         if splits.novel_split(path.stem) != "evaluation"
     ]
     assert len(novels) == 15 and not [
-        path.stem for path in novels if strict.match(path.read_text())
+        path.stem for path in novels if strict.find_match(path.read_text())
     ]
-    loose = Evaluations(evaluation_texts([str(TEXTS / "factbook")]), 0.25)
+    loose = EvaluationIndex(read_evaluation_texts([str(TEXTS / "factbook")]), 0.25)
     rows = [
         json.loads(line) for line in (PUBLIC / "factbook/documents.jsonl").read_text().splitlines()
     ]
@@ -337,7 +337,7 @@ def test_training_documents_share_no_text_with_what_is_evaluated():
     assert not [
         row["id"]
         for row in rows
-        if split[row["id"]] != "evaluation" and loose.match(row["context"])
+        if split[row["id"]] != "evaluation" and loose.find_match(row["context"])
     ]
     assert {row["id"] for row in rows_of(TEXTS / "factbook/evaluation.jsonl.gz")} <= {
         name for name in split if split[name] == "evaluation"

@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from restorekv.train import loss as loss_module
-from restorekv.train.loss import answer_rows, divergence, from_hidden, matching, reduced
+from restorekv.train.loss import (
+    compute_divergence,
+    compute_hidden_divergence,
+    compute_state_distance,
+    mark_answer_positions,
+    reduce_losses,
+)
 from tests.helpers.models import build_model
 
 
@@ -26,15 +32,15 @@ def test_divergences_are_torchs(direction):
         direction
     ]
     torch.testing.assert_close(
-        divergence(teacher, student, direction).double(), expected, rtol=1e-5, atol=1e-6
+        compute_divergence(teacher, student, direction).double(), expected, rtol=1e-5, atol=1e-6
     )
 
 
 def test_equal_logits_cost_nothing_and_the_teacher_gets_no_gradient():
     logits = torch.randn(3, 20, requires_grad=True)
-    assert torch.equal(divergence(logits, logits.detach()), torch.zeros(3))
+    assert torch.equal(compute_divergence(logits, logits.detach()), torch.zeros(3))
     student = torch.randn(3, 20, requires_grad=True)
-    divergence(logits, student).sum().backward()
+    compute_divergence(logits, student).sum().backward()
     assert logits.grad is None and student.grad is not None
 
 
@@ -43,12 +49,12 @@ def test_blocks_of_rows_give_the_same_loss_and_gradient(monkeypatch):
     model = build_model("llama")
     head, width = model.lm_head, model.config.hidden_size
     teacher, hidden = torch.randn(11, width), torch.randn(11, width)
-    expected = divergence(head(teacher), head(hidden))
+    expected = compute_divergence(head(teacher), head(hidden))
     found = []
     for logits in (2**24, model.config.vocab_size * 4):
-        monkeypatch.setattr(loss_module, "LOGITS", logits)
+        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", logits)
         leaf = hidden.clone().requires_grad_(True)
-        loss = from_hidden(model, teacher, leaf)
+        loss = compute_hidden_divergence(model, teacher, leaf)
         loss.sum().backward()
         torch.testing.assert_close(loss, expected)
         found.append(leaf.grad)
@@ -58,16 +64,16 @@ def test_blocks_of_rows_give_the_same_loss_and_gradient(monkeypatch):
 def test_matching_is_the_relative_squared_distance():
     teacher, student = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
     student[1, 0] = 0.0
-    assert matching(teacher, student).tolist() == [0.5, 0.0, 0.0]
+    assert compute_state_distance(teacher, student).tolist() == [0.5, 0.0, 0.0]
 
 
 def test_sums_weigh_long_answers_more():
     losses = torch.tensor([1.0, 2.0, 3.0])
-    assert reduced(losses, 2, "mean") == 2.0 and reduced(losses, 2, "sum") == 3.0
+    assert reduce_losses(losses, 2, "mean") == 2.0 and reduce_losses(losses, 2, "sum") == 3.0
 
 
 def test_the_last_question_token_predicts_the_first_answer_token():
-    rows = answer_rows([(3, 2), (1, 4)], 6)
+    rows = mark_answer_positions([(3, 2), (1, 4)], 6)
     assert rows.tolist() == [
         [False, False, True, True, False, False],
         [True, True, True, True, False, False],

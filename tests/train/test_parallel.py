@@ -29,8 +29,13 @@ from restorekv.model.shape import decoder
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
-from restorekv.train.loop import train
-from restorekv.train.parallel import own_device, process_group, spread, wants_shards
+from restorekv.train.loop import train_adapter
+from restorekv.train.parallel import (
+    open_process_group,
+    select_own_device,
+    shard_model,
+    wants_shards,
+)
 from tests.helpers.models import build_model
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. "
@@ -81,7 +86,7 @@ def together(job: Callable, *arguments: object, size: int = 2, seconds: float = 
         }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         try:
-            with process_group(own_device("cpu")) as group:
+            with open_process_group(select_own_device("cpu")) as group:
                 end.send(job(group, *arguments))
         except Exception as error:
             end.send(error)
@@ -135,13 +140,13 @@ def run(
     layers = decoder(model).layers
     whole = sum(p.numel() for p in layers.parameters())
     if spreading:
-        spread(model, torch.device("cpu"))
+        shard_model(model, torch.device("cpu"))
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step == stop:
             raise RestoreKVError("stopped")
 
-    train(model, tokenizer, EXAMPLES, config, folder, resume, progress, group=group)
+    train_adapter(model, tokenizer, EXAMPLES, config, folder, resume, progress, group=group)
     return (
         sum(p.to_local().numel() if spreading else p.numel() for p in layers.parameters()) / whole
     )
@@ -151,7 +156,9 @@ def run(
 def alone(tmp_path_factory, tiny_tokenizer) -> Path:
     """One process with two contexts a step."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, contexts=2), folder)
+    train_adapter(
+        build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, contexts=2), folder
+    )
     return folder
 
 
@@ -164,7 +171,9 @@ def test_two_processes_train_as_one_with_twice_the_contexts(
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5, abs=1e-6)
     assert difference(tmp_path / "run", alone) < 1e-5
     with pytest.raises(RestoreKVError, match="processes is 1, was 2"):
-        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", resume=True)
+        train_adapter(
+            build_model("qwen3"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", resume=True
+        )
 
 
 def test_a_run_of_two_processes_resumes(alone, tiny_tokenizer, tmp_path):
@@ -199,13 +208,16 @@ def test_a_run_of_two_processes_keeps_its_steps_when_it_is_interrupted(
             progress,
         )
         try:
-            train(*arguments, group=group)
+            train_adapter(*arguments, group=group)
         except KeyboardInterrupt:
             return "interrupted"
 
     first, second = together(job)
     assert first == "interrupted" and (second == first or "Another process" in str(second))
-    assert len(rows(tmp_path / "run")) == 1 and (tmp_path / "run" / checkpoint.FILE).exists()
+    assert (
+        len(rows(tmp_path / "run")) == 1
+        and (tmp_path / "run" / checkpoint.CHECKPOINT_FILE).exists()
+    )
     assert together(run, tiny_tokenizer, tmp_path / "run", config, False, True) == [1, 1]
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5, abs=1e-6)
     assert difference(tmp_path / "run", alone) < 1e-5
@@ -217,8 +229,8 @@ def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
         parameters[0].grad = torch.full((2, 2), 1.0 + 2 * group.rank)
         if group.rank:
             parameters[1].grad = torch.full((2, 2), 5.0)
-        group.average(parameters)
-        assert group.mean(float(group.rank)) == 0.5
+        group.average_gradients(parameters)
+        assert group.average_loss(float(group.rank)) == 0.5
         found = [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
         if group.rank:
             raise RestoreKVError(str(found))
@@ -231,7 +243,7 @@ def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
 
 def test_adapters_that_differ_are_refused():
     def job(group):
-        group.average([torch.nn.Parameter(torch.full((3,), float(group.rank)))])
+        group.average_gradients([torch.nn.Parameter(torch.full((3,), float(group.rank)))])
 
     assert all("different adapters" in str(error) for error in together(job, seconds=60))
 
@@ -243,7 +255,7 @@ def test_passes_pair_up_however_many_each_process_makes():
     def job(group):
         model = build_model("llama")
         known = model_fingerprint(model), describe(model)
-        spread(model, torch.device("cpu"))
+        shard_model(model, torch.device("cpu"))
         assert (model_fingerprint(model), describe(model)) == known
         passes = []
         decoder(model).register_forward_pre_hook(lambda *_: passes.append(1))
@@ -264,8 +276,8 @@ def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, 
 
     def job(group):
         model = build_model("qwen3")
-        spread(model, torch.device("cpu"))
-        train(model, tiny_tokenizer, short, config, tmp_path / "run", group=group)
+        shard_model(model, torch.device("cpu"))
+        train_adapter(model, tiny_tokenizer, short, config, tmp_path / "run", group=group)
 
     assert all(
         "line 5" in str(error) and "r = 0.05" in str(error) for error in together(job, seconds=60)
@@ -286,7 +298,7 @@ def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, 
 def test_spread_backbones_train_with_every_setting(tiny_tokenizer, tmp_path, settings):
     config = replace(CONFIG, steps=6, **settings)
     twice = replace(config, contexts=2 * config.contexts)
-    train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, twice, tmp_path / "alone")
+    train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, twice, tmp_path / "alone")
     assert together(run, tiny_tokenizer, tmp_path / "run", config, True)[0] == pytest.approx(
         0.5, abs=0.01
     )
@@ -303,10 +315,10 @@ def test_what_cannot_be_shared_is_refused(monkeypatch):
     assert wants_shards(False)
     for device in ("mps", "cuda:1"):
         with pytest.raises(RestoreKVError, match="its own GPU"):
-            own_device(device)
+            select_own_device(device)
     with (
         pytest.raises(RestoreKVError, match="do not find each other"),
-        process_group(own_device("cpu")),
+        open_process_group(select_own_device("cpu")),
     ):
         pass
 
@@ -338,7 +350,7 @@ def killed(moment: int, how: str, *arguments: object) -> int:
                 die()
 
         os.replace, safetensors.torch.save_file = replacing, saving if how == "within" else save
-        train(build_model("llama"), *arguments, resume=True)
+        train_adapter(build_model("llama"), *arguments, resume=True)
 
     child = get_context("fork").Process(target=work)
     child.start()
@@ -350,7 +362,7 @@ def killed(moment: int, how: str, *arguments: object) -> int:
 def test_a_run_survives_kills_at_every_kind_of_moment(tiny_tokenizer, tmp_path):
     config = replace(CONFIG, steps=4, keep=4)
     arguments = tiny_tokenizer, EXAMPLES[1:], config
-    train(build_model("llama"), *arguments, tmp_path / "whole")
+    train_adapter(build_model("llama"), *arguments, tmp_path / "whole")
     moments = [
         (1, "within"),
         (1, "before"),
@@ -406,7 +418,7 @@ def test_runs_killed_at_random_end_as_one_that_was_not(command, tmp_path):
     subprocess.run([*command, tmp_path / "whole"], check=True, **same)
     with (tmp_path / "whole" / "loss.csv").open() as file:
         pace = sum(float(row["seconds"]) for row in csv.DictReader(file)) / 60
-    chance, found = random.Random(4), tmp_path / "cut" / checkpoint.FILE
+    chance, found = random.Random(4), tmp_path / "cut" / checkpoint.CHECKPOINT_FILE
     for _ in range(6):
         child, begun = subprocess.Popen([*command, tmp_path / "cut"], **same), time.time()
         while not found.exists() or found.stat().st_mtime < begun:

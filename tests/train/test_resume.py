@@ -5,26 +5,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.train import checkpoint, loop
-from restorekv.train.loop import train
+from restorekv.train.loop import train_adapter
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
 
 
 def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
 
     def kill(step: int, steps: int, loss: float) -> None:
         if step == 5:
             raise RestoreKVError("killed")  # which saves nothing
 
     with pytest.raises(RestoreKVError, match="killed"):
-        train(
+        train_adapter(
             build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill
         )
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
+    train_adapter(
+        build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True
+    )
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     one, other = (
         (tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes()
@@ -46,7 +49,7 @@ def test_an_interruption_keeps_every_finished_step(
     tiny_tokenizer, tmp_path, monkeypatch, moment, taken
 ):
     config, steps, calls = replace(CONFIG, steps=4, checkpoint_every=50), [], []
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")
 
     def interrupting(inner):
         def call(*arguments):
@@ -62,19 +65,21 @@ def test_an_interruption_keeps_every_finished_step(
         steps.append(step)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        for name in {"loss": ["sample_loss"], "update": ["update"]}.get(moment, []):
+        for name in {"loss": ["compute_sample_loss"], "update": ["_take_optimizer_step"]}.get(
+            moment, []
+        ):
             patch.setattr(loop, name, interrupting(getattr(loop, name)))
         if moment == "log":
-            patch.setattr(
-                loop.SummaryWriter, "add_scalar", interrupting(loop.SummaryWriter.add_scalar)
-            )
+            patch.setattr(SummaryWriter, "add_scalar", interrupting(SummaryWriter.add_scalar))
         own = interrupting(progress) if moment == "progress" else progress
-        train(
+        train_adapter(
             build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", progress=own
         )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     steps.clear()
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", True, progress)
+    train_adapter(
+        build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", True, progress
+    )
     assert steps == taken, "no finished step is taken again"
     assert (
         losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -93,7 +98,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.seal, "seal_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        train(
+        train_adapter(
             build_model("llama"),
             tiny_tokenizer,
             EXAMPLES,
@@ -106,7 +111,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):
 
 def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer, tmp_path):
     config, run = replace(CONFIG, steps=4, contexts=1), tmp_path / "run"
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run)
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run)
     log = run / "loss.csv"
     header, *rows = log.read_text().splitlines(keepends=True)
     cases = {
@@ -118,22 +123,22 @@ def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer,
     for text, left in [(None, []), *cases.items()]:
         log.unlink() if text is None else log.write_text(text)
         with pytest.warns(RestoreKVWarning, match=f"loss.csv lacks {4 - len(left)} of the 4 steps"):
-            train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
+            train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
         assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [
             row.split(",")[0] for row in left
         ]
     log.write_text("epoch,val\n1,0.5\n")
     with pytest.raises(RestoreKVError, match=r"loss\.csv is not the log of a run; move it away"):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
+        train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
     assert log.read_text() == "epoch,val\n1,0.5\n"
 
 
 def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path, monkeypatch):
     model = build_model("llama")
-    train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
-    monkeypatch.setattr(checkpoint, "origin", None)  # known before the data are hashed
+    train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    monkeypatch.setattr(checkpoint, "describe_origin", None)  # known before the data are hashed
     with pytest.raises(RestoreKVError, match="already holds a run"):
-        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+        train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
 def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monkeypatch):
@@ -141,8 +146,10 @@ def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monk
     file.write_text("mine")
     long = replace(EXAMPLES[0], context="house " * 5000, where="line 7")
     with pytest.raises(RestoreKVError, match="line 7 needs"):
-        train(model, tiny_tokenizer, [long], CONFIG, run)
-    monkeypatch.setattr(checkpoint, "origin", None)  # the places come before the data are hashed
+        train_adapter(model, tiny_tokenizer, [long], CONFIG, run)
+    monkeypatch.setattr(
+        checkpoint, "describe_origin", None
+    )  # the places come before the data are hashed
     for out, store in (
         (run, file),
         (run, file / "store"),
@@ -150,7 +157,7 @@ def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monk
         (run, Path("/dev/null")),
     ):
         with pytest.raises(RestoreKVError, match="is a file; give the name of a folder"):
-            train(model, tiny_tokenizer, EXAMPLES, CONFIG, out, store=store)
+            train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, out, store=store)
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -159,7 +166,7 @@ def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monk
 def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path, name, resume):
     (tmp_path / name).write_text("epoch,val\n1,0.5\n")
     with pytest.raises(RestoreKVError, match="holds other files"):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path, resume)
+        train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path, resume)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         (name, "epoch,val\n1,0.5\n")
     ]

@@ -13,9 +13,9 @@ from restorekv import seal
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.train import teacher_cache as cache_module
-from restorekv.train.examples import tiny_examples
-from restorekv.train.loop import train
-from restorekv.train.teacher_cache import TeacherCache, facts
+from restorekv.train.examples import make_tiny_examples
+from restorekv.train.loop import train_adapter
+from restorekv.train.teacher_cache import TeacherCache, describe_teacher
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
 
@@ -37,9 +37,9 @@ def files(store: Path) -> dict[str, float]:
 )
 def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
     config = replace(LIVE, evictor=evictor, hidden_weight=0.1, attention_weight=0.1)
-    train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
+    train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
     for run in ("filling", "filled"):
-        train(
+        train_adapter(
             build_model("qwen3"),
             tiny_tokenizer,
             EXAMPLES,
@@ -56,10 +56,10 @@ def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
 @pytest.mark.slow
 def test_fifty_steps_from_the_cache_are_those_without_it(tmp_path):
     model, tokenizer = load_model("tiny")
-    examples = tiny_examples(tokenizer, 3, 0, 100, 160)
+    examples = make_tiny_examples(tokenizer, 3, 0, 100, 160)
     config = replace(LIVE, steps=50, contexts=1, restore_tokens=3, lr=4e-3, max_new_tokens=16)
-    train(model, tokenizer, examples, config, tmp_path / "live")
-    train(model, tokenizer, examples, config, tmp_path / "cached", store=tmp_path / "store")
+    train_adapter(model, tokenizer, examples, config, tmp_path / "live")
+    train_adapter(model, tokenizer, examples, config, tmp_path / "cached", store=tmp_path / "store")
     assert (
         losses(tmp_path / "cached") == losses(tmp_path / "live")
         and len(losses(tmp_path / "live")) == 50
@@ -70,15 +70,15 @@ def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(
     tiny_tokenizer, tmp_path, monkeypatch
 ):
     model = build_model("llama")
-    train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "one", store=tmp_path / "store")
+    train_adapter(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "one", store=tmp_path / "store")
     before = files(tmp_path / "store")
 
     def refuse(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(cache_module.Teacher, "targets", refuse)
+    monkeypatch.setattr(cache_module.Teacher, "make_targets", refuse)
     monkeypatch.setattr("restorekv.compression.eviction.Eviction.prepare", refuse)
-    train(
+    train_adapter(
         model,
         tiny_tokenizer,
         EXAMPLES,
@@ -94,14 +94,14 @@ def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(
 )
 def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
     store = tmp_path / "store"
-    TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
+    TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, store).get_context(0)
     model = build_model("qwen3", seed=change.get("model", 0))
     examples = [replace(EXAMPLES[0], context=EXAMPLES[0].context + change.get("text", ""))]
     config = replace(
         LIVE, **{key: value for key, value in change.items() if key not in ("model", "text")}
     )
-    prepared, targets = TeacherCache(model, tiny_tokenizer, examples, config, store).get(0)
-    fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config).get(0)
+    prepared, targets = TeacherCache(model, tiny_tokenizer, examples, config, store).get_context(0)
+    fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config).get_context(0)
     assert torch.equal(prepared.scores, fresh.scores)
     for one, other in zip(targets, expected, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
@@ -109,7 +109,7 @@ def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
 
 @pytest.mark.parametrize("change", ["stop ids", "tokenizer", "config"])
 def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer, tmp_path, change):
-    first = facts(build_model("qwen3"), tiny_tokenizer)
+    first = describe_teacher(build_model("qwen3"), tiny_tokenizer)
     model, tokenizer = (
         build_model("qwen3", **({"rms_norm_eps": 0.3} if change == "config" else {})),
         tiny_tokenizer,
@@ -119,20 +119,20 @@ def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer,
     elif change == "tokenizer":
         tokenizer = copy.deepcopy(tiny_tokenizer)
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "a")
-    other = facts(model, tokenizer)
-    assert first != other and first == facts(build_model("qwen3"), tiny_tokenizer)
+    other = describe_teacher(model, tokenizer)
+    assert first != other and first == describe_teacher(build_model("qwen3"), tiny_tokenizer)
 
 
 def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_tokenizer):
-    own = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, LIVE).get(2)[1]
+    own = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, LIVE).get_context(2)[1]
     ids = tuple(tuple(target.ids[-target.answer :].tolist()) for target in own)
     given = replace(EXAMPLES[2], drafts=(None, None), answer_ids=ids)
-    again = TeacherCache(tiny_model, tiny_tokenizer, [given], LIVE).get(0)[1]
+    again = TeacherCache(tiny_model, tiny_tokenizer, [given], LIVE).get_context(0)[1]
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(own, again, strict=True))
     other = replace(given, answer_ids=((5, 6, 2), (7, 2)))
     assert [
         x.ids[-x.answer :].tolist()
-        for x in TeacherCache(tiny_model, tiny_tokenizer, [other], LIVE).get(0)[1]
+        for x in TeacherCache(tiny_model, tiny_tokenizer, [other], LIVE).get_context(0)[1]
     ] == [
         [5, 6, 2],
         [7, 2],
@@ -141,13 +141,13 @@ def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_token
 
 def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
-    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get(0)
+    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get_context(0)
     path = next((tmp_path / "scores").iterdir())
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(
         RestoreKVError, match=f"{path.name} is cut short .*; delete it to have it computed again"
     ):
-        TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get(0)
+        TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get_context(0)
 
 
 @pytest.mark.parametrize("part", ["scores", "prefill", "teacher"])
@@ -188,19 +188,21 @@ def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(
     tiny_tokenizer, tmp_path, monkeypatch
 ):
     model, store = build_model("qwen3"), tmp_path / "store"
-    train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
-    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
+    train_adapter(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
+    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store).get_context(0)
     before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
     read = cache_module.seal.read_sealed
     monkeypatch.setattr(
-        cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE)
+        cache_module.shutil,
+        "disk_usage",
+        lambda path: usage._replace(free=cache_module.SPARE_BYTES),
     )
     reading = lambda path, *rest, **more: (reads.append(str(path)), read(path, *rest, **more))[1]  # noqa: E731
     monkeypatch.setattr(cache_module.seal, "read_sealed", reading)
     with pytest.warns(RestoreKVWarning) as told:
-        train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
-    assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [
-        True
-    ]
+        train_adapter(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
+    assert [
+        f"at least {cache_module.SPARE_BYTES:,} are left" in str(each.message) for each in told
+    ] == [True]
     assert losses(tmp_path / "full") == losses(tmp_path / "live")
     assert files(store) == before and set(reads) == before.keys()

@@ -21,19 +21,19 @@ from restorekv.model.prompt import default_between, make_context
 from restorekv.model.shape import logits
 from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
-from restorekv.train.checks import check
-from restorekv.train.config import TrainConfig, learning_rate
+from restorekv.train.checks import check_setup
+from restorekv.train.config import TrainConfig, compute_learning_rate
 from restorekv.train.examples import (
     Example,
     StepSample,
-    check_lengths,
-    own_samples,
+    check_example_lengths,
+    count_sources,
+    draw_step_samples,
     read_examples,
-    sample_step,
-    sources,
+    select_own_samples,
 )
-from restorekv.train.loop import initial_adapter, ratio_weight, train
-from restorekv.train.loss import answer_logits, divergence
+from restorekv.train.loop import make_initial_adapter, train_adapter, weigh_ratio
+from restorekv.train.loss import compute_answer_logits, compute_divergence
 from restorekv.train.teacher_cache import KIND, TeacherCache
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
@@ -44,7 +44,7 @@ def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tm
     before = {name: weight.clone() for name, weight in tiny_model.state_dict().items()}
     ids = torch.arange(3, 40)[None]
     logits = tiny_model(ids).logits
-    train(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=30), tmp_path / "run")
+    train_adapter(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=30), tmp_path / "run")
     curve = losses(tmp_path / "run")
     assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
     assert torch.equal(tiny_model(ids).logits, logits)
@@ -55,31 +55,31 @@ def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tm
 
 @pytest.mark.parametrize("tiny_model", ONE_FAMILY, indirect=True)
 def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
-    first = train(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "first")
+    first = train_adapter(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "first")
     place = str(tmp_path / "first" / "adapter")
     still = replace(CONFIG, init=place, steps=1, lr=0.0)
-    again = train(tiny_model, tiny_tokenizer, EXAMPLES, still, tmp_path / "again")
+    again = train_adapter(tiny_model, tiny_tokenizer, EXAMPLES, still, tmp_path / "again")
     before, after = first.trainable_state(), again.trainable_state()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert again.card.data[-1]["source"] == "unnamed data, through the adapter it began with"
     named = [replace(example, source="mine") for example in EXAMPLES]
-    train(tiny_model, tiny_tokenizer, named, replace(CONFIG, steps=1), tmp_path / "named")
+    train_adapter(tiny_model, tiny_tokenizer, named, replace(CONFIG, steps=1), tmp_path / "named")
     more = replace(still, init=str(tmp_path / "named" / "adapter"))
-    further = train(tiny_model, tiny_tokenizer, named, more, tmp_path / "further")
+    further = train_adapter(tiny_model, tiny_tokenizer, named, more, tmp_path / "further")
     assert [row["source"] for row in further.card.data] == ["mine"], "the same data is named once"
     for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
         with pytest.raises(AdapterError, match=place):
-            initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
+            make_initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
 
 
 def test_data_of_one_name_counts_under_each_of_its_licenses(tiny_tokenizer, tmp_path):
     """A restrictive license of the adapter that a run begins with may not get lost."""
     model, config = build_model("llama"), replace(CONFIG, steps=1)
     strict = [replace(example, source="mine", license="cc-by-nc-4.0") for example in EXAMPLES]
-    train(model, tiny_tokenizer, [*strict, EXAMPLES[0]], config, tmp_path / "first")
+    train_adapter(model, tiny_tokenizer, [*strict, EXAMPLES[0]], config, tmp_path / "first")
     free = [replace(example, license="mit") for example in strict]
     more = replace(config, init=str(tmp_path / "first" / "adapter"))
-    card = train(model, tiny_tokenizer, free, more, tmp_path / "second").card
+    card = train_adapter(model, tiny_tokenizer, free, more, tmp_path / "second").card
     assert [(row["source"], row["license"]) for row in card.data] == [
         ("mine", "mit"),
         ("mine, through the adapter it began with", "cc-by-nc-4.0"),
@@ -93,22 +93,22 @@ def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(
     tiny_tokenizer, tmp_path, kind, other
 ):
     model, config = build_model("llama"), replace(CONFIG, embeddings=kind, init=str(tmp_path))
-    initial_adapter(model, tiny_tokenizer, replace(config, init="")).save_pretrained(tmp_path)
-    again = initial_adapter(model, tiny_tokenizer, config)
+    make_initial_adapter(model, tiny_tokenizer, replace(config, init="")).save_pretrained(tmp_path)
+    again = make_initial_adapter(model, tiny_tokenizer, config)
     assert again.embeddings.requires_grad == (kind == "learned")
     with pytest.raises(
         AdapterError, match=f"has embeddings {kind}, the settings {other}; train with --embeddings"
     ):
-        initial_adapter(model, tiny_tokenizer, replace(config, embeddings=other))
+        make_initial_adapter(model, tiny_tokenizer, replace(config, embeddings=other))
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
-    first = train(
+    first = train_adapter(
         model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1, lr=0.0), tmp_path / "start"
     )
     start = {name: weight.clone() for name, weight in first.trainable_state().items()}
-    second = train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "end")
+    second = train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "end")
     still = [
         name
         for name, weight in second.trainable_state().items()
@@ -123,7 +123,7 @@ def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
 
 def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, targets = teachers.get(0)
+    prepared, targets = teachers.get_context(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
         plain = tiny_model(ids).logits[0, -target.answer - 1 : -1]
@@ -134,26 +134,30 @@ def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer)
 def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
     model = build_model("qwen3")
     question = (Example(TEXT, ("who lives in the red house?",), (None,)),)
-    first = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get(0)[1][0]
+    first = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get_context(0)[1][0]
     stop = int(first.ids[-first.answer :][1])
     model.generation_config.eos_token_id = stop
-    again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get(0)[1][0]
+    again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get_context(0)[1][0]
     answer = again.ids[-again.answer :].tolist()
     assert answer[-1] == stop and answer.count(stop) == 1
 
 
 def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, targets = teachers.get(1)
-    alone = answer_logits(tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer])
-    both = answer_logits(
+    prepared, targets = teachers.get_context(1)
+    alone = compute_answer_logits(
+        tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer]
+    )
+    both = compute_answer_logits(
         tiny_model,
         prepared.evict(0.3),
         [target.ids for target in targets],
         [x.answer for x in targets],
     )
     torch.testing.assert_close(both[: targets[0].answer], alone, rtol=1e-4, atol=1e-4)
-    full = answer_logits(tiny_model, prepared.evict(1), [targets[0].ids], [targets[0].answer])
+    full = compute_answer_logits(
+        tiny_model, prepared.evict(1), [targets[0].ids], [targets[0].answer]
+    )
     assert (full - alone).abs().max() > 1e-3
 
 
@@ -161,12 +165,14 @@ def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
     tiny_model, tiny_tokenizer
 ):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    adapter = initial_adapter(tiny_model, tiny_tokenizer, CONFIG)
-    found = check(adapter, teachers, StepSample(1, (0, 1), "0.400000", 2))
-    prepared, targets = teachers.get(1)
+    adapter = make_initial_adapter(tiny_model, tiny_tokenizer, CONFIG)
+    found = check_setup(adapter, teachers, StepSample(1, (0, 1), "0.400000", 2))
+    prepared, targets = teachers.get_context(1)
     rows, answers = [target.ids for target in targets], [target.answer for target in targets]
     teacher = tiny_model.lm_head(torch.cat([target.hidden for target in targets]))
-    base = divergence(teacher, answer_logits(tiny_model, prepared.evict(0.4), rows, answers)).mean()
+    base = compute_divergence(
+        teacher, compute_answer_logits(tiny_model, prepared.evict(0.4), rows, answers)
+    ).mean()
     assert found.base == pytest.approx(float(base), rel=1e-4) and found.full < 1e-4 < found.base
     assert found.restored != found.base and f"{found.base:.4f} evicted" in str(found)
 
@@ -175,7 +181,7 @@ def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
 def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch, broken):
     model = build_model("qwen3")
     if broken == "teacher":
-        TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store").get(3)
+        TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store").get_context(3)
         for path in (tmp_path / "store" / "teacher").iterdir():
             _, held = seal.read_sealed(path, KIND, "the file")
             seal.write_sealed(
@@ -198,20 +204,22 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
         )
     with pytest.raises(RestoreKVError, match="loss"):
         examples = [EXAMPLES[3]]
-        train(model, tiny_tokenizer, examples, CONFIG, tmp_path / "run", store=tmp_path / "store")
+        train_adapter(
+            model, tiny_tokenizer, examples, CONFIG, tmp_path / "run", store=tmp_path / "store"
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_schedule_and_order_are_functions_of_the_step():
     config = TrainConfig(warmup=10, steps=110, lr=1.0)
-    assert learning_rate(config, 0) == pytest.approx(0.1)
-    assert learning_rate(config, 10) == pytest.approx(1.0)
-    assert learning_rate(config, 60) == pytest.approx(0.5)
+    assert compute_learning_rate(config, 0) == pytest.approx(0.1)
+    assert compute_learning_rate(config, 10) == pytest.approx(1.0)
+    assert compute_learning_rate(config, 60) == pytest.approx(0.5)
     examples = [Example(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
     samples = [
         sample
         for step in range(5)
-        for sample in sample_step(replace(config, contexts=2, questions=2), step, examples)
+        for sample in draw_step_samples(replace(config, contexts=2, questions=2), step, examples)
     ]
     assert sorted(sample.index for sample in samples) == list(range(10))
     assert all(
@@ -223,9 +231,9 @@ def test_schedule_and_order_are_functions_of_the_step():
 
 def test_two_processes_take_the_samples_of_one_with_twice_the_contexts():
     examples = [Example(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
-    one = [sample_step(TrainConfig(contexts=4), step, examples) for step in range(5)]
+    one = [draw_step_samples(TrainConfig(contexts=4), step, examples) for step in range(5)]
     assert one == [
-        sample_step(TrainConfig(contexts=2), step, examples, processes=2) for step in range(5)
+        draw_step_samples(TrainConfig(contexts=2), step, examples, processes=2) for step in range(5)
     ]
 
 
@@ -234,7 +242,7 @@ def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
     config = TrainConfig(
         ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3
     )
-    samples = [sample_step(config, step, examples)[0] for step in range(400)]
+    samples = [draw_step_samples(config, step, examples)[0] for step in range(400)]
     assert 0.4 < sum(float(sample.ratio) < 0.1 for sample in samples) / 400 < 0.6
     assert {sample.restore_tokens for sample in samples} == {1, 2, 3}
 
@@ -248,7 +256,7 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     plain, told = read_examples(path, tiny_model, tiny_tokenizer)
     assert plain.drafts == (None,) and plain.license is None
     assert told.drafts == ("f",) and (told.source, told.license) == ("mine", "cc-by-4.0")
-    assert sources([plain, told, told]) == [
+    assert count_sources([plain, told, told]) == [
         {"source": None, "license": None, "contexts": 1, "examples": 1},
         {"source": "mine", "license": "cc-by-4.0", "contexts": 2, "examples": 2},
     ]
@@ -292,21 +300,23 @@ def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, to
 def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer):
     long = replace(EXAMPLES[0], context="house " * 5000, where="line 7")
     with pytest.raises(RestoreKVError, match=r"line 7 needs .* made for 4096"):
-        check_lengths(tiny_model, tiny_tokenizer, [EXAMPLES[0], long], CONFIG)
+        check_example_lengths(tiny_model, tiny_tokenizer, [EXAMPLES[0], long], CONFIG)
     fits = replace(EXAMPLES[0], context="house " * 2000, where="line 7")
-    check_lengths(tiny_model, tiny_tokenizer, [fits], CONFIG)
+    check_example_lengths(tiny_model, tiny_tokenizer, [fits], CONFIG)
     tokens = make_context(tiny_tokenizer, fits.context).positions
     with pytest.raises(RestoreKVError, match="line 7 needs"):
-        check_lengths(
+        check_example_lengths(
             tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens)
         )
     short = replace(EXAMPLES[0], context="red", where="line 9")
     with pytest.raises(RestoreKVError, match="line 9 has 1 tokens"):
-        check_lengths(tiny_model, tiny_tokenizer, [short], CONFIG)
+        check_example_lengths(tiny_model, tiny_tokenizer, [short], CONFIG)
     with pytest.warns(
         RestoreKVWarning, match="5 of 5 contexts are too short for 90 restore tokens"
     ):
-        check_lengths(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, restore_tokens=90))
+        check_example_lengths(
+            tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, restore_tokens=90)
+        )
 
 
 def test_a_ratio_without_room_for_a_token_teaches_nothing_and_breaks_nothing(
@@ -314,7 +324,7 @@ def test_a_ratio_without_room_for_a_token_teaches_nothing_and_breaks_nothing(
 ):
     config = replace(CONFIG, ratio_min=0.001, ratio_max=0.02, restore_from="evicted", steps=4)
     with pytest.warns(RestoreKVWarning, match="too short"):
-        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+        train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
     assert len(losses(tmp_path / "run")) == 4
 
 
@@ -323,17 +333,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(
 ):
     config = replace(CONFIG, lr=1e30, warmup=0, checkpoint_every=1)
     with pytest.raises(RestoreKVError, match=r"step \d is not finite"):
-        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+        train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
     held = load_file(tmp_path / "run" / "checkpoint.safetensors")
     assert all(value.isfinite().all() for value in held.values())
 
 
 @pytest.mark.slow
 def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
-    free = train(
+    free = train_adapter(
         build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=0.0), tmp_path / "free"
     )
-    wide = train(
+    wide = train_adapter(
         build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=1e9), tmp_path / "wide"
     )
     assert all(
@@ -347,7 +357,9 @@ def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
 
 def test_half_precision_that_loses_gradients_is_refused(tiny_tokenizer, tmp_path):
     with pytest.raises(RestoreKVError, match="vanish in float16"):
-        train(build_model("llama").half(), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+        train_adapter(
+            build_model("llama").half(), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run"
+        )
 
 
 @pytest.mark.parametrize(
@@ -366,12 +378,12 @@ def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kin
     )
     attention.install(model)
     teachers = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, targets = teachers.get(0)
+    prepared, targets = teachers.get_context(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
         plain = model(ids).logits[0, -target.answer - 1 : -1]
         torch.testing.assert_close(logits(model, target.hidden), plain, rtol=1e-4, atol=1e-4)
-    train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
+    train_adapter(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
 
 
 def test_a_head_of_another_kind_is_found_before_the_first_step(
@@ -387,7 +399,7 @@ def test_a_head_of_another_kind_is_found_before_the_first_step(
 
     monkeypatch.setattr(type(model), "forward", bent)
     with pytest.raises(RestoreKVError, match="not those of this model"):
-        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+        train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
 def test_a_stretched_rope_has_more_positions():
@@ -403,14 +415,14 @@ def test_a_stretched_rope_has_more_positions():
 
 def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, monkeypatch):
     many = Example(TEXT, tuple(f"is {word} red?" for word in "abcdefg"), (" seven",) * 7)
-    whole = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get(0)[1]
+    whole = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get_context(0)[1]
     widths = []
-    inner = teacher_module.answer_pass
+    inner = teacher_module.run_answers
     monkeypatch.setattr(teacher_module, "BATCH", 3)
     monkeypatch.setattr(
-        teacher_module, "answer_pass", lambda *args: (widths.append(len(args[2])), inner(*args))[1]
+        teacher_module, "run_answers", lambda *args: (widths.append(len(args[2])), inner(*args))[1]
     )
-    parts = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get(0)[1]
+    parts = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get_context(0)[1]
     assert max(widths) == 3
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one.ids, other.ids)
@@ -419,7 +431,7 @@ def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, mon
 
 @pytest.mark.parametrize("change", ["model", "data", "dtype", "lr"])
 def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tmp_path, change):
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
     before = (tmp_path / "run" / "loss.csv").read_text()
     model = build_model("llama", seed=int(change == "model"))
     model = model.double() if change == "dtype" else model
@@ -428,31 +440,31 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
     )
     config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
     with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
-        train(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
+        train_adapter(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "loss.csv").read_text() == before
 
 
 def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, monkeypatch):
     model = build_model("qwen3")
     question = Example(TEXT, ("who lives in the red house?",), (None,))
-    first = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get(0)[1][0]
+    first = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get_context(0)[1][0]
     stop = int(first.ids[-first.answer :][1])
     model.generation_config.eos_token_id = [1, stop]  # the lower one is not the model's own
-    written = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get(0)[1][0]
+    written = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get_context(0)[1][0]
     answer = written.ids[-written.answer :]
     assert answer[-1] == stop
     draft = tiny_tokenizer.decode(answer[:-1])
     assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
     monkeypatch.setattr(teacher_module, "answer_ids", None)
-    again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG).get(
-        0
-    )[1][0]
+    again = TeacherCache(
+        model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG
+    ).get_context(0)[1][0]
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
 def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path):
     made = replace(EXAMPLES[0], source="books", license="cc-by-sa-4.0")
-    adapter = train(
+    adapter = train_adapter(
         build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run"
     )
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
@@ -483,28 +495,28 @@ def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path)
 )
 def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenizer, tmp_path, harm):
     model = build_model("qwen3")
-    train(model, tiny_tokenizer, EXAMPLES[:2], replace(CONFIG, steps=2), tmp_path / "run")
-    path = tmp_path / "run" / checkpoint.FILE
+    train_adapter(model, tiny_tokenizer, EXAMPLES[:2], replace(CONFIG, steps=2), tmp_path / "run")
+    path = tmp_path / "run" / checkpoint.CHECKPOINT_FILE
     metadata, own = seal.read_sealed(path, checkpoint.KIND)
     config = replace(CONFIG, steps=2)
-    train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
+    train_adapter(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     harm(metadata, own)
     seal.write_sealed(path, checkpoint.KIND, own, metadata)
     with pytest.raises(RestoreKVError, match=r"damaged|not finite|is another one") as caught:
-        train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
+        train_adapter(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_each_step_draws_one_of_several_evictors(tiny_tokenizer, tmp_path):
     model = build_model("llama")
     config = replace(CONFIG, evictor="snapkv:window=8,kernel=3,h2o", ratio_weight=1.0)
-    adapter = train(
+    adapter = train_adapter(
         model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run", store=tmp_path / "store"
     )
-    assert [each.spec for each in config.evictions()] == ["snapkv:window=8,kernel=3", "h2o"]
-    drawn = {sample_step(config, step, EXAMPLES)[0].evictor for step in range(20)}
+    assert [each.spec for each in config.make_evictions()] == ["snapkv:window=8,kernel=3", "h2o"]
+    drawn = {draw_step_samples(config, step, EXAMPLES)[0].evictor for step in range(20)}
     assert drawn == {0, 1}
-    assert sample_step(CONFIG, 0, EXAMPLES)[0].evictor == 0
+    assert draw_step_samples(CONFIG, 0, EXAMPLES)[0].evictor == 0
     assert adapter.card.evictor == "snapkv:window=8,kernel=3,h2o"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -516,36 +528,36 @@ def test_each_step_draws_one_of_several_evictors(tiny_tokenizer, tmp_path):
 
 def test_the_weight_of_a_step_rises_with_its_ratio():
     flat, steep = replace(CONFIG, ratio_max=0.5), replace(CONFIG, ratio_max=0.5, ratio_weight=1.0)
-    assert ratio_weight(flat, 0.05) == 1
-    assert ratio_weight(steep, 0.05) == pytest.approx(0.1) and ratio_weight(steep, 0.5) == 1
+    assert weigh_ratio(flat, 0.05) == 1
+    assert weigh_ratio(steep, 0.05) == pytest.approx(0.1) and weigh_ratio(steep, 0.5) == 1
 
 
 def test_draws_read_a_context_once(tiny_tokenizer, tmp_path, monkeypatch):
     """Several ratios of one context have the gradient of as many contexts that are read anew."""
     model = build_model("llama")
     reads = []
-    plain = TeacherCache.prepared
+    plain = TeacherCache.prepare_context
 
     def counted(self, context, eviction):
         reads.append(context.tokens)
         return plain(self, context, eviction)
 
-    monkeypatch.setattr(TeacherCache, "prepared", counted)
+    monkeypatch.setattr(TeacherCache, "prepare_context", counted)
     config = replace(CONFIG, keep=0, contexts=1, draws=3, steps=2)
-    train(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
     assert len(reads) == 2, (
         "one context a step; the check before the first step read its context for it"
     )
-    samples = sample_step(config, 1, EXAMPLES)
+    samples = draw_step_samples(config, 1, EXAMPLES)
     assert len(samples) == 3 and len({sample.index for sample in samples}) == 1
     assert len({sample.ratio for sample in samples}) == 3
-    assert sample_step(replace(config, draws=1), 1, EXAMPLES)[0] == samples[0]
+    assert draw_step_samples(replace(config, draws=1), 1, EXAMPLES)[0] == samples[0]
 
 
 def test_processes_share_contexts_and_not_draws():
     config = replace(CONFIG, contexts=2, draws=3)
-    samples = sample_step(config, 0, EXAMPLES, processes=2)
-    shares = [own_samples(samples, 3, rank, 2) for rank in range(2)]
+    samples = draw_step_samples(config, 0, EXAMPLES, processes=2)
+    shares = [select_own_samples(samples, 3, rank, 2) for rank in range(2)]
     assert sorted(map(repr, shares[0] + shares[1])) == sorted(map(repr, samples))
     for share in shares:
         assert [share[0].index] * 3 == [sample.index for sample in share[:3]] and len(share) == 6
@@ -556,5 +568,5 @@ def test_training_without_tensorboard_is_refused_before_the_first_step(
 ):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(RestoreKVError, match=r"install 'restorekv\[train\]'"):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+        train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -18,19 +18,19 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
 from restorekv.train import features as features_module
-from restorekv.train.features import Features, collect
+from restorekv.train.features import Features, collect_features
 from restorekv.train.gate import (
     FITS,
-    USED,
+    USED_SETTINGS,
     GateConfig,
-    cross_entropy,
-    factor,
+    _scale_rate,
+    compute_cross_entropy,
+    compute_spearman,
+    compute_top_overlap,
     fit_linear,
-    measured,
-    overlap,
-    spearman,
+    measure_gate,
     train_gate,
-    unstacked,
+    unstack_layers,
 )
 from tests.helpers.cli_world import cli
 from tests.helpers.gates import random_layers
@@ -92,18 +92,20 @@ def test_training_comes_close_to_a_planted_gate(kind):
     shape, _, hidden, target = planted(kind, predict, tokens=1500)
     target = target if kind == "fastkvzip" else target.exp()
     data = Features(hidden, target, torch.arange(1500) // 500)
-    train, held = data.held_out(0.3)
+    train, held = data.split_held_out(0.3)
     few, many = (
         GateConfig(kind, steps=1, epochs=1, lr=1e-9),
         GateConfig(kind, steps=400, epochs=40, batch=200),
     )
     before, after = (
-        measured(held, fit(train, shape, config.resolved(shape), CPU, silent), predict, config, CPU)
+        measure_gate(
+            held, fit(train, shape, config.resolve(shape), CPU, silent), predict, config, CPU
+        )
         for config in (few, many)
     )
     least = 0.0
     if kind == "fastkvzip":  # of soft targets the entropy remains
-        least = float(cross_entropy(*[held.target.permute(1, 2, 0)] * 2))
+        least = float(compute_cross_entropy(*[held.target.permute(1, 2, 0)] * 2))
     assert after["held_out_loss"] - least < 0.3 * (before["held_out_loss"] - least)
     assert after["spearman"] > 0.8 > before["spearman"]
 
@@ -117,46 +119,58 @@ def test_the_loss_sums_heads_and_layers_and_averages_tokens():
                 scores[layer, head].tolist(), target[layer, head].tolist(), strict=True
             ):
                 total -= (y * math.log(p) + (1 - y) * math.log(1 - p)) / 5
-    assert float(cross_entropy(scores, target)) == pytest.approx(total)
+    assert float(compute_cross_entropy(scores, target)) == pytest.approx(total)
 
 
 def test_learning_rate_factors():
     steps = [0, 1, 49, 50, 2499, 2500, 3749, 3750, 4999]
-    assert [factor(step, 5000) for step in steps] == [0, 0.01, 0.49, 1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert [_scale_rate(step, 5000) for step in steps] == [
+        0,
+        0.01,
+        0.49,
+        1,
+        1,
+        0.5,
+        0.5,
+        0.25,
+        0.25,
+    ]
 
 
 def test_ranks_and_overlap():
     first = torch.tensor([0.1, 0.9, 0.5, 0.7])
-    assert float(spearman(first, first.exp())) == pytest.approx(1)
-    assert float(spearman(first, -first)) == pytest.approx(-1)
-    assert float(spearman(first, torch.tensor([1.0, 3, 2, 4]))) == pytest.approx(
+    assert float(compute_spearman(first, first.exp())) == pytest.approx(1)
+    assert float(compute_spearman(first, -first)) == pytest.approx(-1)
+    assert float(compute_spearman(first, torch.tensor([1.0, 3, 2, 4]))) == pytest.approx(
         1 - 6 * 2 / (4 * 15)
     )
     tied = torch.tensor([0.0, 0.0, 1.0, 1.0])  # ranks 1.5, 1.5, 3.5, 3.5
-    assert float(spearman(tied, torch.tensor([1.0, 2, 3, 4]))) == pytest.approx(2 / 5**0.5)
-    assert float(spearman(torch.zeros(4), first)) == 0, "what knows nothing agrees with nothing"
-    assert float(overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.25)) == 0
-    assert float(overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.5)) == 1
+    assert float(compute_spearman(tied, torch.tensor([1.0, 2, 3, 4]))) == pytest.approx(2 / 5**0.5)
+    assert float(compute_spearman(torch.zeros(4), first)) == 0, (
+        "what knows nothing agrees with nothing"
+    )
+    assert float(compute_top_overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.25)) == 0
+    assert float(compute_top_overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.5)) == 1
 
 
 @pytest.mark.parametrize("share", [0.01, 0.8, 0.99])
 def test_some_contexts_are_left_to_train_on(share):
     data = Features(torch.zeros(4, 1, 2), torch.zeros(4, 1, 1), torch.arange(4) // 2)
-    train, held = data.held_out(share)
+    train, held = data.split_held_out(share)
     assert len(train.target) == len(held.target) == 2
 
 
 def test_whole_contexts_are_held_out():
     data = Features(torch.zeros(50, 1, 2), torch.zeros(50, 1, 1), torch.arange(50) // 5)
-    train, held = data.held_out(0.2)
+    train, held = data.split_held_out(0.2)
     assert len(train.target) == 40 and len(held.document.unique()) == 2
     assert not set(train.document.tolist()) & set(held.document.tolist())
     with pytest.raises(RestoreKVError, match="at least two"):
-        Features(torch.zeros(5, 1, 2), torch.zeros(5, 1, 1), torch.zeros(5)).held_out(0.2)
+        Features(torch.zeros(5, 1, 2), torch.zeros(5, 1, 1), torch.zeros(5)).split_held_out(0.2)
 
 
 def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_tokenizer, tmp_path):
-    found = collect(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
+    found = collect_features(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
     assert (
         found.hidden.shape == (60, 3, 32)
         and found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
@@ -176,7 +190,7 @@ def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_toke
 
 
 def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
-    model, observe, calls = build_model("qwen3"), features_module.observe, []
+    model, observe, calls = build_model("qwen3"), features_module.observe_context, []
 
     def stopping(*arguments):
         if len(calls) == 2:
@@ -186,7 +200,7 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
 
     config = GateConfig(tokens=30, steps=5, held_out=0.3)
     whole = train_gate(model, tiny_tokenizer, TEXTS, config, tmp_path / "whole", tmp_path / "f0")
-    monkeypatch.setattr(features_module, "observe", stopping)
+    monkeypatch.setattr(features_module, "observe_context", stopping)
     arguments = (model, tiny_tokenizer, TEXTS, config, tmp_path / "gate", tmp_path / "f1")
     with pytest.raises(KeyboardInterrupt):
         train_gate(*arguments)
@@ -207,7 +221,7 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
 
 def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path):
     model, folder = build_model("qwen3"), tmp_path / "f"
-    collect(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder)
+    collect_features(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder)
     cases = [
         (build_model("qwen3", seed=1), TEXTS, "kvzip", 5, 0),
         (model, TEXTS[::-1], "kvzip", 5, 0),
@@ -217,14 +231,16 @@ def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path):
     ]
     for other, texts, target, tokens, seed in cases:
         with pytest.raises(RestoreKVError, match="other data, settings or another model"):
-            collect(other, tiny_tokenizer, texts, target, tokens, seed, folder, resume=True)
+            collect_features(
+                other, tiny_tokenizer, texts, target, tokens, seed, folder, resume=True
+            )
     (folder / "00001.safetensors").write_bytes(b"x")
     with pytest.raises(RestoreKVError, match=r"cut short.*; delete that file"):
-        collect(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder, resume=True)
+        collect_features(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder, resume=True)
 
 
 def test_a_layer_of_stacked_parameters():
-    [first, second] = unstacked({"weight": torch.arange(6.0).view(2, 3)})
+    [first, second] = unstack_layers({"weight": torch.arange(6.0).view(2, 3)})
     assert first["weight"].tolist() == [0, 1, 2] and second["weight"].tolist() == [3, 4, 5]
 
 
@@ -271,7 +287,7 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
         "spearman_within_heads",
         "overlap_of_top_tenth",
     }
-    assert card.settings.keys() == {"tokens", "held_out", "seed", "contexts", *USED[kind]}
+    assert card.settings.keys() == {"tokens", "held_out", "seed", "contexts", *USED_SETTINGS[kind]}
     assert None not in card.settings.values() and card.settings.get("width", 64) == 64
     assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
     (tmp_path / "text").write_text(TEXTS[0])
@@ -341,6 +357,6 @@ def test_an_interrupted_command_names_the_way_on(folder, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(features_module, "observe", interrupt)
+    monkeypatch.setattr(features_module, "observe_context", interrupt)
     result = cli(*command(folder, tmp_path / "gate"))
     assert result.code == 130 and "--resume" in result.err and not (tmp_path / "gate").exists()

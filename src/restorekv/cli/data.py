@@ -15,13 +15,12 @@ from restorekv.cli.session import (
     print_written,
     show_progress_bar,
 )
-from restorekv.data.build import build
+from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
-from restorekv.data.files import optional
 from restorekv.data.manifest import check_folder, read_manifest
 from restorekv.data.mixture import read_mixture
-from restorekv.data.table import data_table, figures, left_out
-from restorekv.errors import RestoreKVError
+from restorekv.data.table import compute_figures, make_data_table, make_drops_table
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import write_json
 
 app = typer.Typer(
@@ -59,11 +58,11 @@ def run(
         if not Path(name).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")
     for package in ("datasets", "pyarrow"):
-        optional(package)
+        import_extra(package, "data")
     loaded, tokenizer = open_model(model, dtype, device)
     try:
         with show_progress_bar("asking and answering", lines=True) as progress:
-            build(loaded, tokenizer, config, out, exclude, resume, progress)
+            build_mixture(loaded, tokenizer, config, out, exclude, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"Interrupted; continue with --resume, nothing in {out} is asked twice."
@@ -88,7 +87,7 @@ def show(
 def print_tables(folder: Path) -> tuple[list[dict], dict]:
     """Reads the data back, so that only verified data is shown."""
     contexts, manifest = read_mixture(folder)
-    rows = figures(contexts, manifest)
-    output.print(data_table(rows, manifest))
-    output.print(left_out(manifest))
+    rows = compute_figures(contexts, manifest)
+    output.print(make_data_table(rows, manifest))
+    output.print(make_drops_table(manifest))
     return rows, manifest

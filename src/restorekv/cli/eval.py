@@ -18,6 +18,7 @@ from restorekv.cli.session import (
     show_progress_share,
     silence_transformers,
 )
+from restorekv.errors import import_extra
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.grid_tables import tables_of
@@ -27,7 +28,6 @@ from restorekv.evaluation.ray_pool import RayPool
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import LocalPool, WorkerPool, check
 from restorekv.evaluation.run import run as run_grid
-from restorekv.evaluation.tables import import_eval_module
 from restorekv.files import write_json
 from restorekv.tasks import BENCHMARKS
 
@@ -128,5 +128,5 @@ def report(
         Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")
     ] = None,
 ) -> None:
-    module = import_eval_module("restorekv.evaluation.report")
+    module = import_extra("restorekv.evaluation.report", "eval")
     print_written(module.write_report(folder, out))

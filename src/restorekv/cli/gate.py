@@ -16,7 +16,7 @@ from restorekv.evictors import gate_file
 from restorekv.evictors.published_gate import FAST_KVZIP, convert_gate
 from restorekv.tasks.reading import spread
 from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train.examples import read_contexts, tiny_examples
+from restorekv.train.examples import make_tiny_examples, read_contexts
 from restorekv.train.gate import GateConfig, train_gate
 
 
@@ -64,7 +64,11 @@ def train(
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
     read = spread(read_contexts([Path(name) for name in data if name != "tiny"]), count)
     loaded, tokenizer = open_model(model, dtype, device)
-    made = tiny_examples(tokenizer, count, config.seed, shortest, longest) if "tiny" in data else []
+    made = (
+        make_tiny_examples(tokenizer, count, config.seed, shortest, longest)
+        if "tiny" in data
+        else []
+    )
     texts = [*(example.context for example in made), *read]
     try:
         with show_progress_bar("training a gate", lines=True) as progress:

@@ -15,7 +15,7 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.session import notes, open_model
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
 
@@ -147,12 +147,7 @@ def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
             "warning: whoever reaches this machine can ask; --api-key-file asks for a key.",
             highlight=False,
         )
-    try:
-        return import_module("restorekv.serve.run")
-    except ImportError as error:
-        raise RestoreKVError(
-            f"Serving needs {error.name}; pip install 'restorekv[serve]'."
-        ) from None
+    return import_extra("restorekv.serve.run", "serve", "Serving")
 
 
 def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.socket]:

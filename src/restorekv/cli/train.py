@@ -14,9 +14,14 @@ from restorekv.errors import RestoreKVError
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, read_examples, tiny_examples
-from restorekv.train.loop import Progress, train
-from restorekv.train.parallel import own_device, process_group, spread, wants_shards
+from restorekv.train.examples import Example, make_tiny_examples, read_examples
+from restorekv.train.loop import Progress, train_adapter
+from restorekv.train.parallel import (
+    open_process_group,
+    select_own_device,
+    shard_model,
+    wants_shards,
+)
 
 DATA_HELP = (
     'tiny (its world), a mixture (restorekv data) or JSON lines {"context", "questions"}, with "answers" as drafts '
@@ -74,13 +79,13 @@ def run(
             raise RestoreKVError(
                 f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'."
             )
-    own = own_device(device)
+    own = select_own_device(device)
     sharing = wants_shards(shard)
-    with process_group(own) as group:
+    with open_process_group(own) as group:
         notes.quiet = output.quiet = group.rank > 0
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:
-            spread(loaded, own)
+            shard_model(loaded, own)
         world = count, config.seed, shortest, longest
         examples = [each for name in data for each in read_data(name, loaded, tokenizer, world)]
         kept = {
@@ -90,7 +95,7 @@ def run(
             "notice": notes.print,
         }
         with naming_the_way_on(out), show_progress_bar("training") as show:
-            train(
+            train_adapter(
                 loaded,
                 tokenizer,
                 examples,
@@ -113,7 +118,7 @@ def read_data(name: str, model, tokenizer, world: tuple[int, int, int, int]) -> 
     world's.
     """
     return (
-        tiny_examples(tokenizer, *world)
+        make_tiny_examples(tokenizer, *world)
         if name == "tiny"
         else read_examples(Path(name), model, tokenizer)
     )
@@ -125,7 +130,7 @@ def naming_the_way_on(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        saved = (out / checkpoint.FILE).exists()
+        saved = (out / checkpoint.CHECKPOINT_FILE).exists()
         way = (
             f"continue from the last checkpoint in {out} with --resume"
             if saved

@@ -106,7 +106,9 @@ def describe_results(folder: Path) -> str:
 
 
 def describe_run(folder: Path) -> str:
-    metadata, tensors = read_sealed(folder / checkpoint.FILE, checkpoint.KIND, finite=True)
+    metadata, tensors = read_sealed(
+        folder / checkpoint.CHECKPOINT_FILE, checkpoint.KIND, finite=True
+    )
     return f"a training run at step {metadata.get('step', '?')[:20]} with {len(tensors)} tensors"
 
 
@@ -118,7 +120,7 @@ FILES: dict[str, Callable[[Path], str]] = {
 }
 FOLDERS: dict[str, Callable[[Path], str]] = {
     adapter_file.CONFIG: describe_adapter,
-    data_manifest.NAME: describe_data,
+    data_manifest.MANIFEST_FILE: describe_data,
     f"{results.CELLS}/*/{results.CELL}": describe_results,
-    checkpoint.FILE: describe_run,
+    checkpoint.CHECKPOINT_FILE: describe_run,
 }

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data import manifest as folder
 from restorekv.data.config import BuildConfig
-from restorekv.data.files import identity, local_files, rows
-from restorekv.data.gather import Attempts, Builder, Progress, longest_context
+from restorekv.data.files import identify_source, iterate_rows, list_source_files
+from restorekv.data.gather import AttemptFile, Progress, SourceBuilder, compute_longest_context
 from restorekv.data.mixture import write_examples
-from restorekv.data.overlap import Evaluations, evaluation_texts
-from restorekv.data.sources import Source, sources
+from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
+from restorekv.data.sources import Source, select_sources
 from restorekv.errors import RestoreKVError, warn
 from restorekv.files import folder_lock, write_json
 from restorekv.seal import digest_file
@@ -26,14 +26,14 @@ from restorekv.tiny.suite import documents as suite
 
 # Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
 # 52.
-TESTED = 156
+SUITE_DOCUMENTS = 156
 # What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py
 # parts those by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
-SHIPPED = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]
+SHIPPED_TEXTS = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]
 
 
-def build(
+def build_mixture(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     config: BuildConfig,
@@ -42,30 +42,30 @@ def build(
     resume: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict:
-    """Makes the mixture in `out` and returns its manifest; see `kept_out` for `exclude`."""
+    """Makes the mixture in `out` and returns its manifest; see `index_excluded_texts` for `exclude`."""
     folder.check_folder(out, resume)
-    before = folder.earlier_build(out)
-    folder.check_same(out, before, {"config": asdict(config)})  # before a hub is asked
-    record = describe_run(model, tokenizer, config, exclude, before)
-    if (out / folder.NAME).is_file():
-        folder.check_same(out, before, record)
-        folder.clear(out)
+    before = folder.read_earlier_build(out)
+    folder.check_same_build(out, before, {"config": asdict(config)})  # before a hub is asked
+    record = _describe_build(model, tokenizer, config, exclude, before)
+    if (out / folder.MANIFEST_FILE).is_file():
+        folder.check_same_build(out, before, record)
+        folder.delete_build_files(out)
         return folder.read_manifest(out)
     if resume and before is None:
         warn(f"There is nothing in {out} to resume; this is a new build.")
-    evaluations = kept_out(tokenizer, exclude, config.overlap)
-    longest = longest_context(model, tokenizer, config)
-    check_lengths(config, longest)
-    builder = Builder(model, tokenizer, config, evaluations, longest, progress)
-    with folder_lock(out, folder.LOCK):
-        folder.begin(out, before, record)
+    evaluations = index_excluded_texts(tokenizer, exclude, config.overlap)
+    longest = compute_longest_context(model, tokenizer, config)
+    _check_source_lengths(config, longest)
+    builder = SourceBuilder(model, tokenizer, config, evaluations, longest, progress)
+    with folder_lock(out, folder.LOCK_FILE):
+        folder.begin_build(out, before, record)
         try:
             accounts = {
-                source.name: build_source(builder, source, out, record)
-                for source in sources(config)
+                source.name: _build_source(builder, source, out, record)
+                for source in select_sources(config)
             }
         except BaseException:
-            folder.discard(out)
+            folder.discard_empty_build(out)
             raise
     manifest = {
         "format": folder.FORMAT,
@@ -84,50 +84,54 @@ def build(
             "files": record["exclude"],
         },
         "settings": asdict(config),
-        "versions": folder.versions(),
+        "versions": folder.list_versions(),
     }
-    write_json(out / folder.NAME, manifest, follow=False)
-    folder.clear(out)
+    write_json(out / folder.MANIFEST_FILE, manifest, follow=False)
+    folder.delete_build_files(out)
     return manifest
 
 
-def kept_out(tokenizer: Tokenizer, exclude: Sequence[str], share: float) -> Evaluations:
+def index_excluded_texts(
+    tokenizer: Tokenizer, exclude: Sequence[str], share: float
+) -> EvaluationIndex:
     """Returns the texts of the tiny suite, of other benchmarks that ship, and of the files or
     folders `exclude`.
     """
     tests = (
         (f"tiny suite, document {number}", made.text)
-        for number, made in enumerate(suite(tokenizer, TESTED))
+        for number, made in enumerate(suite(tokenizer, SUITE_DOCUMENTS))
     )
-    return Evaluations(chain(tests, evaluation_texts([*SHIPPED, *exclude])), share)
+    return EvaluationIndex(chain(tests, read_evaluation_texts([*SHIPPED_TEXTS, *exclude])), share)
 
 
-def build_source(builder: Builder, source: Source, out: Path, record: dict) -> dict:
+def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dict) -> dict:
     """Turns the rows of one source into its file; returns its account."""
     where = getattr(builder.config, source.name)
     known = record["sources"][source.name]
-    items = source.read(rows(where, known), builder.config, builder.tokenizer)
-    gathered = builder.gather(source, items, Attempts(out / folder.PARTS / f"{source.name}.jsonl"))
-    reasons = f"(dropped: {gathered.reasons()})"
+    items = source.read(iterate_rows(where, known), builder.config, builder.tokenizer)
+    gathered = builder.gather_examples(
+        source, items, AttemptFile(out / folder.PARTS_FOLDER / f"{source.name}.jsonl")
+    )
+    reasons = f"(dropped: {gathered.describe_drops()})"
     if not gathered.examples:
         raise RestoreKVError(
             f"{source.title} gave no example from {where} {reasons}; check its format."
         )
-    count = gathered.count(source)
+    count = gathered.count_units(source)
     wanted = source.wanted(builder.config)
     if count < wanted:
         warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
     path = out / f"{source.name}.parquet"
     write_examples(path, gathered.examples)
     file = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest_file(path)}
-    return {**gathered.account(source), "from": {"given": where, **known}, "file": file}
+    return {**gathered.to_account(source), "from": {"given": where, **known}, "file": file}
 
 
-def check_lengths(config: BuildConfig, longest: int) -> None:
+def _check_source_lengths(config: BuildConfig, longest: int) -> None:
     """Refuses sources whose shortest context is longer than `longest`; warns if that is less than
     was asked for.
     """
-    for source in sources(config):
+    for source in select_sources(config):
         least = config.chunk if source.name == "pg19" else source.shortest(config)
         if least > longest:
             raise RestoreKVError(
@@ -141,7 +145,7 @@ def check_lengths(config: BuildConfig, longest: int) -> None:
         )
 
 
-def describe_run(
+def _describe_build(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     config: BuildConfig,
@@ -152,14 +156,16 @@ def describe_run(
     build began with.
     """
     known = {}
-    for source in sources(config):
+    for source in select_sources(config):
         begun = (before or {}).get("sources", {}).get(source.name, {})
-        known[source.name] = begun if "hub" in begun else identity(getattr(config, source.name))
+        known[source.name] = (
+            begun if "hub" in begun else identify_source(getattr(config, source.name))
+        )
     excluded = [
         {"name": file.name, "sha256": digest_file(file)}
         for given in exclude
         if Path(given).exists()
-        for file in local_files(Path(given))
+        for file in list_source_files(Path(given))
     ]
     facts = {"config": asdict(config), "sources": known, "exclude": excluded}
-    return json.loads(json.dumps(facts | {"model": folder.model_facts(model, tokenizer)}))
+    return json.loads(json.dumps(facts | {"model": folder.describe_model(model, tokenizer)}))

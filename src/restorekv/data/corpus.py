@@ -14,16 +14,23 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document, DropRow, text_of
+from restorekv.data.documents import DropRow, SourceDocument, read_text_field
 from restorekv.data.exercises import SENTENCE_END, draw_exercises
-from restorekv.data.made import LICENSE, make_document
-from restorekv.data.passages import FACT, HUMAN, invent, questions_of, sample_in_order, worded
+from restorekv.data.made import MADE_LICENSE, make_document
+from restorekv.data.passages import (
+    FACT,
+    HUMAN,
+    invent_facts,
+    read_questions,
+    sample_in_order,
+    word_question,
+)
 from restorekv.model.tokenize import token_places
 
-TRAINING = "train"
+TRAIN_SPLIT = "train"
 STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
 HUMAN_QUESTIONS = 2  # of a passage, at most
-LICENSES = {  # what the corpus' rows say, and the identifier of the hub
+CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "apache-2.0": "apache-2.0",
     "apache-2.0 or mit": "apache-2.0",
     "mit or apache-2.0": "apache-2.0",
@@ -46,7 +53,7 @@ PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be us
 
 def read_corpus(
     rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer
-) -> Iterator[Document | DropRow]:
+) -> Iterator[SourceDocument | DropRow]:
     """Yield the passages that this part of the build is to have, and why a row is dropped.
 
     The order is that of the whole build: genre after genre takes its turn, with a made document as
@@ -55,7 +62,7 @@ def read_corpus(
     genres: dict[str, list[dict]] = {}
     for row in rows:
         try:
-            genres.setdefault(_checked_genre(row), []).append(row)
+            genres.setdefault(_read_genre(row), []).append(row)
         except DropRow as reason:
             yield reason
     part, parts = config.shard
@@ -63,9 +70,9 @@ def read_corpus(
         if number % parts != part:
             continue  # before its text is tokenized
         if isinstance(turn, int):
-            yield _made_document(turn, config)
+            yield _draw_made_document(turn, config)
         else:
-            yield _passage(turn, config, tokenizer)
+            yield _make_passage(turn, config, tokenizer)
 
 
 def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
@@ -86,57 +93,63 @@ def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[
             taken += 1
 
 
-def _checked_genre(row: dict) -> str:
+def _read_genre(row: dict) -> str:
     """Return the genre of a row that may be trained on; raise DropRow for another."""
-    if row.get("split") not in (None, TRAINING):
+    if row.get("split") not in (None, TRAIN_SPLIT):
         raise DropRow("of another split")
     if not isinstance(row.get("genre"), str) or not row["genre"].strip():
         raise DropRow("no genre")
-    if not text_of(row, "text").strip():
+    if not read_text_field(row, "text").strip():
         raise DropRow("no text")
-    license_identifier(row)
+    identify_license(row)
     return row["genre"]
 
 
-def license_identifier(row: dict) -> str:
+def identify_license(row: dict) -> str:
     """Return the hub's identifier of a row's license; raise DropRow for one that is not known to be
     free.
     """
     words = str(row.get("license") or "").strip().lower()
-    if words in LICENSES:
-        return LICENSES[words]
+    if words in CORPUS_LICENSES:
+        return CORPUS_LICENSES[words]
     if words.replace("-", " ").startswith(PUBLIC_DOMAIN):
         return "public-domain"
     raise DropRow(f"license {words[:60] or 'missing'}")
 
 
-def _passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Document:
+def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:
     """Return a row's passage with its questions."""
     name = str(row.get("id") or "passage")
     rng = random.Random(f"{config.seed} passage {name}")
-    text = _cut(text_of(row, "text").strip(), _draw_length(rng, config), tokenizer, rng)
+    text = _cut_passage(
+        read_text_field(row, "text").strip(), _draw_length(rng, config), tokenizer, rng
+    )
     facts: list[str] = []
     if rng.random() < config.invented:
-        text, facts = invent(text, rng)
-    asked = sample_in_order(rng, questions_of(row), HUMAN_QUESTIONS)
-    questions = [(HUMAN, worded(rng, question, config)) for question in asked]
+        text, facts = invent_facts(text, rng)
+    asked = sample_in_order(rng, read_questions(row), HUMAN_QUESTIONS)
+    questions = [(HUMAN, word_question(rng, question, config)) for question in asked]
     questions += [
-        (FACT, worded(rng, question, config)) for question in sample_in_order(rng, facts, 2)
+        (FACT, word_question(rng, question, config)) for question in sample_in_order(rng, facts, 2)
     ]
     drawn = draw_exercises(text, rng, max(config.questions - len(questions), 2))
     studied = not questions and rng.random() < STUDIED
     questions += drawn[:1] if studied else drawn
-    return Document(name, text, license_identifier(row), asked=tuple(questions), studied=studied)
+    return SourceDocument(
+        name, text, identify_license(row), asked=tuple(questions), studied=studied
+    )
 
 
-def _made_document(number: int, config: BuildConfig) -> Document:
+def _draw_made_document(number: int, config: BuildConfig) -> SourceDocument:
     """Return a made document with its questions."""
     rng = random.Random(f"{config.seed} made {number}")
     made = make_document(rng, _draw_length(rng, config))
-    questions = [(kind, worded(rng, question, config)) for kind, question in made.questions]
+    questions = [(kind, word_question(rng, question, config)) for kind, question in made.questions]
     questions = sample_in_order(rng, questions, config.questions - 1)
     questions += draw_exercises(made.text, rng, 1)
-    return Document(f"made {number}", made.text, LICENSE, asked=tuple(questions), studied=False)
+    return SourceDocument(
+        f"made {number}", made.text, MADE_LICENSE, asked=tuple(questions), studied=False
+    )
 
 
 def _draw_length(rng: random.Random, config: BuildConfig) -> int:
@@ -148,7 +161,7 @@ def _draw_length(rng: random.Random, config: BuildConfig) -> int:
     return round(math.exp(low + (high - low) * math.sqrt(rng.random())))
 
 
-def _cut(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Random) -> str:
+def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Random) -> str:
     """Return a part of at most that many tokens, from a paragraph to the end of a sentence or line.
 
     Half of the parts begin where the passage does. A part may end inside a sentence that has no end

@@ -15,7 +15,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may ho
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceDocument:
     """A context; `name` identifies it within its source.
 
     `book` names the book that a chunk is from, `more` says that another chunk of it follows.
@@ -38,11 +38,11 @@ class DropRow(Exception):  # noqa: N818
     """
 
 
-RowReader = Callable[[int, dict, BuildConfig, Tokenizer], Iterable[Document]]
-Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | DropRow]]
+RowReader = Callable[[int, dict, BuildConfig, Tokenizer], Iterable[SourceDocument]]
+Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[SourceDocument | DropRow]]
 
 
-def row_by_row(read: RowReader) -> Reader:
+def read_each_row(read: RowReader) -> Reader:
     """Turns the reader of (index, row) into the reader of all rows, which yields why a row is
     dropped.
     """
@@ -50,7 +50,7 @@ def row_by_row(read: RowReader) -> Reader:
     @wraps(read)
     def reader(
         rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer
-    ) -> Iterator[Document | DropRow]:
+    ) -> Iterator[SourceDocument | DropRow]:
         for index, row in enumerate(rows):
             try:
                 yield from read(index, row, config, tokenizer)
@@ -60,7 +60,7 @@ def row_by_row(read: RowReader) -> Reader:
     return reader
 
 
-def text_of(row: dict, name: str) -> str:
+def read_text_field(row: dict, name: str) -> str:
     """Returns a field, or "" where the row has no such field; joins a list of parts {type, text}."""
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
@@ -70,8 +70,10 @@ def text_of(row: dict, name: str) -> str:
     return value or ""
 
 
-def whole(name: str, text: str, license: str, missing: str = "no document") -> list[Document]:
+def make_single_document(
+    name: str, text: str, license: str, missing: str = "no document"
+) -> list[SourceDocument]:
     """Returns the text as one document; a blank text is dropped because of `missing`."""
     if not text.strip():
         raise DropRow(missing)
-    return [Document(name, text, license)]
+    return [SourceDocument(name, text, license)]

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 WORDINGS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-KINDS = tuple(WORDINGS)
+EXERCISE_KINDS = tuple(WORDINGS)
 VERBATIM = ("repeat_start", "repeat_end", "repeat_part", "continue")
 OPEN = ("extract", "list")
 LOCAL = ("after", "before", "blank", "compare")
@@ -68,11 +68,11 @@ def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tu
     for number in range(count):
         kind = CHECKED[number % len(CHECKED)]
         place = rng.randrange(1, len(units) - 1)
-        quote = _quote(units[place], rng)
+        quote = _quote_start(units[place], rng)
         gapped = _leave_gap(units[place], rng)
         answers = {
             "continue": units[place].removeprefix(quote).strip() or units[place + 1],
-            "blank": _gap_of(units[place], gapped),
+            "blank": _find_gap(units[place], gapped),
             "after": units[place + 1],
             "before": units[place - 1],
         }
@@ -97,14 +97,14 @@ def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | No
     first, second = sorted(rng.sample(range(1, len(units) - 1), 2))
     fields = {
         "count": str(rng.choice((20, 40, 60))),
-        "quote": _quote(units[first], rng),
-        "other": _quote(units[second], rng),
+        "quote": _quote_start(units[first], rng),
+        "other": _quote_start(units[second], rng),
         "gapped": _leave_gap(units[first], rng),
     }
     return wording.format(**fields)
 
 
-def _quote(unit: str, rng: random.Random) -> str:
+def _quote_start(unit: str, rng: random.Random) -> str:
     """Return the first words of a sentence or line."""
     return " ".join(unit.split()[: rng.randint(*QUOTED_WORDS)])
 
@@ -119,7 +119,7 @@ def _leave_gap(unit: str, rng: random.Random) -> str:
     return " ".join([*words[:start], BLANK, *words[start + size :]])
 
 
-def _gap_of(unit: str, gapped: str) -> str:
+def _find_gap(unit: str, gapped: str) -> str:
     """Return the words that a blank stands for."""
     before, _, after = gapped.partition(BLANK)
     words = unit.split()[:30]

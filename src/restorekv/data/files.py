@@ -5,18 +5,16 @@ stamps. Datasets on the hub are read through `datasets`.
 """
 
 import gzip
-import importlib
 import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 from restorekv.bounds import ROW_ELEMENTS, TEXT_BYTES
-from restorekv.errors import RestoreKVError, summarize_error
+from restorekv.errors import RestoreKVError, import_extra, summarize_error
 from restorekv.files import check_elements, check_levels, open_regular_file
 from restorekv.seal import digest_file
 
@@ -25,35 +23,26 @@ FORMATS = ", ".join(ENDINGS)
 LONGEST_LINE = 1 << 28  # bytes
 
 
-def optional(name: str, extra: str = "data") -> ModuleType:
-    """Imports a package that only the extra `extra` installs, or a module of ours that needs one."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        missing = error.name or name
-        raise RestoreKVError(
-            f"This needs the package {missing}; install 'restorekv[{extra}]'."
-        ) from error
-
-
-def suffix(path: Path) -> str:
+def format_suffix(path: Path) -> str:
     """Returns the ending that names the format: ".jsonl" for "a.jsonl.gz"."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
-def local_files(path: Path) -> list[Path]:
+def list_source_files(path: Path) -> list[Path]:
     """Returns the file itself, or the files of a known format below a folder, sorted."""
     if path.is_file():
-        if suffix(path) not in ENDINGS:
+        if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in ENDINGS)
+    files = sorted(
+        file for file in path.rglob("*") if file.is_file() and format_suffix(file) in ENDINGS
+    )
     if not files:
         raise RestoreKVError(f"The folder {path} has no file that ends in {FORMATS}; give another.")
     return files
 
 
-def identity(where: str) -> dict:
+def identify_source(where: str) -> dict:
     """Returns what identifies a source: names and hashes of local files, or a hub id and its
     current commit.
     """
@@ -61,13 +50,13 @@ def identity(where: str) -> dict:
     if path.exists():
         return {
             "files": [
-                {"name": file.name, "sha256": digest_file(file)} for file in local_files(path)
+                {"name": file.name, "sha256": digest_file(file)} for file in list_source_files(path)
             ]
         }
     if (
         path.is_absolute()
         or where.startswith(".")
-        or suffix(path) in ENDINGS
+        or format_suffix(path) in ENDINGS
         or where.count("/") > 1
     ):
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
@@ -77,24 +66,24 @@ def identity(where: str) -> dict:
     try:
         return {"hub": name, "revision": HfApi().dataset_info(name, revision=revision or None).sha}
     except Exception as error:  # unreachable, unknown, gated: the hub's client raises many kinds
-        raise unreadable(where, error) from error
+        raise _make_read_error(where, error) from error
 
 
-def unreadable(where: str, error: Exception) -> RestoreKVError:
+def _make_read_error(where: str, error: Exception) -> RestoreKVError:
     return RestoreKVError(
         f"Cannot read the dataset {where}; give a hub id that can be reached or a file ({summarize_error(error)})."
     )
 
 
-def rows(where: str, known: dict) -> Iterator[dict]:
-    """Yields the rows of a source, a text file being one row {text}; `known` is its `identity`."""
+def iterate_rows(where: str, known: dict) -> Iterator[dict]:
+    """Yields the rows of a source, a text file being one row {text}; `known` is what `identify_source` returned."""
     if "hub" in known:
-        yield from hub_rows(where, known)
+        yield from stream_hub_rows(where, known)
         return
-    for file in local_files(Path(where)):
+    for file in list_source_files(Path(where)):
         if not file.stat().st_size:
             raise RestoreKVError(f"{file} is empty; fetch it again or leave it out.")
-        for place, row in values(file):
+        for place, row in iterate_values(file):
             if not isinstance(row, dict):
                 raise RestoreKVError(
                     f"{file}, {place} is not a JSON object; fix it or leave it out."
@@ -102,48 +91,48 @@ def rows(where: str, known: dict) -> Iterator[dict]:
             yield row
 
 
-def hub_rows(where: str, known: dict) -> Iterator[dict]:
+def stream_hub_rows(where: str, known: dict) -> Iterator[dict]:
     """Streams the split "train", so that only what is needed is downloaded."""
     try:
-        yield from hub_dataset(
+        yield from load_hub_dataset(
             path=known["hub"], revision=known["revision"], split="train", streaming=True
         )
     except (
         Exception
     ) as error:  # foreign, unreachable, gated: the readers' errors have no common kind
-        raise unreadable(where, error) from error
+        raise _make_read_error(where, error) from error
 
 
-def hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
+def load_hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
     """Returns `datasets.load_dataset`, without its messages; its errors share no base class."""
-    library = optional("datasets")
+    library = import_extra("datasets", "data")
     library.logging.set_verbosity(library.logging.CRITICAL)
     library.disable_progress_bars()
     return library.load_dataset(*name, **which)
 
 
-def values(file: Path) -> Iterator[tuple[str, object]]:
+def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
     """Yields what a file holds as (line or row, JSON value), a text file as one {text}; refuses a
     damaged file.
     """
-    kind = suffix(file)
+    kind = format_suffix(file)
     packed = file.suffix == ".gz"
     if kind == ".parquet":
         if packed:
             raise RestoreKVError(f"{file} is compressed; unpack it first.")
-        yield from ((f"row {number}", row) for number, row in enumerate(parquet_rows(file), 1))
+        yield from ((f"row {number}", row) for number, row in enumerate(read_parquet_rows(file), 1))
         return
     try:
         with open_regular_file(file, str(file)) as raw, gzip.open(raw) if packed else raw as stream:
             if kind == ".txt":
-                yield "its text", {"text": plain_text(file, stream)}
-            elif starts_with_an_object(file, stream) or kind == ".jsonl":
+                yield "its text", {"text": _read_plain_text(file, stream)}
+            elif _has_object_per_line(file, stream) or kind == ".jsonl":
                 for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
                     if line.strip():
-                        yield f"line {number}", parse_json(file, line, number)
+                        yield f"line {number}", _parse_json_at(file, line, number)
             else:
-                content = at_most(file, stream)
-                parsed = parse_json(file, content) if content.strip() else []
+                content = _read_limited(file, stream)
+                parsed = _parse_json_at(file, content) if content.strip() else []
                 listed = parsed if isinstance(parsed, list) else [parsed]
                 yield from ((f"row {number}", value) for number, value in enumerate(listed, 1))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -152,7 +141,7 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
         ) from error
 
 
-def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
+def _has_object_per_line(file: Path, stream: BinaryIO) -> bool:
     """Returns whether a JSON file has one object per line; refuses a binary file, however long."""
     first = stream.readline(LONGEST_LINE)
     stream.seek(0)
@@ -165,7 +154,7 @@ def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
         return False
 
 
-def at_most(file: Path, stream: BinaryIO) -> bytes:
+def _read_limited(file: Path, stream: BinaryIO) -> bytes:
     """Returns what a stream holds, which may unfold from a small file; refuses more than
     TEXT_BYTES.
     """
@@ -175,16 +164,21 @@ def at_most(file: Path, stream: BinaryIO) -> bytes:
     return content
 
 
-def plain_text(file: Path, stream: BinaryIO) -> str:
+def _read_plain_text(file: Path, stream: BinaryIO) -> str:
     try:
-        return at_most(file, stream).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        return (
+            _read_limited(file, stream)
+            .decode("utf-8-sig")
+            .replace("\r\n", "\n")
+            .replace("\r", "\n")
+        )
     except UnicodeDecodeError as error:
         raise RestoreKVError(
             f"{file} is not UTF-8 text (byte {error.start}); convert it first."
         ) from error
 
 
-def parse_json(file: Path, content: bytes, line: int = 1) -> object:
+def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
     """Parses JSON that begins on line `line` of the file."""
     try:
         check_elements(content, str(file), ROW_ELEMENTS)
@@ -212,12 +206,12 @@ def parse_json(file: Path, content: bytes, line: int = 1) -> object:
         ) from error
 
 
-def parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
+def read_parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
     """Yields rows as plain values, of the bytes `raw` if they were read already; refuses a damaged
     file.
     """
-    parquet = optional("pyarrow.parquet")
-    arrow = optional("pyarrow")
+    parquet = import_extra("pyarrow.parquet", "data")
+    arrow = import_extra("pyarrow", "data")
     try:
         for batch in parquet.ParquetFile(path if raw is None else io.BytesIO(raw)).iter_batches(
             256

@@ -17,34 +17,33 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document, DropRow
-from restorekv.data.files import optional
-from restorekv.data.overlap import Evaluations, words
+from restorekv.data.documents import DropRow, SourceDocument
+from restorekv.data.overlap import EvaluationIndex, split_words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import check_not_link, open_without_links, parse_json, read_bytes
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
-LIMIT = 4 << 30  # bytes of the answers to one source
-MARGIN = 64  # positions reserved for the wording around the longest question
+ATTEMPTS_BYTES = 4 << 30  # bytes of the answers to one source
+_WORDING_MARGIN = 64  # positions reserved for the wording around the longest question
 Progress = Callable[[int, int, str], None]
 
 
-class Attempts:
+class AttemptFile:
     """The attempts at the contexts of one source, a line of JSON per context."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         for place in (path.parent, path):
             check_not_link(place)
-        content = read_bytes(path, str(path), LIMIT) if path.exists() else b""
+        content = read_bytes(path, str(path), ATTEMPTS_BYTES) if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
         try:
             self.done = [parse_json(line, str(path)) for line in complete.split(b"\n")[:-1]]
-            schema = optional("restorekv.data.schema")
-            if any(schema.problem_of(schema.Attempted, line) for line in self.done):
+            schema = import_extra("restorekv.data.schema", "data")
+            if any(schema.find_problem(schema.AttemptLine, line) for line in self.done):
                 raise ValueError("a line has other entries")
         except ValueError as error:
             raise RestoreKVError(
@@ -53,22 +52,25 @@ class Attempts:
         if len(complete) < len(content):  # a killed process left half a line
             os.truncate(path, len(complete))
 
-    def get(self, index: int, document: Document) -> list[dict] | None:
+    def find_attempts(self, index: int, document: SourceDocument) -> list[dict] | None:
         """Returns the attempts at context number `index`, None before it was asked; refuses another
         document.
         """
         if index >= len(self.done):
             return None
-        if self.done[index]["context"] != mark(document):
+        if self.done[index]["context"] != identify_document(document):
             raise RestoreKVError(
                 f"{self.path} holds answers about other documents; build into another folder."
             )
         return self.done[index]["attempts"]
 
-    def add(self, document: Document, attempts: list[dict]) -> None:
+    def append_attempts(self, document: SourceDocument, attempts: list[dict]) -> None:
         """Appends a line; it is on disk when this returns."""
         line = (
-            json.dumps({"context": mark(document), "attempts": attempts}, ensure_ascii=False) + "\n"
+            json.dumps(
+                {"context": identify_document(document), "attempts": attempts}, ensure_ascii=False
+            )
+            + "\n"
         )
         with open_without_links(self.path) as file:
             file.write(line.encode())
@@ -77,7 +79,7 @@ class Attempts:
         self.done.append(json.loads(line))
 
 
-def mark(document: Document) -> list[str]:
+def identify_document(document: SourceDocument) -> list[str]:
     """Returns the name and 16 hex digits of the text's hash."""
     return [document.name, hashlib.sha256(document.text.encode()).hexdigest()[:16]]
 
@@ -91,21 +93,23 @@ class LengthFilter:
     longest: int
     seen: set[str] = field(default_factory=set)
 
-    def check(self, text: str) -> Context | str:
+    def check_text(self, text: str) -> Context | str:
         """Returns the tokenized context, or why it is dropped."""
         context = make_context(self.tokenizer, text)
         if context.tokens < self.shortest:
             return "too short"
         if context.tokens > self.longest:
             return "too long"
-        digest = hashlib.sha256(" ".join(words(text)).encode()).hexdigest()
+        digest = hashlib.sha256(" ".join(split_words(text)).encode()).hexdigest()
         if digest in self.seen:
             return "repeated"
         self.seen.add(digest)
         return context
 
 
-def longest_context(model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig) -> int:
+def compute_longest_context(
+    model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig
+) -> int:
     """Returns `config.longest`, or fewer tokens where the model has no positions for them, a
     question and an answer.
     """
@@ -116,7 +120,7 @@ def longest_context(model: PreTrainedModel, tokenizer: Tokenizer, config: BuildC
         + config.question_tokens
         + max(config.answer_tokens, config.flan_answer_tokens)
     )
-    most = min(config.longest, positions - frame.prefix - tail - MARGIN)
+    most = min(config.longest, positions - frame.prefix - tail - _WORDING_MARGIN)
     if most < 1:
         raise RestoreKVError(
             f"The model's {positions} positions are too few for such answers; ask for shorter ones."
@@ -125,7 +129,7 @@ def longest_context(model: PreTrainedModel, tokenizer: Tokenizer, config: BuildC
 
 
 @dataclass
-class Gathered:
+class SourceResult:
     """What one source gave: its examples, and how many rows and attempts were dropped for which
     reason.
     """
@@ -139,19 +143,19 @@ class Gathered:
     attempts: int = 0
     faults: Counter = field(default_factory=Counter)
 
-    def count(self, source: Source) -> int:
+    def count_units(self, source: Source) -> int:
         """Returns how many of the wanted units there are; a book counts once one of its chunks was
         asked about.
         """
         return len(self.examples) if source.asked_once else len(self.units)
 
-    def reasons(self) -> str:
+    def describe_drops(self) -> str:
         return (
             ", ".join(f"{count} {reason}" for reason, count in (self.dropped + self.faults).items())
             or "nothing"
         )
 
-    def account(self, source: Source) -> dict:
+    def to_account(self, source: Source) -> dict:
         """Returns the counts before and after every filter, for the manifest."""
         return {
             "title": source.title,
@@ -167,46 +171,46 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Builder:
+class SourceBuilder:
     """What all sources share."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
     config: BuildConfig
-    evaluations: Evaluations
+    evaluations: EvaluationIndex
     longest: int
     progress: Progress
 
-    def gather(
-        self, source: Source, items: Iterator[Document | DropRow], stored: Attempts
-    ) -> Gathered:
+    def gather_examples(
+        self, source: Source, items: Iterator[SourceDocument | DropRow], stored: AttemptFile
+    ) -> SourceResult:
         """Asks about the contexts of a source until there are enough."""
-        gathered = Gathered()
+        gathered = SourceResult()
         wanted = source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
         steps = wanted * (self.config.chunks if source.unit == "books" else 1)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
-        waiting: list[tuple[Document, Context]] = []
+        waiting: list[tuple[SourceDocument, Context]] = []
         for item in items:
             gathered.read += 1
-            if context := self.accept(item, lengths, gathered):
+            if context := self._accept_document(item, lengths, gathered):
                 waiting.append((item, context))
-            missing = max(wanted - gathered.count(source), 1)
+            missing = max(wanted - gathered.count_units(source), 1)
             if len(waiting) == min(source.at_once, missing):
-                self.ask_waiting(source, waiting, stored, teacher, gathered, steps)
-            more_of_a_book = isinstance(item, Document) and item.more
-            if gathered.count(source) >= wanted and not more_of_a_book:
+                self._ask_waiting(source, waiting, stored, teacher, gathered, steps)
+            more_of_a_book = isinstance(item, SourceDocument) and item.more
+            if gathered.count_units(source) >= wanted and not more_of_a_book:
                 break
-        self.ask_waiting(source, waiting, stored, teacher, gathered, steps)
+        self._ask_waiting(source, waiting, stored, teacher, gathered, steps)
         return gathered
 
-    def ask_waiting(
+    def _ask_waiting(
         self,
         source: Source,
-        waiting: list[tuple[Document, Context]],
-        stored: Attempts,
+        waiting: list[tuple[SourceDocument, Context]],
+        stored: AttemptFile,
         teacher: SelfStudy,
-        gathered: Gathered,
+        gathered: SourceResult,
         steps: int,
     ) -> None:
         """Asks about the contexts that wait, all at once, and adds what comes of it; none of them
@@ -216,32 +220,34 @@ class Builder:
         round differently.
         """
         first = gathered.contexts
-        attempts = [stored.get(first + place, item) for place, (item, _) in enumerate(waiting)]
+        attempts = [
+            stored.find_attempts(first + place, item) for place, (item, _) in enumerate(waiting)
+        ]
         if None in attempts:
             if source.asked_once:
-                attempts = [teacher.reply(context, item) for item, context in waiting]
+                attempts = [teacher.answer_prompt(context, item) for item, context in waiting]
             else:
-                attempts = teacher.study([(context, item) for item, context in waiting])
+                attempts = teacher.study_contexts([(context, item) for item, context in waiting])
             for place, (item, _) in enumerate(waiting):
-                if stored.get(first + place, item) is None:
-                    stored.add(item, attempts[place])
+                if stored.find_attempts(first + place, item) is None:
+                    stored.append_attempts(item, attempts[place])
         for (item, context), own in zip(waiting, attempts, strict=True):
-            self.take(source, item, context, own, gathered)
+            self._add_examples(source, item, context, own, gathered)
             done = len(gathered.examples) if source.asked_once else gathered.contexts
             self.progress(min(done, steps), steps, source.title)
         waiting.clear()
 
-    def accept(
-        self, item: Document | DropRow, lengths: LengthFilter, gathered: Gathered
+    def _accept_document(
+        self, item: SourceDocument | DropRow, lengths: LengthFilter, gathered: SourceResult
     ) -> Context | None:
         """Returns the context of a document that passes; counts any other, and names it if it is an
         evaluation text.
         """
-        checked = str(item) if isinstance(item, DropRow) else lengths.check(item.text)
+        checked = str(item) if isinstance(item, DropRow) else lengths.check_text(item.text)
         if isinstance(checked, str):
             gathered.dropped[checked] += 1
             return None
-        match = self.evaluations.match(item.text)
+        match = self.evaluations.find_match(item.text)
         if match:
             gathered.dropped["in an evaluation set"] += 1
             gathered.refused.append(
@@ -250,13 +256,13 @@ class Builder:
             return None
         return checked
 
-    def take(
+    def _add_examples(
         self,
         source: Source,
-        item: Document,
+        item: SourceDocument,
         context: Context,
         attempts: list[dict],
-        gathered: Gathered,
+        gathered: SourceResult,
     ) -> None:
         """Adds attempts without a fault to the examples."""
         gathered.contexts += 1

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from restorekv.data.passages import MONTHS, NAMES, OWNED, PLACES, WORDS
 
-LICENSE = "cc0-1.0"
+MADE_LICENSE = "cc0-1.0"
 LOOKUP = "lookup"
 ROW = "row"
 COLUMN = "column"
-KINDS = (LOOKUP, ROW, COLUMN)
+MADE_KINDS = (LOOKUP, ROW, COLUMN)
 CHARACTERS_PER_TOKEN = 1.9  # of such texts, roughly; only the length of a document depends on it
 TOWNS = (
     "Aldbury",
@@ -97,7 +97,7 @@ class MadeDocument:
 
 
 @dataclass(frozen=True)
-class Table:
+class MadeTable:
     """Rows of values; the first column names its row."""
 
     title: str
@@ -174,7 +174,7 @@ KEYS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def draw_table(rng: random.Random, characters: int) -> Table:
+def draw_table(rng: random.Random, characters: int) -> MadeTable:
     """Draw a table whose rows have different names, until it has that many characters."""
     key = rng.choice(list(KEYS))
     columns = rng.sample(list(CELLS), rng.randint(2, 4))
@@ -191,10 +191,10 @@ def draw_table(rng: random.Random, characters: int) -> Table:
         row = (name, *(CELLS[column](rng) for column in columns))
         rows.append(row)
         size += sum(len(cell) + 3 for cell in row)
-    return Table(key, (key, *columns), rows)
+    return MadeTable(key, (key, *columns), rows)
 
 
-def ask_table(table: Table, rng: random.Random) -> list[tuple[str, str]]:
+def ask_table(table: MadeTable, rng: random.Random) -> list[tuple[str, str]]:
     """Return questions about cells, rows and a column of a table."""
     questions = []
     for row in rng.sample(table.rows, min(3, len(table.rows))):

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.data.files import optional
-from restorekv.errors import RestoreKVError, make_printable
+from restorekv.errors import RestoreKVError, import_extra, make_printable
 from restorekv.files import check_not_link, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
@@ -26,34 +25,34 @@ from restorekv.model.tokenize import text_ids
 
 FORMAT = "restorekv-data"
 VERSION = 1
-NAME = "manifest.json"
-RECORD = "build.json"
-PARTS = "parts"
-LOCK = ".build.json.lock"
+MANIFEST_FILE = "manifest.json"
+BUILD_FILE = "build.json"
+PARTS_FOLDER = "parts"
+LOCK_FILE = ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
-SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
+_SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
 
 
-def model_facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
+def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
     """Returns what identifies the teacher, its answers and their ids."""
     return {
         "name": model_name(model),
         "fingerprint": model_fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "template": template_hash(tokenizer),
-        "tokenizer": tokenizer_hash(tokenizer),
+        "tokenizer": hash_tokenizer(tokenizer),
         "rope": rope_fingerprint(model.config),
     }
 
 
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
+def hash_tokenizer(tokenizer: Tokenizer) -> str:
     """Returns 16 hex digits of the vocabulary and of how a text full of traps is split."""
     facts = [sorted(tokenizer.get_vocab().items()), text_ids(tokenizer, PROBE)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     own = {"restorekv": __version__, "python": platform.python_version()}
     return own | {name: version(name) for name in LIBRARIES}
 
@@ -62,9 +61,9 @@ def read_manifest(folder: Path) -> dict:
     """Returns the manifest of a complete folder; refuses one that is missing, damaged or of another
     version.
     """
-    path = folder / NAME
+    path = folder / MANIFEST_FILE
     if not path.is_file():
-        unfinished = (folder / RECORD).is_file()
+        unfinished = (folder / BUILD_FILE).is_file()
         fix = (
             "finish it with restorekv data build --resume"
             if unfinished
@@ -87,7 +86,7 @@ def read_manifest(folder: Path) -> dict:
         raise RestoreKVError(
             f"{path} has version {make_printable(number)}, not {VERSION}; use another restorekv or build again."
         )
-    if problem := _schema().problem_of(_schema().Manifest, manifest):
+    if problem := _schema().find_problem(_schema().Manifest, manifest):
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
 
@@ -96,9 +95,9 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     """Refuses answers of another model: they are not this teacher's, and their ids may mean other
     words.
     """
-    now = model_facts(model, tokenizer)
+    now = describe_model(model, tokenizer)
     before = manifest["model"]
-    for key, what in SAME.items():
+    for key, what in _SAME_MODEL.items():
         if now[key] != before.get(key):
             raise RestoreKVError(
                 f"The data in {folder} was made by the model {make_printable(before.get('name'))} with another {what} "
@@ -111,11 +110,11 @@ def check_folder(out: Path, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    if earlier_build(out) is None:
+    if read_earlier_build(out) is None:
         foreign = [
             name
             for name in names
-            if not name.startswith(f".{RECORD}.") and not is_empty_parts(out / name)
+            if not name.startswith(f".{BUILD_FILE}.") and not _is_empty_parts(out / name)
         ]
         if foreign:
             raise RestoreKVError(
@@ -127,15 +126,15 @@ def check_folder(out: Path, resume: bool) -> None:
         )
 
 
-def is_empty_parts(path: Path) -> bool:
-    return path.name == PARTS and path.is_dir() and not any(path.iterdir())
+def _is_empty_parts(path: Path) -> bool:
+    return path.name == PARTS_FOLDER and path.is_dir() and not any(path.iterdir())
 
 
-def earlier_build(out: Path) -> dict | None:
+def read_earlier_build(out: Path) -> dict | None:
     """Returns what was built or is being built in the folder, or None; refuses other programs'
     files.
     """
-    if (out / NAME).exists():
+    if (out / MANIFEST_FILE).exists():
         manifest = read_manifest(out)
         known = {
             name: {key: value for key, value in source.get("from", {}).items() if key != "given"}
@@ -149,55 +148,55 @@ def earlier_build(out: Path) -> dict | None:
             "exclude": excluded,
             "model": manifest["model"],
         }
-    if not (out / RECORD).exists():
+    if not (out / BUILD_FILE).exists():
         return None
     try:
-        record = read_json(out / RECORD, "The record")
+        record = read_json(out / BUILD_FILE, "The record")
     except RestoreKVError:
         record = None
-    if _schema().problem_of(_schema().Record, record):
+    if _schema().find_problem(_schema().BuildRecord, record):
         raise RestoreKVError(
-            f"{out / RECORD} is damaged or not written by restorekv; build into another folder."
+            f"{out / BUILD_FILE} is damaged or not written by restorekv; build into another folder."
         )
     return record
 
 
-def begin(out: Path, before: dict | None, record: dict) -> None:
+def begin_build(out: Path, before: dict | None, record: dict) -> None:
     """Writes down what is being built, after checking that it is what was begun here.
 
     The sources' files may have been corrected since: answers are only reused for the texts they
     were made for.
     """
-    check_same(out, before, {key: value for key, value in record.items() if key != "sources"})
-    check_not_link(out / PARTS)
-    (out / PARTS).mkdir(parents=True, exist_ok=True)
-    write_json(out / RECORD, record, follow=False)
+    check_same_build(out, before, {key: value for key, value in record.items() if key != "sources"})
+    check_not_link(out / PARTS_FOLDER)
+    (out / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    write_json(out / BUILD_FILE, record, follow=False)
 
 
-def discard(out: Path) -> None:
+def discard_empty_build(out: Path) -> None:
     """Leaves nothing behind after a failure if nothing has been asked yet."""
-    if not any((out / PARTS).iterdir()):
-        clear(out)
-    if all(path.name == LOCK for path in out.iterdir()):
+    if not any((out / PARTS_FOLDER).iterdir()):
+        delete_build_files(out)
+    if all(path.name == LOCK_FILE for path in out.iterdir()):
         shutil.rmtree(out, ignore_errors=True)
 
 
-def clear(out: Path) -> None:
+def delete_build_files(out: Path) -> None:
     """Deletes what only an unfinished build needs."""
-    shutil.rmtree(out / PARTS, ignore_errors=True)
-    (out / RECORD).unlink(missing_ok=True)
+    shutil.rmtree(out / PARTS_FOLDER, ignore_errors=True)
+    (out / BUILD_FILE).unlink(missing_ok=True)
 
 
-def check_same(out: Path, before: dict | None, now: dict) -> None:
+def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     """Refuses whatever differs in `now` from what the folder was built with, naming both values."""
-    changes = [] if before is None else differences(before, now)
+    changes = [] if before is None else _list_differences(before, now)
     if changes:
         raise RestoreKVError(
             f"{out} was made with {', '.join(changes)}; give the same or another folder."
         )
 
 
-def differences(before: dict, now: dict) -> list[str]:
+def _list_differences(before: dict, now: dict) -> list[str]:
     """Returns one text per change, as "--seed 0 (now 7)"."""
     changes = [
         f"{label.format(name.replace('_', '-'))} {before[key].get(name)} (now {value})"
@@ -207,25 +206,27 @@ def differences(before: dict, now: dict) -> list[str]:
     ]
     files = [("--exclude", before["exclude"], now["exclude"])] if "exclude" in now else []
     for name, source in now.get("sources", {}).items():
-        files.append((f"--{name}", files_of(before["sources"].get(name, {})), files_of(source)))
+        files.append(
+            (f"--{name}", _list_files(before["sources"].get(name, {})), _list_files(source))
+        )
     for flag, was, is_now in files:
         gone, new = (
             [x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was))
         )
         if gone or new:
-            changes.append(f"{flag} {listed(gone)} (now {listed(new)})")
+            changes.append(f"{flag} {_join_file_names(gone)} (now {_join_file_names(new)})")
         elif was != is_now:  # the same files in another order
-            changes.append(f"{flag} {listed(was)} (now {listed(is_now)})")
+            changes.append(f"{flag} {_join_file_names(was)} (now {_join_file_names(is_now)})")
     return changes
 
 
-def files_of(source: dict) -> list[dict]:
+def _list_files(source: dict) -> list[dict]:
     """Returns a source's files; a dataset of the hub counts as one file with its commit as hash."""
     hub = [{"name": source["hub"], "sha256": source["revision"]}] if "hub" in source else []
     return source.get("files", hub)
 
 
-def listed(files: list[dict]) -> str:
+def _join_file_names(files: list[dict]) -> str:
     names = [f"{file['name']} {file['sha256'][:8]}" for file in files]
     return (
         " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
@@ -235,4 +236,4 @@ def listed(files: list[dict]) -> str:
 
 def _schema() -> ModuleType:
     """Returns the module that checks entries, which needs pydantic and so the extra `data`."""
-    return optional("restorekv.data.schema")
+    return import_extra("restorekv.data.schema", "data")

@@ -14,20 +14,29 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data import exercises, made
-from restorekv.data.files import optional, parquet_rows
+from restorekv.data.files import read_parquet_rows
 from restorekv.data.manifest import check_model, read_manifest
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
-from restorekv.data.self_study import KINDS, PROMPT
+from restorekv.data.self_study import PROMPT, QUESTION_PROMPTS
 from restorekv.data.sources import ASKED_ONCE, LICENSES
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import read_bytes, replace_file
 
-TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
-NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")
-COLUMNS = (*TEXTS, *NUMBERS, "answer_ids")
-KNOWN_KINDS = {*KINDS, PROMPT, HUMAN, FACT, REPEAT, LISTED, *exercises.KINDS, *made.KINDS}
-LIMIT = 4 << 30  # bytes of a file
-PAGE = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
+TEXT_COLUMNS = ("source", "document", "context", "kind", "question", "answer", "license")
+NUMBER_COLUMNS = ("context_tokens", "question_tokens", "answer_tokens")
+COLUMNS = (*TEXT_COLUMNS, *NUMBER_COLUMNS, "answer_ids")
+KNOWN_KINDS = {
+    *QUESTION_PROMPTS,
+    PROMPT,
+    HUMAN,
+    FACT,
+    REPEAT,
+    LISTED,
+    *exercises.EXERCISE_KINDS,
+    *made.MADE_KINDS,
+}
+FILE_BYTES = 4 << 30  # bytes of a file
+DICTIONARY_BYTES = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,12 @@ class MixtureContext:
 
 def write_examples(path: Path, rows: list[dict]) -> None:
     """Writes a source's file whole or not at all; the same rows give the same bytes."""
-    arrow = optional("pyarrow")
-    parquet = optional("pyarrow.parquet")
-    kinds = {**dict.fromkeys(TEXTS, arrow.string()), **dict.fromkeys(NUMBERS, arrow.int32())}
+    arrow = import_extra("pyarrow", "data")
+    parquet = import_extra("pyarrow.parquet", "data")
+    kinds = {
+        **dict.fromkeys(TEXT_COLUMNS, arrow.string()),
+        **dict.fromkeys(NUMBER_COLUMNS, arrow.int32()),
+    }
     schema = arrow.schema({**kinds, "answer_ids": arrow.list_(arrow.int32())})
     table = arrow.Table.from_pylist(rows, schema=schema)
     with replace_file(path, follow=False) as temporary:
@@ -61,8 +73,8 @@ def write_examples(path: Path, rows: list[dict]) -> None:
             table,
             temporary,
             compression="zstd",
-            use_dictionary=list(TEXTS),
-            dictionary_pagesize_limit=PAGE,
+            use_dictionary=list(TEXT_COLUMNS),
+            dictionary_pagesize_limit=DICTIONARY_BYTES,
         )
 
 
@@ -84,9 +96,9 @@ def read_mixture(
         path = folder / source["file"]["name"]
         if not path.exists():
             raise RestoreKVError(f"{path} is missing; get or build the data again.")
-        raw = read_bytes(path, str(path), LIMIT)
+        raw = read_bytes(path, str(path), FILE_BYTES)
         # Rows first: a bad row tells the reader more than a checksum that does not match.
-        rows = list(checked_rows(path, raw, name, manifest["longest"], source["examples"]))
+        rows = list(_read_checked_rows(path, raw, name, manifest["longest"], source["examples"]))
         if (
             hashlib.sha256(raw).hexdigest() != source["file"]["sha256"]
             or len(rows) != source["examples"]
@@ -94,25 +106,27 @@ def read_mixture(
             raise RestoreKVError(
                 f"{path} is not the file that the manifest describes; get or build the data again."
             )
-        contexts += grouped(rows)
+        contexts += _group_rows(rows)
     return contexts, manifest
 
 
-def checked_rows(path: Path, raw: bytes, source: str, limit: int, count: int) -> Iterator[dict]:
+def _read_checked_rows(
+    path: Path, raw: bytes, source: str, limit: int, count: int
+) -> Iterator[dict]:
     """Yields at most one row more than `count`."""
-    for number, row in enumerate(islice(parquet_rows(path, raw), count + 1), 1):
+    for number, row in enumerate(islice(read_parquet_rows(path, raw), count + 1), 1):
         if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
-        if problem := fault(row, source, limit):
+        if problem := _find_row_fault(row, source, limit):
             raise RestoreKVError(
                 f"{path}, row {number} {problem}; fix the row or build the data again."
             )
         yield row
 
 
-def fault(row: dict, source: str, limit: int) -> str | None:
+def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
     """Returns what is wrong with a row, or None."""
-    for names, kind, what in ((TEXTS, str, "text"), (NUMBERS, int, "whole number")):
+    for names, kind, what in ((TEXT_COLUMNS, str, "text"), (NUMBER_COLUMNS, int, "whole number")):
         for name in names:
             if not isinstance(row[name], kind):
                 return f"has no {what} in the column {name}"
@@ -135,7 +149,7 @@ def fault(row: dict, source: str, limit: int) -> str | None:
     return next((problem for problem, wrong in problems.items() if wrong), None)
 
 
-def grouped(rows: list[dict]) -> Iterator[MixtureContext]:
+def _group_rows(rows: list[dict]) -> Iterator[MixtureContext]:
     """Yields one context for the rows about one document, which are adjacent."""
     for _, group in groupby(rows, key=lambda row: (row["document"], row["context"])):
         asked = list(group)
@@ -152,7 +166,7 @@ def grouped(rows: list[dict]) -> Iterator[MixtureContext]:
         )
 
 
-def record(manifest: dict) -> list[dict]:
+def summarize_sources(manifest: dict) -> list[dict]:
     """Returns a short account of every source for other records, such as an adapter's card, without
     local paths.
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from restorekv.data.files import local_files, values
+from restorekv.data.files import iterate_values, list_source_files
 from restorekv.errors import RestoreKVError, warn
 
-GRAM = 13
-LEAST = 8
+GRAM_WORDS = 13
+LEAST_COMMON = 8
 BASE = np.uint64(0x9E3779B97F4A7C15)
-FIELDS = {
+TEXT_FIELDS = {
     "context",
     "article",
     "text",
@@ -36,28 +36,28 @@ FIELDS = {
 }
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Returns the words in lower case, without punctuation, compatible characters unified."""
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower())
 
 
 @lru_cache(maxsize=2**18)
-def word_hash(word: str) -> int:
+def _hash_word(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
-def grams(text: str) -> np.ndarray:
+def hash_grams(text: str) -> np.ndarray:
     """Returns the distinct hashes of every 13 consecutive words, sorted uint64."""
-    hashes = np.array([word_hash(word) for word in words(text)], dtype=np.uint64)
-    if len(hashes) < GRAM:
+    hashes = np.array([_hash_word(word) for word in split_words(text)], dtype=np.uint64)
+    if len(hashes) < GRAM_WORDS:
         return np.empty(0, dtype=np.uint64)
-    total = np.zeros(len(hashes) - GRAM + 1, dtype=np.uint64)
-    for place in range(GRAM):
+    total = np.zeros(len(hashes) - GRAM_WORDS + 1, dtype=np.uint64)
+    for place in range(GRAM_WORDS):
         total = total * BASE + hashes[place : place + len(total)]  # modulo 2**64
     return np.unique(total)
 
 
-class Evaluations:
+class EvaluationIndex:
     """An index of evaluation texts, given as (name, text)."""
 
     def __init__(self, texts: Iterator[tuple[str, str]], share: float) -> None:
@@ -67,9 +67,9 @@ class Evaluations:
         parts = []
         sizes = []
         for name, text in texts:
-            self.exact.setdefault(" ".join(words(text)), name)
+            self.exact.setdefault(" ".join(split_words(text)), name)
             self.names.append(name)
-            parts.append(grams(text))
+            parts.append(hash_grams(text))
             sizes.append(len(parts[-1]))
         self.sizes = np.array(sizes, dtype=np.int64)
         every = np.concatenate([np.empty(0, dtype=np.uint64), *parts])
@@ -78,30 +78,30 @@ class Evaluations:
         self.grams = every[order]
         self.owners = owners[order]
 
-    def match(self, text: str) -> tuple[str, float] | None:
+    def find_match(self, text: str) -> tuple[str, float] | None:
         """Returns the evaluation text that a document is taken from and the share in common, or
         None.
         """
-        exact = self.exact.get(" ".join(words(text)))
+        exact = self.exact.get(" ".join(split_words(text)))
         if exact is not None:
             return exact, 1.0
-        own = grams(text)
+        own = hash_grams(text)
         if not len(own) or not len(self.grams):
             return None
         first, last = (np.searchsorted(self.grams, own, side) for side in ("left", "right"))
         common = first < last
-        if common.sum() < LEAST:
+        if common.sum() < LEAST_COMMON:
             return None
         hits = np.concatenate(
             [self.owners[a:b] for a, b in zip(first[common], last[common], strict=True)]
         )
         each = np.bincount(hits, minlength=len(self.sizes))
-        shares = np.where(each >= LEAST, each / np.maximum(self.sizes, 1), 0)
+        shares = np.where(each >= LEAST_COMMON, each / np.maximum(self.sizes, 1), 0)
         share, best = max((common.sum() / len(own), each.argmax()), (shares.max(), shares.argmax()))
         return (self.names[best], round(float(share), 4)) if share >= self.share else None
 
 
-def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
+def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
     """Yields ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that
     hold texts.
 
@@ -111,16 +111,16 @@ def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
         if not Path(given).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {given}; check the path.")
         empty = []
-        files = local_files(Path(given))
+        files = list_source_files(Path(given))
         for file in files:
             count = 0
-            for number, (_, row) in enumerate(values(file), 1):
-                for text in texts_in(row):
+            for number, (_, row) in enumerate(iterate_values(file), 1):
+                for text in _find_texts(row):
                     count += 1
                     yield f"{file.name}, row {number}", text
             empty += [] if count else [file]
         if len(empty) == len(files):
-            known = ", ".join(sorted(FIELDS))
+            known = ", ".join(sorted(TEXT_FIELDS))
             raise RestoreKVError(
                 f"{given} has no evaluation text; name its fields as one of {known}."
             )
@@ -128,24 +128,24 @@ def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
             warn(f"{file} has no evaluation text and is skipped.")
 
 
-def texts_in(value: object, wanted: bool = False) -> Iterator[str]:
+def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
     """Yields the texts of fields named in FIELDS, at any depth, the parts of each joined."""
     if wanted:
-        text = "\n".join(strings(value))
+        text = "\n".join(_find_strings(value))
         if text.strip():
             yield text
     elif isinstance(value, dict):
         for name, part in value.items():
-            yield from texts_in(part, name in FIELDS)
+            yield from _find_texts(part, name in TEXT_FIELDS)
     elif isinstance(value, list):
         for part in value:
-            yield from texts_in(part)
+            yield from _find_texts(part)
 
 
-def strings(value: object) -> Iterator[str]:
+def _find_strings(value: object) -> Iterator[str]:
     """Yields every text inside, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from strings(part)
+            yield from _find_strings(part)

@@ -21,7 +21,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of
+from restorekv.data.documents import DropRow, Reader, SourceDocument, read_each_row, read_text_field
 from restorekv.model.tokenize import token_places
 
 STORIES_LICENSE = "apache-2.0"
@@ -38,34 +38,36 @@ DIGITS = "0123456789abcdef"
 Draw = Callable[[random.Random], str]
 
 
-def passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Reader:
+def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Reader:
     """Returns a source's reader; `per_text` is how many passages one text may give."""
 
-    @row_by_row
+    @read_each_row
     def read(
         index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
-    ) -> Iterator[Document]:
-        text = text_of(row, "context") or text_of(row, "text")
+    ) -> Iterator[SourceDocument]:
+        text = read_text_field(row, "context") or read_text_field(row, "text")
         if not text.strip():
             raise DropRow("no text")
         name = str(row.get("id") or f"row {index}")
-        asked = questions_of(row)
+        asked = read_questions(row)
         count = 1 if asked else per_text(config)
-        for number, (passage, share) in enumerate(passages(tokenizer, text, name, config, count)):
+        for number, (passage, share) in enumerate(
+            cut_passages(tokenizer, text, name, config, count)
+        ):
             first = asked[: max(round(share * len(asked)), config.questions)]
-            yield with_questions(f"{name} passage {number}", passage, first, license, config)
+            yield add_questions(f"{name} passage {number}", passage, first, license, config)
 
     return read
 
 
-def questions_of(row: dict) -> list[str]:
+def read_questions(row: dict) -> list[str]:
     """Returns the questions that come with a text."""
     rows = row["questions"] if isinstance(row.get("questions"), list) else []
     asked = [each.get("question") if isinstance(each, dict) else each for each in rows]
     return [text for text in asked if isinstance(text, str) and text.strip()]
 
 
-def passages(
+def cut_passages(
     tokenizer: Tokenizer, text: str, name: str, config: BuildConfig, count: int
 ) -> Iterator[tuple[str, float]]:
     """Yields up to `count` passages, each with its share of the text; the first begins where the
@@ -88,29 +90,33 @@ def passages(
         start = end + (rng.randint(0, 2 * spare // count) if count > 1 else 0)
 
 
-def with_questions(
+def add_questions(
     name: str, passage: str, asked: list[str], license: str, config: BuildConfig
-) -> Document:
+) -> SourceDocument:
     """Returns a passage with its questions; the teacher adds its own only where there are no
     others.
     """
     rng = random.Random(f"{config.seed} questions {name}")
     facts: list[str] = []
     if rng.random() < config.invented:
-        passage, facts = invent(passage, rng)
+        passage, facts = invent_facts(passage, rng)
     questions = [
-        (HUMAN, worded(rng, text, config)) for text in sample_in_order(rng, asked, config.questions)
+        (HUMAN, word_question(rng, text, config))
+        for text in sample_in_order(rng, asked, config.questions)
     ]
     questions += [
-        (FACT, worded(rng, text, config)) for text in sample_in_order(rng, facts, config.questions)
+        (FACT, word_question(rng, text, config))
+        for text in sample_in_order(rng, facts, config.questions)
     ]
     questions.append(
         (LISTED, rng.choice(LISTS)) if rng.random() < 0.4 else (REPEAT, rng.choice(REPEATS))
     )
-    return Document(name, passage, license, asked=tuple(questions), studied=not asked and not facts)
+    return SourceDocument(
+        name, passage, license, asked=tuple(questions), studied=not asked and not facts
+    )
 
 
-def worded(rng: random.Random, question: str, config: BuildConfig) -> str:
+def word_question(rng: random.Random, question: str, config: BuildConfig) -> str:
     """Puts a question into `config.wording`; one question in four stays as it is."""
     return question if rng.random() < 0.25 else config.wording.format(question=question)
 
@@ -120,37 +126,37 @@ def sample_in_order(rng: random.Random, items: list[str], count: int) -> list[st
     return [items[index] for index in chosen]
 
 
-def number(rng: random.Random) -> str:
+def _draw_number(rng: random.Random) -> str:
     """Draws 3 to 6 digits or 8: RULER's numbers have 7."""
     digits = rng.choice((3, 4, 5, 6, 8))
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
-def code(rng: random.Random) -> str:
+def _draw_code(rng: random.Random) -> str:
     """Draws letters and digits in groups, as on labels; RULER has UUIDs."""
     lengths = rng.choice(((3, 4), (4, 4, 4), (2, 5), (6, 3, 6)))
     return "-".join("".join(rng.choice(DIGITS) for _ in range(length)) for length in lengths)
 
 
-def secret(rng: random.Random) -> str:
+def _draw_secret(rng: random.Random) -> str:
     return " ".join(rng.sample(WORDS, rng.randint(1, 2)))
 
 
-def date(rng: random.Random) -> str:
+def _draw_date(rng: random.Random) -> str:
     return f"{rng.choice(MONTHS)} {rng.randint(1, 28)}, {rng.randint(1700, 2090)}"
 
 
 ATTRIBUTES: tuple[tuple[str, Draw], ...] = (
-    ("number", number),
-    ("telephone number", number),
-    ("code", code),
-    ("label", code),
-    ("password", secret),
-    ("secret word", secret),
-    ("date", date),
+    ("number", _draw_number),
+    ("telephone number", _draw_number),
+    ("code", _draw_code),
+    ("label", _draw_code),
+    ("password", _draw_secret),
+    ("secret word", _draw_secret),
+    ("date", _draw_date),
     ("owner", lambda rng: rng.choice(NAMES)),
-    ("price", number),
-    ("key", code),
+    ("price", _draw_number),
+    ("key", _draw_code),
 )
 ONE = "The {attribute} of {thing} is {value}."
 ONE_OF = "One {attribute} of {thing} is {value}."
@@ -158,7 +164,7 @@ SINGLE = "What is the {attribute} of {thing}?"
 SEVERAL = "What are all the {attribute}s of {thing}?"
 
 
-def invent(passage: str, rng: random.Random) -> tuple[str, list[str]]:
+def invent_facts(passage: str, rng: random.Random) -> tuple[str, list[str]]:
     """Puts facts about 1 to 8 things, with 1 to 3 values each, into the passage; returns it with
     their questions.
     """

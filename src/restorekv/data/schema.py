@@ -38,13 +38,13 @@ class FilesOrigin(Entry):
     files: list[dict[str, str]]
 
 
-def kind_of_origin(value: Any) -> str:
+def _discriminate_origin(value: Any) -> str:
     return "hub" if isinstance(value, dict) and "hub" in value else "files"
 
 
 Origin = Annotated[
     Annotated[HubOrigin, Tag("hub")] | Annotated[FilesOrigin, Tag("files")],
-    Discriminator(kind_of_origin),
+    Discriminator(_discriminate_origin),
 ]
 
 
@@ -55,7 +55,7 @@ class SourceFile(Entry):
     sha256: str
 
 
-class Source(Entry):
+class SourceAccount(Entry):
     """How many examples of a source there are, why others were dropped, and where they come from."""
 
     title: str
@@ -77,7 +77,7 @@ class Manifest(Entry):
     model: dict[str, Any]
     seed: int
     longest: int = Field(ge=1)
-    sources: dict[str, Source]
+    sources: dict[str, SourceAccount]
     licenses: Counts
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class Manifest(Entry):
         return self
 
 
-class Record(Entry):
+class BuildRecord(Entry):
     """What is being built."""
 
     config: dict[str, Any]
@@ -98,7 +98,7 @@ class Record(Entry):
     model: dict[str, Any]
 
 
-class Attempted(Entry):
+class AttemptLine(Entry):
     """A line of a source's answers so far: the context's name and hash, and what was asked about
     it.
     """
@@ -107,7 +107,7 @@ class Attempted(Entry):
     attempts: list[dict[str, Any]]
 
 
-def problem_of(kind: type[Entry], value: object) -> str | None:
+def find_problem(kind: type[Entry], value: object) -> str | None:
     """Return what is wrong with a JSON value that should be of a kind, or None."""
     try:
         kind.model_validate(value)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document
+from restorekv.data.documents import SourceDocument
 from restorekv.data.exercises import LOCAL
 from restorekv.data.made import LOOKUP, ROW
 from restorekv.data.passages import FACT, HUMAN
@@ -25,7 +25,7 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, question_ids
 
 ALONE = "Reply with the question alone, in one sentence."
-KINDS = {
+QUESTION_PROMPTS = {
     "factual": f"Ask about one specific fact that the text above states. {ALONE}",
     "summary": f"Ask for a summary of the text above or of one of its parts. {ALONE}",
     "multihop": f"Ask something that can only be answered by joining two or more places of the text above. {ALONE}",
@@ -35,11 +35,11 @@ KINDS = {
 LARGE_BATCH = 48  # answers that are written at a time, to any number of contexts
 SHORT_ANSWERS = {FACT, HUMAN, LOOKUP, ROW, *LOCAL}  # kinds of questions about one place of the text
 PROMPT = "prompt"  # the kind of a context that asks itself
-LABELS = ("question:", "q:")
+QUESTION_LABELS = ("question:", "q:")
 
 
 @dataclass(frozen=True)
-class Asked:
+class StudyQuestion:
     """A question of some kind about a context, whose full cache is at hand."""
 
     context: Context
@@ -59,62 +59,71 @@ class SelfStudy:
     tokenizer: Tokenizer
     config: BuildConfig
 
-    def study(self, studied: Sequence[tuple[Context, Document]]) -> list[list[dict]]:
+    def study_contexts(self, studied: Sequence[tuple[Context, SourceDocument]]) -> list[list[dict]]:
         """Asks one question of each kind where `document.studied`, and answers these and the
         documents' own.
 
         All answers are written in one batch; returns the attempts at each context.
         """
         attempts: list[list[dict]] = []
-        asked: list[Asked] = []
+        asked: list[StudyQuestion] = []
         owners: list[int] = []
         for number, (context, document) in enumerate(studied):
-            cache = self.full_cache(context)
-            questions, faults = self.ask(context, cache) if document.studied else ({}, {})
+            cache = self._make_full_cache(context)
+            questions, faults = (
+                self._ask_questions(context, cache) if document.studied else ({}, {})
+            )
             attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
             own = [
                 *questions.items(),
                 *((kind, BETWEEN + question) for kind, question in document.asked),
             ]
-            asked += [Asked(context, cache, kind, question) for kind, question in own]
+            asked += [StudyQuestion(context, cache, kind, question) for kind, question in own]
             owners += [number] * len(own)
-        limits = [self.limit(each.kind) for each in asked]
-        for owner, attempt in zip(owners, self.answer(asked, limits), strict=True):
+        limits = [self._limit_answer(each.kind) for each in asked]
+        for owner, attempt in zip(owners, self._answer_questions(asked, limits), strict=True):
             attempts[owner].append(attempt)
         return attempts
 
-    def reply(self, context: Context, document: Document) -> list[dict]:
+    def answer_prompt(self, context: Context, document: SourceDocument) -> list[dict]:
         """Makes the one attempt at a context that asks itself."""
-        asked = Asked(context, self.full_cache(context), PROMPT, "")
-        return self.answer([asked], [self.config.flan_answer_tokens])
+        asked = StudyQuestion(context, self._make_full_cache(context), PROMPT, "")
+        return self._answer_questions([asked], [self.config.flan_answer_tokens])
 
-    def full_cache(self, context: Context) -> RaggedCache:
+    def _make_full_cache(self, context: Context) -> RaggedCache:
         """Returns a cache with every pair of the context, which a batch of questions shares."""
         return RaggedCache.from_full_cache(prefill(self.model, context.ids))
 
-    def ask(self, context: Context, cache: RaggedCache) -> tuple[dict[str, str], dict[str, str]]:
+    def _ask_questions(
+        self, context: Context, cache: RaggedCache
+    ) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the teacher's questions by kind, and for the kinds that are dropped why."""
         prompts = [
-            question_ids(self.tokenizer, context, BETWEEN + words)[0] for words in KINDS.values()
+            question_ids(self.tokenizer, context, BETWEEN + words)[0]
+            for words in QUESTION_PROMPTS.values()
         ]
         stops = stop_ids(self.model, self.tokenizer)
         drafts = answer_ids(self.model, self.tokenizer, cache, prompts, self.config.question_tokens)
-        texts = [tidy(answer_text(self.tokenizer, draft.tolist(), stops)) for draft in drafts]
-        questions = dict(zip(KINDS, texts, strict=True))
+        texts = [
+            clean_question(answer_text(self.tokenizer, draft.tolist(), stops)) for draft in drafts
+        ]
+        questions = dict(zip(QUESTION_PROMPTS, texts, strict=True))
         faults = {
-            kind: question_fault(question, self.config) for kind, question in questions.items()
+            kind: find_question_fault(question, self.config) for kind, question in questions.items()
         }
         good = {
             kind: BETWEEN + question for kind, question in questions.items() if not faults[kind]
         }
         return good, {kind: fault for kind, fault in faults.items() if fault}
 
-    def limit(self, kind: str) -> int:
+    def _limit_answer(self, kind: str) -> int:
         """Returns the most tokens of an answer to a question of that kind."""
         short = self.config.short_answer_tokens
         return short if short and kind in SHORT_ANSWERS else self.config.answer_tokens
 
-    def answer(self, asked: Sequence[Asked], limits: Sequence[int]) -> list[dict]:
+    def _answer_questions(
+        self, asked: Sequence[StudyQuestion], limits: Sequence[int]
+    ) -> list[dict]:
         """Answers questions greedily; `answer_ids` ends with the EOS unless the limit or a loop
         came first.
         """
@@ -136,7 +145,7 @@ class SelfStudy:
         attempts = []
         for each, ids in zip(asked, (ids.tolist() for ids in answers), strict=True):
             text = answer_text(self.tokenizer, ids, stops)
-            fault = answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
+            fault = find_answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
             attempt = {
                 "kind": each.kind,
                 "question": each.question,
@@ -176,20 +185,20 @@ class GreedyUntilLoop:
         )
 
 
-def question_fault(question: str, config: BuildConfig) -> str | None:
+def find_question_fault(question: str, config: BuildConfig) -> str | None:
     """Returns why a question is dropped, or None."""
     return "short question" if len(question) < config.question_characters else None
 
 
-def answer_fault(text: str, tokens: int, config: BuildConfig) -> str | None:
+def find_answer_fault(text: str, tokens: int, config: BuildConfig) -> str | None:
     """Returns why an answer of `tokens` tokens, not counting the EOS, is dropped, or None."""
     return "short answer" if tokens < config.least_answer or not text.strip() else None
 
 
-def tidy(text: str) -> str:
+def clean_question(text: str) -> str:
     """Returns the first line that is not blank, without a label or quotes around it."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    for label in LABELS:
+    for label in QUESTION_LABELS:
         if line.lower().startswith(label):
             line = line[len(label) :].strip()
     return line[1:-1].strip() if len(line) > 1 and line[0] == line[-1] == '"' else line

@@ -26,14 +26,21 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.corpus import LICENSES as CORPUS_LICENSES
+from restorekv.data.corpus import CORPUS_LICENSES as CORPUS_LICENSES
 from restorekv.data.corpus import read_corpus
-from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of, whole
+from restorekv.data.documents import (
+    DropRow,
+    Reader,
+    SourceDocument,
+    make_single_document,
+    read_each_row,
+    read_text_field,
+)
 from restorekv.data.passages import (
     NOVELS_LICENSE,
     SECTIONS_LICENSE,
     STORIES_LICENSE,
-    passage_reader,
+    make_passage_reader,
 )
 from restorekv.model.tokenize import token_places
 
@@ -43,7 +50,7 @@ FLAN_LICENSE = "odc-by"
 FLAN_SUBSET = "flan_v2"
 END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
 DEED = "https://creativecommons.org/licenses/"
-LABELS = {  # a paper's own words for its license
+PAPER_LICENSES = {  # a paper's own words for its license
     f"Creative Commons - Attribution - {DEED}by/4.0/": "cc-by-4.0",
     f"Creative Commons - Attribution - {DEED}by/3.0/": "cc-by-3.0",
     f"Creative Commons - Attribution Share-Alike - {DEED}by-sa/4.0/": "cc-by-sa-4.0",
@@ -53,14 +60,16 @@ LABELS = {  # a paper's own words for its license
 }
 
 
-@row_by_row
-def longalpaca(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> list[Document]:
+@read_each_row
+def read_longalpaca(
+    index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
+) -> list[SourceDocument]:
     """A row of a text file is a whole document."""
-    text = text_of(row, "text") or before_question(text_of(row, "instruction"))
-    return whole(f"row {index}", text, LONGALPACA_LICENSE)
+    text = read_text_field(row, "text") or cut_before_question(read_text_field(row, "instruction"))
+    return make_single_document(f"row {index}", text, LONGALPACA_LICENSE)
 
 
-def before_question(instruction: str) -> str:
+def cut_before_question(instruction: str) -> str:
     """Returns the instruction without its question; "" if it holds no document."""
     ends = list(END.finditer(instruction))
     if ends:
@@ -68,17 +77,21 @@ def before_question(instruction: str) -> str:
     return instruction.rpartition("Question:")[0].rstrip()
 
 
-@row_by_row
-def open_papers(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> list[Document]:
+@read_each_row
+def read_paper(
+    index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
+) -> list[SourceDocument]:
     """Takes papers under one of `config.allowed_licenses`."""
-    label = license_label(row)
-    license = LABELS.get(label)
+    label = read_license_label(row)
+    license = PAPER_LICENSES.get(label)
     if license not in config.allowed_licenses:
         raise DropRow(f"license {license or label[:60] or 'missing'}")
-    return whole(str(row.get("id") or f"row {index}"), text_of(row, "text"), license)
+    return make_single_document(
+        str(row.get("id") or f"row {index}"), read_text_field(row, "text"), license
+    )
 
 
-def license_label(row: dict) -> str:
+def read_license_label(row: dict) -> str:
     """Returns the field `license` of the metadata, which may be JSON text, or else of the row."""
     metadata = row.get("metadata") or {}
     if isinstance(metadata, str):
@@ -90,10 +103,12 @@ def license_label(row: dict) -> str:
     return str(metadata.get("license") or row.get("license") or "").strip()
 
 
-@row_by_row
-def pg19(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+@read_each_row
+def read_book(
+    index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
+) -> Iterator[SourceDocument]:
     """Yields drawn chunks of a book; the caller stops after a book."""
-    chunks = list(chunks_of(tokenizer, text_of(row, "text"), config.chunk))
+    chunks = list(_cut_chunks(tokenizer, read_text_field(row, "text"), config.chunk))
     if not chunks:
         raise DropRow("no whole chunk")
     name = str(row.get("url") or row.get("short_book_title") or f"row {index}")
@@ -101,31 +116,37 @@ def pg19(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> It
     drawn = sorted(rng.sample(range(len(chunks)), min(config.chunks, len(chunks))))
     for number in drawn:
         more = number != drawn[-1]
-        yield Document(
+        yield SourceDocument(
             f"{name} chunk {number}", chunks[number], PG19_LICENSE, book=f"row {index}", more=more
         )
 
 
-def chunks_of(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
+def _cut_chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
     """Cuts the text into stretches of `size` tokens and drops the rest at the end."""
     places = token_places(tokenizer, text)
     for start in range(0, len(places) - size + 1, size):
         yield text[places[start][0] : places[start + size - 1][1]]
 
 
-@row_by_row
-def flan(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> list[Document]:
+@read_each_row
+def read_flan_prompt(
+    index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
+) -> list[SourceDocument]:
     """Takes the user's first message; a row of a text file is a whole prompt."""
-    if FLAN_SUBSET not in (text_of(row, "source") or FLAN_SUBSET):
+    if FLAN_SUBSET not in (read_text_field(row, "source") or FLAN_SUBSET):
         raise DropRow("another subset")
-    text = text_of(row, "text") or first_user_message(row.get("messages") or [])
-    return whole(str(row.get("id") or f"row {index}"), text, FLAN_LICENSE, "no prompt")
+    text = read_text_field(row, "text") or _find_user_message(row.get("messages") or [])
+    return make_single_document(
+        str(row.get("id") or f"row {index}"), text, FLAN_LICENSE, "no prompt"
+    )
 
 
-def first_user_message(messages: object) -> str:
+def _find_user_message(messages: object) -> str:
     if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
         raise DropRow("field messages is not text")
-    return next((text_of(part, "content") for part in messages if part.get("role") == "user"), "")
+    return next(
+        (read_text_field(part, "content") for part in messages if part.get("role") == "user"), ""
+    )
 
 
 @dataclass(frozen=True)
@@ -144,27 +165,35 @@ class Source:
     at_once: int = 1  # contexts whose answers are written in one batch
 
 
-def passages_of(
+def _make_passage_source(
     name: str, title: str, license: str, wanted: Callable, per_text: Callable = lambda c: 1
 ) -> Source:
     return Source(
-        name, title, passage_reader(license, per_text), wanted, lambda c: c.passage_shortest
+        name, title, make_passage_reader(license, per_text), wanted, lambda c: c.passage_shortest
     )
 
 
 LONGALPACA = Source(
-    "longalpaca", "LongAlpaca", longalpaca, lambda c: c.documents, lambda c: c.shortest
+    "longalpaca", "LongAlpaca", read_longalpaca, lambda c: c.documents, lambda c: c.shortest
 )
-PAPERS = Source("papers", "Open papers", open_papers, lambda c: c.documents, lambda c: c.shortest)
-PG19 = Source("pg19", "PG-19", pg19, lambda c: c.books, lambda c: 1, "books")
+PAPERS = Source("papers", "Open papers", read_paper, lambda c: c.documents, lambda c: c.shortest)
+PG19 = Source("pg19", "PG-19", read_book, lambda c: c.books, lambda c: 1, "books")
 FLAN = Source(
-    "flan", "Tulu-3 FLAN", flan, lambda c: c.examples, lambda c: c.flan_shortest, "examples", True
+    "flan",
+    "Tulu-3 FLAN",
+    read_flan_prompt,
+    lambda c: c.examples,
+    lambda c: c.flan_shortest,
+    "examples",
+    True,
 )
-STORIES = passages_of("stories", "FairytaleQA", STORIES_LICENSE, lambda c: c.story_passages)
-NOVELS = passages_of(
+STORIES = _make_passage_source(
+    "stories", "FairytaleQA", STORIES_LICENSE, lambda c: c.story_passages
+)
+NOVELS = _make_passage_source(
     "novels", "Novels", NOVELS_LICENSE, lambda c: c.novel_passages, lambda c: c.per_novel
 )
-SECTIONS = passages_of(
+SECTIONS = _make_passage_source(
     "sections", "The World Factbook", SECTIONS_LICENSE, lambda c: c.section_passages
 )
 CORPUS = Source(
@@ -188,7 +217,7 @@ LICENSES = {
     LONGALPACA_LICENSE,
     PG19_LICENSE,
     FLAN_LICENSE,
-    *LABELS.values(),
+    *PAPER_LICENSES.values(),
     STORIES_LICENSE,
     NOVELS_LICENSE,
     SECTIONS_LICENSE,
@@ -196,5 +225,5 @@ LICENSES = {
 }
 
 
-def sources(config: BuildConfig) -> tuple[Source, ...]:
+def select_sources(config: BuildConfig) -> tuple[Source, ...]:
     return tuple(source for source in MIXTURES[config.mixture] if source.wanted(config))

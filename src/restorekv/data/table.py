@@ -18,7 +18,7 @@ FIGURES = ("samples", "mean", "shortest", "longest")
 REPLACES = {"papers": "longalpaca"}  # a source and the one it replaces
 
 
-def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
+def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
     """Returns a row per source and the total: samples (one per question), and the context's tokens
     over the samples.
 
@@ -49,7 +49,7 @@ def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
     ]
 
 
-def data_table(rows: list[dict], manifest: dict) -> Table:
+def make_data_table(rows: list[dict], manifest: dict) -> Table:
     model = manifest["model"]
     published = any(row["paper"] for row in rows)
     table = Table(
@@ -62,9 +62,11 @@ def data_table(rows: list[dict], manifest: dict) -> Table:
     for title in ("source", "samples", "mean", "range", "license"):
         table.add_column(title, justify="left" if title in ("source", "license") else "right")
     for row in rows:
-        own = formatted(row)
+        own = _format_row(row)
         paper = (
-            [f" ({each})" for each in formatted(row["paper"])] if row["paper"] else [""] * len(own)
+            [f" ({each})" for each in _format_row(row["paper"])]
+            if row["paper"]
+            else [""] * len(own)
         )
         table.add_row(
             row["title"],
@@ -75,11 +77,11 @@ def data_table(rows: list[dict], manifest: dict) -> Table:
     return table
 
 
-def formatted(row: Mapping) -> tuple[str, str, str]:
+def _format_row(row: Mapping) -> tuple[str, str, str]:
     return f"{row['samples']:,}", f"{row['mean']:,.0f}", f"{row['shortest']:,}-{row['longest']:,}"
 
 
-def left_out(manifest: dict) -> Table:
+def make_drops_table(manifest: dict) -> Table:
     table = Table(title="Left out", title_justify="left")
     for title in ("source", "what", "count"):
         table.add_column(title, justify="right" if title == "count" else "left")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from restorekv.cache.ragged import RaggedCache
 from restorekv.evaluation.stats import weighted_interval
 from restorekv.generation.generate import BATCH
-from restorekv.train.loss import answer_pass, from_hidden
+from restorekv.train.loss import compute_hidden_divergence, run_answers
 
 FIGURES = ("kl", "kl_low", "kl_high", "same", "answer_tokens")
 
@@ -54,7 +54,8 @@ class FullAnswers:
         states = hidden_states(model, cache, self.prompts, self.answers)
         pairs = zip(self.hidden, states, strict=True)
         return [
-            from_hidden(model, full, own, "forward").double().mean().item() for full, own in pairs
+            compute_hidden_divergence(model, full, own, "forward").double().mean().item()
+            for full, own in pairs
         ]
 
 
@@ -68,7 +69,7 @@ def hidden_states(
         batch = range(start, min(start + BATCH, len(prompts)))
         counts = [len(answers[index]) for index in batch]
         rows = [torch.cat([prompts[index], answers[index]]) for index in batch]
-        states += answer_pass(model, cache, rows, counts).hidden.split(counts)
+        states += run_answers(model, cache, rows, counts).hidden.split(counts)
     return states
 
 

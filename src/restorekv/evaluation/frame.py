@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.results import CELLS, Result, load
 from restorekv.evaluation.rows import SeedPool, label
-from restorekv.evaluation.tables import METHOD_NAMES, import_eval_module, make_slug, name_evictor
+from restorekv.evaluation.tables import METHOD_NAMES, make_slug, name_evictor
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -142,7 +142,7 @@ class GridResults:
 
 def make_frame(results: Sequence[Result]) -> DataFrame:
     """Return the rows of a grid as a DataFrame."""
-    return import_eval_module("pandas").DataFrame(GridResults(results).rows())
+    return import_extra("pandas", "eval").DataFrame(GridResults(results).rows())
 
 
 def load_grid(folder: Path) -> GridResults:

@@ -6,8 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
-from restorekv.errors import RestoreKVError
-from restorekv.evaluation.tables import import_eval_module
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import replace_file
 from restorekv.model.prompt import Context
 from restorekv.storage.cache_file import Manifest, read
@@ -68,7 +67,7 @@ class Survivors:
 def save_plot(survivors: Survivors, path: Path, title: str) -> None:
     """Write a chart of what survived as PNG, PDF or SVG, by the ending of the name."""
     check_format(path)
-    chart = import_eval_module("restorekv.evaluation.plots").plot_survivors(survivors, title)
+    chart = import_extra("restorekv.evaluation.plots", "eval").plot_survivors(survivors, title)
     with replace_file(path) as temporary:
         temporary.write_bytes(chart.render(path.suffix[1:].lower()))
 

@@ -7,18 +7,16 @@ when a DataFrame is asked for.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 from rich import table as rich_table
 from rich.text import Text
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import import_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,15 +44,6 @@ METHOD_NAMES = {
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 # Where a terminal continues a cell on the next line: before a gain, and before an interval.
 LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")
-
-
-def import_eval_module(name: str) -> ModuleType:
-    """Import a module that needs a package of the extra `eval`: pandas, matplotlib or jinja2."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        fix = "run pip install 'restorekv[eval]'"
-        raise RestoreKVError(f"This needs the package {error.name}; {fix}.") from None
 
 
 def name_method(evictor: str, restored: bool) -> str:
@@ -162,7 +151,7 @@ class Table:
 
     def to_frame(self) -> DataFrame:
         """Return the figures, or the texts where there are no figures, as a DataFrame."""
-        pandas = import_eval_module("pandas")
+        pandas = import_extra("pandas", "eval")
         if self.figures:
             return pandas.DataFrame(list(self.figures))
         return pandas.DataFrame(self.rows, columns=self.columns)

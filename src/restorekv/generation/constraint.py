@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, import_extra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -39,13 +39,8 @@ class Constraint:
         """
         if schema is None and regex is None:
             return None
-        try:
-            llguidance = import_module("llguidance")
-            import_module("llguidance.hf")
-        except ImportError:
-            raise RestoreKVError(
-                "json_schema and regex need llguidance; install it with: pip install 'restorekv[constrained]'"
-            ) from None
+        llguidance = import_extra("llguidance", "constrained", "A JSON schema or regex")
+        import_extra("llguidance.hf", "constrained", "A JSON schema or regex")
         if not tokenizer.is_fast:
             raise RestoreKVError(
                 "json_schema and regex need a fast tokenizer; load the model with one."

@@ -27,7 +27,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-from restorekv.errors import ModelError, reraise_as, summarize_error, warn
+from restorekv.errors import ModelError, describe_missing_extra, reraise_as, summarize_error, warn
 from restorekv.files import (
     HOST,
     file_lock,
@@ -217,9 +217,7 @@ def marker_of(folder: Path) -> dict | None:
 def make(file: Path, name: str, folder: Path) -> None:
     """Writes the folder under a temporary name and renames it, or leaves nothing."""
     if find_spec("gguf") is None:
-        raise ModelError(
-            f"Reading {file} needs the package gguf; run pip install 'restorekv[gguf]'."
-        )
+        raise ModelError(describe_missing_extra(f"Reading {file}", "gguf", "gguf"))
     size = file.stat().st_size / 1e6
     print(
         f"preparing {name} from its GGUF file ({size:,.0f} MB), once: about half a minute for a small model",

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path, PurePath
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, describe_missing_extra
 from restorekv.model.tokenize import decoded
 from restorekv.readers.program import MISSING
 
@@ -62,9 +62,7 @@ def run_program(kind: str, name: str, content: bytes) -> str:
         return done.stdout.decode()
     if done and done.returncode == MISSING:
         wanted = PACKAGES.get(why, why)
-        raise RestoreKVError(
-            f"Reading {name} needs the package {wanted}; pip install 'restorekv[serve]'."
-        )
+        raise RestoreKVError(describe_missing_extra(f"Reading {name}", wanted, "serve"))
     if done is None or done.returncode < 0 or why == "MemoryError":
         raise RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
     raise RestoreKVError(

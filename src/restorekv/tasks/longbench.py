@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from restorekv.data.files import local_files, suffix
+from restorekv.data.files import format_suffix, list_source_files
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import (
@@ -128,9 +128,11 @@ def samples_of(task: str, path: str) -> list[Sample]:
 
 def local_task(task: str, path: str) -> Rows:
     """Yields the rows of the file named for the task, or else of all files in folders named for it."""
-    files = local_files(Path(path))
+    files = list_source_files(Path(path))
     named = [
-        file for file in files if file.name.removesuffix(".gz").removesuffix(suffix(file)) == task
+        file
+        for file in files
+        if file.name.removesuffix(".gz").removesuffix(format_suffix(file)) == task
     ]
     if len(named) > 1:
         raise RestoreKVError(

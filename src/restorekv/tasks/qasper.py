@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from restorekv.data.files import local_files
+from restorekv.data.files import list_source_files
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import longbench
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
@@ -64,7 +64,7 @@ def papers(path: str) -> Rows:
     if not path:
         yield from hub_rows(HUB, None, "validation", INSTEAD, REVISION)
         return
-    files = local_files(Path(path))
+    files = list_source_files(Path(path))
     if len(files) > 1:
         raise RestoreKVError(
             f"{path} has {len(files)} files; give path=FILE, that of the development set."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar, get_args
 
-from restorekv.data.files import identity
+from restorekv.data.files import identify_source
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
 from restorekv.tasks.metrics import token_f1
@@ -106,7 +106,7 @@ class Reading(Benchmark):
         return self.path or f"{self.source}, as it ships"
 
     def described(self) -> dict[str, object]:
-        files = identity(str(self.located()))["files"] if self.located().exists() else []
+        files = identify_source(str(self.located()))["files"] if self.located().exists() else []
         return {**super().described(), "files": files, "wording": WORDING}
 
 

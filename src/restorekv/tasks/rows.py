@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from restorekv.data.files import hub_dataset, local_files, values
+from restorekv.data.files import iterate_values, list_source_files, load_hub_dataset
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.tasks.base import Question, Sample
 
@@ -27,13 +27,13 @@ def existing(where: str | Path) -> Path:
 
 def local_rows(where: str | Path) -> Rows:
     """Yields the rows of a file, or of all files below a folder in the order of their names."""
-    for file in local_files(existing(where)):
+    for file in list_source_files(existing(where)):
         yield from file_rows(file)
 
 
 def file_rows(file: Path) -> Rows:
     """Yields the rows of a file, which is JSON if its name ends unlike others."""
-    return ((f"{file}, {place}", row) for place, row in values(file))
+    return ((f"{file}, {place}", row) for place, row in iterate_values(file))
 
 
 def hub_rows(
@@ -45,7 +45,7 @@ def hub_rows(
     setting to give.
     """
     try:
-        dataset = hub_dataset(name, subset, split=split, revision=revision)
+        dataset = load_hub_dataset(name, subset, split=split, revision=revision)
     except (
         Exception
     ) as error:  # unreachable, unknown, gated: the readers' errors share no base class

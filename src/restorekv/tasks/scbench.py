@@ -22,8 +22,8 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
-from restorekv.data.files import optional, parquet_rows
-from restorekv.errors import RestoreKVError
+from restorekv.data.files import read_parquet_rows
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
 from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
 from restorekv.tasks.rows import field, texts, unreachable, well_formed
@@ -90,10 +90,10 @@ class SCBench(Benchmark):
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the contexts of the tasks in the order in which the setting names them."""
-        optional("nltk", "eval")  # fails before the first answer, not after it
+        import_extra("nltk", "eval")  # fails before the first answer, not after it
         for task in self.tasks.split("+"):
             path = self.located(task)
-            for index, row in enumerate(parquet_rows(path)):
+            for index, row in enumerate(read_parquet_rows(path)):
                 yield read(task, f"{task}-{index}", f"{path}, row {index + 1}", row, protocol)
 
     def located(self, task: str) -> Path:
@@ -249,7 +249,7 @@ def similarity(candidate: str, reference: str) -> float:
     """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the
     library nltk).
     """
-    bleu = optional("nltk.translate.bleu_score", "eval")
+    bleu = import_extra("nltk.translate.bleu_score", "eval")
     words = [re.split(r"\s+", text.strip()) for text in (candidate, reference)]
     return bleu.sentence_bleu(
         [words[1]], words[0], smoothing_function=bleu.SmoothingFunction().method4
@@ -302,6 +302,6 @@ def parser(language: str) -> Any:
         raise RestoreKVError(
             f"Functions of {language} cannot be told apart; known are {', '.join(GRAMMARS)}."
         )
-    library = optional("tree_sitter", "eval")
+    library = import_extra("tree_sitter", "eval")
     package, function, _ = GRAMMARS[language]
-    return library.Parser(library.Language(getattr(optional(package, "eval"), function)()))
+    return library.Parser(library.Language(getattr(import_extra(package, "eval"), function)()))

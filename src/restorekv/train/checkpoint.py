@@ -29,11 +29,11 @@ from restorekv.files import check_target, parse_record, read_bytes, replace_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, examples_hash
-from restorekv.train.teacher_cache import facts
+from restorekv.train.examples import Example, hash_examples
+from restorekv.train.teacher_cache import describe_teacher
 
-FILE = "checkpoint.safetensors"
-LOG = "loss.csv"
+CHECKPOINT_FILE = "checkpoint.safetensors"
+LOG_FILE = "loss.csv"
 FIX = "start again in another folder"
 KIND = FileKind("restorekv-checkpoint", "1", "a checkpoint of restorekv", FIX)
 HEADER = "step,loss,lr,seconds\n"
@@ -41,7 +41,7 @@ ROW = re.compile(r"([0-9]{1,9}),[^,]+,[^,]+,[^,]+")
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The settings of a run, what it updates, and what it depends on besides its settings."""
 
     config: TrainConfig
@@ -56,23 +56,23 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
     """
     for place in (folder, store):
         if place is not None:
-            check_place(place)
+            _check_folder(place)
     if folder.exists():
-        check_target(folder / FILE)
-    if os.path.lexists(folder / FILE):
+        check_target(folder / CHECKPOINT_FILE)
+    if os.path.lexists(folder / CHECKPOINT_FILE):
         if not resume:
             raise RestoreKVError(
                 f"{folder} already holds a run; continue it with --resume or choose another folder."
             )
         return
     names = {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
-    if names and (LOG not in names or log_lines(folder / LOG) is None):
+    if names and (LOG_FILE not in names or _read_log_lines(folder / LOG_FILE) is None):
         raise RestoreKVError(
             f"{folder} holds other files and no run; choose an empty or a new folder."
         )
 
 
-def check_place(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     """Refuses what is no folder and what cannot become one."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir():
@@ -81,14 +81,17 @@ def check_place(folder: Path) -> None:
         check_target(there / folder.absolute().relative_to(there.absolute()).parts[0])
 
 
-def begin(folder: Path) -> None:
+def begin_log(folder: Path) -> None:
     """Starts the log of a new run."""
     check_folders(folder)
-    with explain_write_errors(folder / LOG), replace_file(folder / LOG, follow=False) as temporary:
+    with (
+        explain_write_errors(folder / LOG_FILE),
+        replace_file(folder / LOG_FILE, follow=False) as temporary,
+    ):
         temporary.write_text(HEADER)
 
 
-def origin(
+def describe_origin(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     examples: list[Example],
@@ -97,31 +100,31 @@ def origin(
 ) -> dict[str, object]:
     """Returns what a run depends on besides its settings; a gate is identified by its weights."""
     own = {
-        "data": examples_hash(examples),
-        "scores": scores_identity(config, model),
+        "data": hash_examples(examples),
+        "scores": identify_scores(config, model),
         "processes": processes,
     }
-    return {**facts(model, tokenizer), **own}
+    return {**describe_teacher(model, tokenizer), **own}
 
 
-def scores_identity(config: TrainConfig, model: PreTrainedModel) -> str:
+def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
     """Returns what decides the scores of a run's evictors."""
-    return ",".join(eviction.identity(model) for eviction in config.evictions())
+    return ",".join(eviction.identity(model) for eviction in config.make_evictions())
 
 
-def save(folder: Path, run: Run, step: int) -> None:
+def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
     """Writes the adapter, the optimizer and the number of steps done."""
     tensors = {
         f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()
     }
     for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
-    metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
-    seal.write_sealed(folder / FILE, KIND, tensors, metadata, follow=False)
+    metadata = {"config": run.config.to_json(), "origin": json.dumps(run.origin), "step": str(step)}
+    seal.write_sealed(folder / CHECKPOINT_FILE, KIND, tensors, metadata, follow=False)
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Lets signals that Python handles, such as Ctrl-C, wait for the end of the block, which they
     would cut in two.
     """
@@ -144,17 +147,17 @@ def signals_held() -> Iterator[None]:
         handlers[number](number, frame)
 
 
-def restart(folder: Path, run: Run) -> int:
+def load_checkpoint(folder: Path, run: TrainingRun) -> int:
     """Loads the checkpoint and returns the step to continue with; 0 where there is none. Changes no
     file.
     """
-    path = folder / FILE
+    path = folder / CHECKPOINT_FILE
     if not os.path.lexists(path):  # a circle of links is no missing file
         return 0
     what = f"The checkpoint {path}"
     metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)
     try:
-        saved = TrainConfig.parse(metadata["config"])
+        saved = TrainConfig.from_json(metadata["config"])
         step = int(metadata["step"][:20])
         source = parse_record(metadata["origin"], what)
         asdict(saved) | source
@@ -172,18 +175,18 @@ def restart(folder: Path, run: Run) -> int:
         raise RestoreKVError(
             f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or choose another folder."
         )
-    if not is_state(run, tensors, step):
+    if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
-    run.adapter.load_trainable_state(with_prefix(tensors, "adapter."))
+    run.adapter.load_trainable_state(_select_prefix(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in with_prefix(tensors, "optimizer.").items():
+    for name, value in _select_prefix(tensors, "optimizer.").items():
         index, _, what = name.partition(".")
         moments.setdefault(int(index), {})[what] = value
     run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": moments})
     return step
 
 
-def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
+def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int) -> bool:
     """Returns whether the tensors are the adapter's and AdamW's moments of those parameters that
     had a gradient.
     """
@@ -207,12 +210,12 @@ def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
     )
 
 
-def trim(folder: Path, step: int) -> None:
+def trim_log(folder: Path, step: int) -> None:
     """Drops the log's lines of steps that the checkpoint does not hold; warns of those that the log
     lacks.
     """
-    path = folder / LOG
-    lines = log_lines(path)
+    path = folder / LOG_FILE
+    lines = _read_log_lines(path)
     if lines is None:
         raise RestoreKVError(
             f"{path} is not the log of a run; move it away, then continue with --resume."
@@ -226,7 +229,7 @@ def trim(folder: Path, step: int) -> None:
         temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
 
 
-def log_lines(path: Path) -> list[str] | None:
+def _read_log_lines(path: Path) -> list[str] | None:
     """Returns the lines of a run's log, none where there is no file yet, or None for a file of
     something else.
     """
@@ -236,7 +239,7 @@ def log_lines(path: Path) -> list[str] | None:
     return text.splitlines()[1:] if HEADER.startswith(text[: len(HEADER)]) else None
 
 
-def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """Returns the tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): value

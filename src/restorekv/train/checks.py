@@ -11,7 +11,7 @@ from restorekv.model.prefill import read_only_view
 from restorekv.model.shape import logits
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.examples import StepSample
-from restorekv.train.loss import answer_pass, divergence, from_hidden
+from restorekv.train.loss import compute_divergence, compute_hidden_divergence, run_answers
 from restorekv.train.teacher_cache import TeacherCache
 
 # Of losses, absolute and relative; else ROUNDED.
@@ -20,7 +20,7 @@ ROUNDED = 0.05
 
 
 @dataclass(frozen=True)
-class Checks:
+class SetupLosses:
     """Mean loss over one context's answer tokens (Eq. 8) at `ratio`: with the full, evicted and
     restored cache.
     """
@@ -38,7 +38,7 @@ class Checks:
 
 
 @torch.no_grad()
-def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -> Checks:
+def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -> SetupLosses:
     """Compares what must be equal on a sample's questions; raises RestoreKVError where it is not.
 
     The teacher's stored states are those of the plain model on its dense cache; the evicted student
@@ -47,14 +47,16 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
     """
     model = teachers.model
     ratio = teachers.config.ratio_max
-    prepared, targets = teachers.get(sample.index, sample.evictor)
+    prepared, targets = teachers.get_context(sample.index, sample.evictor)
     targets = [targets[question] for question in sample.questions]
     tolerance = TOLERANCE.get(model.dtype, ROUNDED)
 
     def loss(cache: RaggedCache) -> float:
-        student = answer_pass(model, cache, [x.ids for x in targets], [x.answer for x in targets])
+        student = run_answers(model, cache, [x.ids for x in targets], [x.answer for x in targets])
         return float(
-            from_hidden(model, torch.cat([x.hidden for x in targets]), student.hidden).mean()
+            compute_hidden_divergence(
+                model, torch.cat([x.hidden for x in targets]), student.hidden
+            ).mean()
         )
 
     plain = []  # the model on the dense cache, one question at a time, with its own logits
@@ -64,7 +66,7 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
         output = model(
             input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1
         )
-        plain.append(divergence(logits(model, target.hidden), output.logits[0, :-1]))
+        plain.append(compute_divergence(logits(model, target.hidden), output.logits[0, :-1]))
     full = float(torch.cat(plain).mean())
     if not full < tolerance:
         raise RestoreKVError(
@@ -84,4 +86,4 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
             raise RestoreKVError(
                 f"The evicted cache's loss is {base:.4f}, but {other:.4f} {what}; report this."
             )
-    return Checks(ratio, full, base, loss(restored.evict(ratio)))
+    return SetupLosses(ratio, full, base, loss(restored.evict(ratio)))

@@ -107,7 +107,7 @@ class TrainConfig:
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
-        self.evictions()
+        self.make_evictions()
         check_choice("embeddings", self.embeddings, ("learned", "fixed"))
         check_choice("ratio_law", self.ratio_law, ("uniform", "log-uniform"))
         check_choice("kl", self.kl, DIRECTIONS)
@@ -121,7 +121,7 @@ class TrainConfig:
             )
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def from_json(cls, text: str) -> Self:
         """Read what `text` wrote; settings that it lacks take their defaults."""
         hints = get_type_hints(cls)
         values = parse_json(text, "The settings")
@@ -139,7 +139,7 @@ class TrainConfig:
             }
         )
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
     def state_weights(self) -> dict[str, float]:
@@ -147,7 +147,7 @@ class TrainConfig:
         weights = {HIDDEN: self.hidden_weight, ATTENTION: self.attention_weight}
         return {name: weight for name, weight in weights.items() if weight}
 
-    def evictions(self) -> list[Eviction]:
+    def make_evictions(self) -> list[Eviction]:
         """Returns what the adapter is trained to restore; contexts too short for n restore tokens
         get fewer.
         """
@@ -160,7 +160,7 @@ class TrainConfig:
         ]
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
+def compute_learning_rate(config: TrainConfig, step: int) -> float:
     """Returns the rate of a step: linear warm-up, then a cosine to zero."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup

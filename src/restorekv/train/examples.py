@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.files import values
-from restorekv.data.mixture import read_mixture, record
+from restorekv.data.files import iterate_values
+from restorekv.data.mixture import read_mixture, summarize_sources
 from restorekv.errors import RestoreKVError, warn
 from restorekv.model.prompt import default_between, encode, make_context, usable_positions
 from restorekv.model.shape import decoder
@@ -23,9 +23,16 @@ from restorekv.restore.model_card import KNOWN, normalize_license
 from restorekv.spec import split_specs
 from restorekv.tiny.suite import documents
 from restorekv.train.config import TrainConfig
-from restorekv.train.parallel import is_spread
+from restorekv.train.parallel import is_sharded
 
-KEYS = ("context", "questions", "answers", "source", "license", "meta")  # meta: free for the user
+LINE_KEYS = (
+    "context",
+    "questions",
+    "answers",
+    "source",
+    "license",
+    "meta",
+)  # meta: free for the user
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Example:
     where: str = ""  # file and line or row, for messages
 
 
-def sources(examples: Sequence[Example]) -> list[dict[str, object]]:
+def count_sources(examples: Sequence[Example]) -> list[dict[str, object]]:
     """Returns contexts and questions by source and license, None where unknown, for an adapter's
     record.
     """
@@ -62,7 +69,7 @@ def sources(examples: Sequence[Example]) -> list[dict[str, object]]:
     return rows
 
 
-def examples_hash(examples: Sequence[Example]) -> str:
+def hash_examples(examples: Sequence[Example]) -> str:
     """Returns 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
@@ -70,7 +77,7 @@ def examples_hash(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def tiny_examples(
+def make_tiny_examples(
     tokenizer: Tokenizer, count: int, seed: int, low: int, high: int
 ) -> list[Example]:
     """Returns `count` documents of the tiny world, of the split that only the restore pass is
@@ -96,11 +103,11 @@ def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> l
     data build`).
     """
     if path.is_dir():
-        return from_mixture(path, model, tokenizer)
+        return _read_mixture_examples(path, model, tokenizer)
     between = default_between(tokenizer)  # as `ask` puts it between document and question
     return [
         replace(each, questions=tuple(between + text for text in each.questions))
-        for each in from_lines(path)
+        for each in _read_line_examples(path)
     ]
 
 
@@ -111,7 +118,7 @@ def read_contexts(paths: Sequence[Path]) -> list[str]:
     texts = [
         each.context
         for path in paths
-        for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))
+        for each in (read_mixture(path)[0] if path.is_dir() else _read_line_examples(path))
     ]
     distinct = list(dict.fromkeys(texts))
     if repeated := len(texts) - len(distinct):
@@ -119,9 +126,11 @@ def read_contexts(paths: Sequence[Path]) -> list[str]:
     return distinct
 
 
-def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
+def _read_mixture_examples(
+    folder: Path, model: PreTrainedModel, tokenizer: Tokenizer
+) -> list[Example]:
     contexts, manifest = read_mixture(folder, model, tokenizer)
-    accounts = dict(zip(manifest["sources"], record(manifest), strict=True))
+    accounts = dict(zip(manifest["sources"], summarize_sources(manifest), strict=True))
     names = {
         name: f"{row['source']} ({row['dataset']}, {row.get('revision') or row['sha256'][:16]}, seed {row['seed']})"
         for name, row in accounts.items()
@@ -140,7 +149,7 @@ def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> 
     ]
 
 
-def from_lines(path: Path) -> list[Example]:
+def _read_line_examples(path: Path) -> list[Example]:
     """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if
     known.
     """
@@ -148,7 +157,7 @@ def from_lines(path: Path) -> list[Example]:
         raise RestoreKVError(
             f"There is no training file {path}; give a JSON-lines file, a mixture or 'tiny'."
         )
-    examples = [parsed(row, f"{path}, {place}") for place, row in values(path)]
+    examples = [_parse_example(row, f"{path}, {place}") for place, row in iterate_values(path)]
     if not examples:
         raise RestoreKVError(
             f"The training file {path} has no examples; write one JSON object per line."
@@ -156,8 +165,8 @@ def from_lines(path: Path) -> list[Example]:
     return examples
 
 
-def parsed(row: Any, where: str) -> Example:
-    if problem := fault(row):
+def _parse_example(row: Any, where: str) -> Example:
+    if problem := _find_line_fault(row):
         raise RestoreKVError(f"{where} {problem}; fix the line.")
     license = row.get("license")
     if license is not None and (license := normalize_license(license)) not in KNOWN:
@@ -171,32 +180,32 @@ def parsed(row: Any, where: str) -> Example:
     )
 
 
-def fault(row: object) -> str | None:
+def _find_line_fault(row: object) -> str | None:
     """Returns what is wrong with a line's object, or None."""
     if not isinstance(row, dict):
         return 'is not an object {"context": ..., "questions": [...]}'
-    unknown = [key for key in row if key not in KEYS]
+    unknown = [key for key in row if key not in LINE_KEYS]
     if unknown:
-        return f"has the unknown key {unknown[0]!r} (known: {', '.join(KEYS)})"
-    if not has_text(row.get("context")):
+        return f"has the unknown key {unknown[0]!r} (known: {', '.join(LINE_KEYS)})"
+    if not _has_text(row.get("context")):
         return 'has no text in "context"'
     lists = ("questions", "answers") if row.get("answers") else ("questions",)
     if missing := [name for name in lists if not isinstance(row.get(name), list) or not row[name]]:
         return f'has no list in "{missing[0]}"'
-    texts = {f'"{name}"': row[name] for name in KEYS[3:5] if row.get(name) is not None}
+    texts = {f'"{name}"': row[name] for name in LINE_KEYS[3:5] if row.get(name) is not None}
     texts |= {
         f'"{name}", number {number}': text
         for name in lists
         for number, text in enumerate(row[name], 1)
     }
-    if empty := [place for place, text in texts.items() if not has_text(text)]:
+    if empty := [place for place, text in texts.items() if not _has_text(text)]:
         return f"has no text in {empty[0]}"
     if len(lists) == 2 and len(row["answers"]) != len(row["questions"]):
         return f"has {len(row['questions'])} questions and {len(row['answers'])} answers"
     return None
 
 
-def has_text(value: object) -> bool:
+def _has_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -215,7 +224,7 @@ class StepSample:
     evictor: int = 0
 
 
-def sample_step(
+def draw_step_samples(
     config: TrainConfig, step: int, examples: list[Example], processes: int = 1
 ) -> list[StepSample]:
     """Returns the samples of `step` for all processes, which seed and step alone decide; every
@@ -235,7 +244,7 @@ def sample_step(
         drawn = []
         for _ in range(config.draws):
             questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
-            ratio = f"{sample_ratio(config, rng):.6f}"
+            ratio = f"{_draw_ratio(config, rng):.6f}"
             tokens = (
                 rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
             )
@@ -245,7 +254,7 @@ def sample_step(
     return samples
 
 
-def own_samples(
+def select_own_samples(
     samples: Sequence[StepSample], draws: int, rank: int, processes: int
 ) -> list[StepSample]:
     """Returns one process' share of a step: whole contexts, with all their draws."""
@@ -253,14 +262,14 @@ def own_samples(
     return [sample for context in contexts[rank::processes] for sample in context]
 
 
-def sample_ratio(config: TrainConfig, rng: random.Random) -> float:
+def _draw_ratio(config: TrainConfig, rng: random.Random) -> float:
     """Draws r ~ U(r_min, r_max), or uniformly in log r."""
     if config.ratio_law == "uniform":
         return rng.uniform(config.ratio_min, config.ratio_max)
     return math.exp(rng.uniform(math.log(config.ratio_min), math.log(config.ratio_max)))
 
 
-def check_lengths(
+def check_example_lengths(
     model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig
 ) -> None:
     """Refuses contexts too long for the model or too short for one restore token; names the line
@@ -272,8 +281,8 @@ def check_lengths(
     """
     limit = usable_positions(model)
     few = 0
-    conventions = config.evictions()[0].conventions
-    ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
+    conventions = config.make_evictions()[0].conventions
+    ratio = config.ratio_min if is_sharded(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
         asked = max(encode(tokenizer, question).shape[-1] for question in example.questions)

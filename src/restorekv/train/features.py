@@ -48,12 +48,12 @@ class Features:
         """Returns the tokens `rows` (a mask or indices)."""
         return Features(self.hidden[rows], self.target[rows], self.document[rows])
 
-    def by_layer(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def select_by_layer(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns hidden (L, M, d) and target (L, H, M), float32, of M tokens."""
         hidden = self.hidden[rows].to(device, torch.float32).transpose(0, 1)
         return hidden, self.target[rows].to(device).permute(1, 2, 0)
 
-    def held_out(self, share: float) -> tuple[Self, Self]:
+    def split_held_out(self, share: float) -> tuple[Self, Self]:
         """Splits off whole contexts, evenly spaced: (train, held out)."""
         count = int(self.document.max()) + 1
         if count < 2:
@@ -63,7 +63,7 @@ class Features:
         return self.select(~held), self.select(held)
 
 
-def collect(
+def collect_features(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     texts: Sequence[str],
@@ -91,15 +91,15 @@ def collect(
         path = folder / f"{index:05d}.safetensors"
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
-            columns = sample_columns(context, tokens, f"{seed} {index}")
-            found = observe(model, tokenizer, context, target, columns)
+            columns = _draw_columns(context, tokens, f"{seed} {index}")
+            found = observe_context(model, tokenizer, context, target, columns)
             seal.write_sealed(path, KIND, found, {"origin": origin}, follow=False)
         rows = min(tokens, context.tokens)
         sizes = {
             "hidden": (model.dtype, (rows, shape.layers, shape.hidden)),
             "target": (torch.float32, (rows, shape.layers, shape.heads)),
         }
-        parts.append(read(path, origin, sizes))
+        parts.append(read_features(path, origin, sizes))
         progress(index + 1, len(texts), f"{target} scores")
     hidden = torch.cat([part["hidden"] for part in parts])
     scores = torch.cat([part["target"] for part in parts])
@@ -109,7 +109,7 @@ def collect(
     return Features(hidden, scores, document)
 
 
-def sample_columns(context: Context, tokens: int, seed: str) -> Tensor:
+def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
     """Draws columns of the text and returns them in ascending order."""
     generator = torch.Generator().manual_seed(
         int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
@@ -118,7 +118,7 @@ def sample_columns(context: Context, tokens: int, seed: str) -> Tensor:
 
 
 @torch.no_grad()
-def observe(
+def observe_context(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, target: str, columns: Tensor
 ) -> dict[str, Tensor]:
     """Returns attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
@@ -141,7 +141,7 @@ def observe(
     }
 
 
-def read(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
+def read_features(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
     """Reads a context's file; refuses one that was made with other settings."""
     what = f"The file of features {path}"
     metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)

@@ -30,11 +30,11 @@ from restorekv.evictors.gate_file import KINDS, TARGETS, Gate, GateCard
 from restorekv.evictors.gated import Predict
 from restorekv.evictors.kvzap import KVzap
 from restorekv.model.shape import CacheShape
-from restorekv.train.features import Features, Progress, collect
+from restorekv.train.features import Features, Progress, collect_features
 
 RATES = {"fastkvzip": 0.2, "kvzap-mlp": 5e-3}
 BATCHES = {"fastkvzip": 1000, "kvzap-mlp": 512}
-USED = {
+USED_SETTINGS = {
     "fastkvzip": ("lr", "batch", "steps", "rank", "sinks"),
     "kvzap-linear": ("alpha", "floor"),
     "kvzap-mlp": ("lr", "batch", "epochs", "width", "floor"),
@@ -76,7 +76,7 @@ class GateConfig:
         if not 0 < self.held_out < 1:
             raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
 
-    def resolved(self, shape: CacheShape) -> Self:
+    def resolve(self, shape: CacheShape) -> Self:
         """Returns the settings with numbers where None leaves the choice to the kind and the model."""
         return replace(
             self,
@@ -85,10 +85,11 @@ class GateConfig:
             width=self.width or max(shape.hidden // 8, 64),
         )
 
-    def used(self) -> dict[str, object]:
+    def list_used(self) -> dict[str, object]:
         """Returns the settings that decide a gate of this kind, for its card."""
         return {
-            name: getattr(self, name) for name in ("tokens", "held_out", "seed", *USED[self.kind])
+            name: getattr(self, name)
+            for name in ("tokens", "held_out", "seed", *USED_SETTINGS[self.kind])
         }
 
 
@@ -111,27 +112,27 @@ def train_gate(
         )
     target = TARGETS[config.kind]
     shape = CacheShape.of(model)
-    config = config.resolved(shape)
-    data = collect(
+    config = config.resolve(shape)
+    data = collect_features(
         model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress
     )
-    train, held = data.held_out(config.held_out)
+    train, held = data.split_held_out(config.held_out)
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
-    figures = measured(held, stacked, predict, config, model.device)
+    figures = measure_gate(held, stacked, predict, config, model.device)
     card = GateCard.for_model(
         model,
         config.kind,
         target,
-        settings={**config.used(), "contexts": len(texts)},
+        settings={**config.list_used(), "contexts": len(texts)},
         figures=figures,
     )
-    gate = Gate(unstacked(stacked), card)
+    gate = Gate(unstack_layers(stacked), card)
     gate_file.write_gate(out, gate)
     return gate
 
 
-def linear(
+def _init_linear(
     generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int
 ) -> dict[str, Tensor]:
     """Draws PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
@@ -142,7 +143,7 @@ def linear(
     return {f"{name}.{part}": values / math.sqrt(inputs) for part, values in uniform.items()}
 
 
-def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
+def _init_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
     """Returns the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal
     gradients, so they stay equal: one sink that counts s times. Random ones learned no more on the
     tiny model (held-out loss 1.983, 1.984).
@@ -152,8 +153,8 @@ def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor
     heads = shape.heads
     groups = shape.groups
     rank = config.rank
-    query = linear(generator, "q_proj", layers, heads * groups * rank, shape.hidden)
-    key = linear(generator, "k_proj", layers, heads * rank, shape.hidden)
+    query = _init_linear(generator, "q_proj", layers, heads * groups * rank, shape.hidden)
+    key = _init_linear(generator, "k_proj", layers, heads * rank, shape.hidden)
     return query | {
         "k_proj.weight": key["k_proj.weight"],
         "q_norm.weight": torch.ones(layers, rank),
@@ -163,7 +164,7 @@ def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor
     }
 
 
-def factor(step: int, steps: int) -> float:
+def _scale_rate(step: int, steps: int) -> float:
     """Returns the learning rate's factor: step / 100 for 50 steps, then 1; 1/2 from half of the
     steps, 1/4 from 3/4.
     """
@@ -178,17 +179,17 @@ def fit_fastkvzip(
     """Takes `steps` steps on random tokens, the same ones for all layers."""
     gate = {
         name: tensor.to(device).requires_grad_()
-        for name, tensor in initial_fastkvzip(shape, config).items()
+        for name, tensor in _init_fastkvzip(shape, config).items()
     }
     optimizer = torch.optim.SGD(gate.values(), lr=0.0, momentum=0.9)
     generator = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
         rows = torch.randperm(len(data.target), generator=generator)[: config.batch]
-        hidden, target = data.by_layer(rows, device)
-        loss = cross_entropy(FastKVzip.predict(gate, hidden), target)
+        hidden, target = data.select_by_layer(rows, device)
+        loss = compute_cross_entropy(FastKVzip.predict(gate, hidden), target)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.param_groups[0]["lr"] = config.lr * factor(step, config.steps)
+        optimizer.param_groups[0]["lr"] = config.lr * _scale_rate(step, config.steps)
         optimizer.step()
         progress(step + 1, config.steps, f"loss {float(loss.detach()):.4f}")
     return gate
@@ -203,7 +204,7 @@ def fit_linear(
     layers: dict[str, list[Tensor]] = {"weight": [], "bias": []}
     for layer in range(shape.layers):
         hidden = data.hidden[:, layer].to(device, torch.float64)
-        target = logarithm(data.target[:, layer].to(device, torch.float64), config.floor)
+        target = _log_scores(data.target[:, layer].to(device, torch.float64), config.floor)
         center = hidden.mean(0)
         mean = target.mean(0)
         hidden = hidden - center
@@ -226,7 +227,7 @@ def fit_mlp(
     generator = torch.Generator().manual_seed(config.seed)
     layers = shape.layers
     width = config.width
-    start = linear(generator, "0", layers, width, shape.hidden) | linear(
+    start = _init_linear(generator, "0", layers, width, shape.hidden) | _init_linear(
         generator, "2", layers, shape.heads, width
     )
     gate = {name: tensor.to(device).requires_grad_() for name, tensor in start.items()}
@@ -237,8 +238,8 @@ def fit_mlp(
         )
         losses = []
         for rows in torch.randperm(len(data.target), generator=generator).split(config.batch):
-            inputs, target = data.by_layer(rows, device)
-            loss = F.mse_loss(KVzap.predict(gate, inputs), logarithm(target, config.floor))
+            inputs, target = data.select_by_layer(rows, device)
+            loss = F.mse_loss(KVzap.predict(gate, inputs), _log_scores(target, config.floor))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(gate.values(), 1.0)
@@ -255,18 +256,18 @@ FITS: dict[str, tuple[Callable[..., Stacked], Predict]] = {
 }
 
 
-def logarithm(scores: Tensor, floor: float) -> Tensor:
+def _log_scores(scores: Tensor, floor: float) -> Tensor:
     return scores.clamp_min(floor).log()
 
 
-def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
+def compute_cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
     """Returns the binary cross-entropy with soft targets: (L, H, M) both -> mean over tokens, sum
     over the rest.
     """
     return F.binary_cross_entropy(scores, target, reduction="none").mean(-1).sum()
 
 
-def unstacked(stacked: Stacked) -> list[dict[str, Tensor]]:
+def unstack_layers(stacked: Stacked) -> list[dict[str, Tensor]]:
     """Splits parameters (L, ...) into one mapping per layer."""
     layers = len(next(iter(stacked.values())))
     return [
@@ -275,7 +276,7 @@ def unstacked(stacked: Stacked) -> list[dict[str, Tensor]]:
     ]
 
 
-def measured(
+def measure_gate(
     data: Features, gate: Stacked, predict: Predict, config: GateConfig, device: torch.device
 ) -> dict[str, float]:
     """Returns the mean over contexts of the loss, and of how alike gate and evictor rank the pairs."""
@@ -286,36 +287,38 @@ def measured(
         "overlap_of_top_tenth": [],
     }
     for document in data.document.unique():
-        hidden, target = data.by_layer(data.document == document, device)
+        hidden, target = data.select_by_layer(data.document == document, device)
         with torch.no_grad():
             scores = predict(gate, hidden)
         heads = zip(scores.flatten(0, 1), target.flatten(0, 1), strict=True)
         if config.kind == "fastkvzip":
-            rows["held_out_loss"].append(cross_entropy(scores, target))
+            rows["held_out_loss"].append(compute_cross_entropy(scores, target))
         else:
-            rows["held_out_loss"].append(F.mse_loss(scores, logarithm(target, config.floor)))
-        rows["spearman"].append(spearman(scores, target))
+            rows["held_out_loss"].append(F.mse_loss(scores, _log_scores(target, config.floor)))
+        rows["spearman"].append(compute_spearman(scores, target))
         rows["spearman_within_heads"].append(
-            torch.stack([spearman(*pair) for pair in heads]).mean()
+            torch.stack([compute_spearman(*pair) for pair in heads]).mean()
         )
-        rows["overlap_of_top_tenth"].append(overlap(scores, target))
+        rows["overlap_of_top_tenth"].append(compute_top_overlap(scores, target))
     return {name: float(torch.stack(values).mean()) for name, values in rows.items()}
 
 
-def spearman(first: Tensor, second: Tensor) -> Tensor:
+def compute_spearman(first: Tensor, second: Tensor) -> Tensor:
     """Returns the rank correlation over all entries; equal scores share a rank, a constant tensor
     gives 0.
     """
-    return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].nan_to_num()
+    return torch.corrcoef(torch.stack([compute_ranks(first), compute_ranks(second)]))[
+        0, 1
+    ].nan_to_num()
 
 
-def ranks(scores: Tensor) -> Tensor:
+def compute_ranks(scores: Tensor) -> Tensor:
     """Returns ranks from 1, flat, float64; equal scores get the mean of their ranks."""
     _, place, counts = scores.flatten().unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[place]
 
 
-def overlap(first: Tensor, second: Tensor, share: float = 0.1) -> Tensor:
+def compute_top_overlap(first: Tensor, second: Tensor, share: float = 0.1) -> Tensor:
     """Returns the share of the best tenth by `first` that is in the best tenth by `second`."""
     count = max(int(first.numel() * share), 1)
     best = [scores.flatten().topk(count).indices for scores in (first, second)]

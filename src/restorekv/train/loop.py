@@ -21,24 +21,28 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.prepared import ScoredContext
-from restorekv.data.files import optional
-from restorekv.errors import AdapterError, RestoreKVError
+from restorekv.errors import AdapterError, RestoreKVError, import_extra
 from restorekv.files import folder_lock, open_without_links
 from restorekv.model.prompt import default_between, encode
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
-from restorekv.train.checkpoint import Run
-from restorekv.train.checks import check
-from restorekv.train.config import TrainConfig, learning_rate
+from restorekv.train.checkpoint import TrainingRun
+from restorekv.train.checks import check_setup
+from restorekv.train.config import TrainConfig, compute_learning_rate
 from restorekv.train.examples import (
     Example,
     StepSample,
-    check_lengths,
-    own_samples,
-    sample_step,
-    sources,
+    check_example_lengths,
+    count_sources,
+    draw_step_samples,
+    select_own_samples,
 )
-from restorekv.train.loss import answer_pass, from_hidden, matching, reduced
+from restorekv.train.loss import (
+    compute_hidden_divergence,
+    compute_state_distance,
+    reduce_losses,
+    run_answers,
+)
 from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
 from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
@@ -46,7 +50,7 @@ from restorekv.train.teacher_cache import TeacherCache
 Progress = Callable[[int, int, float], None]
 
 
-def sample_loss(
+def compute_sample_loss(
     adapter: RestoreAdapter,
     prepared: ScoredContext,
     targets: list[TeacherTarget],
@@ -60,17 +64,17 @@ def sample_loss(
     model = prepared.model
     rows = [target.ids for target in chosen]
     answers = [target.answer for target in chosen]
-    output = answer_pass(model, student, rows, answers, tuple(weights))
-    losses = from_hidden(
+    output = run_answers(model, student, rows, answers, tuple(weights))
+    losses = compute_hidden_divergence(
         model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl
     )
     for name, weight in weights.items():
         states = torch.cat([target.states[name] for target in chosen], 1)
-        losses = losses + weight * matching(states, output.states[name])
-    return reduced(losses, len(chosen), config.reduction)
+        losses = losses + weight * compute_state_distance(states, output.states[name])
+    return reduce_losses(losses, len(chosen), config.reduction)
 
 
-def train(
+def train_adapter(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     examples: list[Example],
@@ -94,39 +98,39 @@ def train(
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
     # Refuses here, and not after the first hours of work.
-    optional("torch.utils.tensorboard", "train")
+    import_extra("torch.utils.tensorboard", "train")
     if model.dtype == torch.float16:
         raise RestoreKVError(
             "Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32."
         )
     checkpoint.check_folders(folder, resume, store)
     model.requires_grad_(False)
-    adapter = initial_adapter(model, tokenizer, config)
+    adapter = make_initial_adapter(model, tokenizer, config)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay
     )
-    run = Run(
+    run = TrainingRun(
         config,
         adapter,
         optimizer,
-        checkpoint.origin(model, tokenizer, examples, config, group.size),
+        checkpoint.describe_origin(model, tokenizer, examples, config, group.size),
     )
-    group.assert_same(config.text() + json.dumps(run.origin))
-    check_lengths(model, tokenizer, examples, config)
+    group.check_same(config.to_json() + json.dumps(run.origin))
+    check_example_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    start = first_step(folder, run, teachers, resume, group, notice)
+    start = _find_first_step(folder, run, teachers, resume, group, notice)
     # Which makes the folder, after all that may be refused.
     with nullcontext() if group.rank else folder_lock(folder):
         if group.rank == 0:
-            checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
-        take_steps(run, teachers, folder, start, progress, group)
-        finish(adapter, teachers, folder, group)
+            checkpoint.trim_log(folder, start) if start else checkpoint.begin_log(folder)
+        _take_steps(run, teachers, folder, start, progress, group)
+        _save_adapter(adapter, teachers, folder, group)
     return adapter
 
 
-def take_steps(
-    run: Run,
+def _take_steps(
+    run: TrainingRun,
     teachers: TeacherCache,
     folder: Path,
     start: int,
@@ -140,29 +144,31 @@ def take_steps(
     config = run.config
     done = start
     try:
-        with step_log(folder, start, group.rank) as log:
+        with _open_step_log(folder, start, group.rank) as log:
             for step in range(start, config.steps):
                 begun = time.perf_counter()
-                loss = add_gradients(run, teachers, step, group)
-                with checkpoint.signals_held():
-                    update(run, step)
-                    log(step, loss, learning_rate(config, step), time.perf_counter() - begun)
+                loss = _add_gradients(run, teachers, step, group)
+                with checkpoint.hold_signals():
+                    _take_optimizer_step(run, step)
+                    log(
+                        step, loss, compute_learning_rate(config, step), time.perf_counter() - begun
+                    )
                     done = step + 1
                 progress(done, config.steps, loss)
                 due = done % config.checkpoint_every == 0 or done == config.steps
                 if due and group.rank == 0:
-                    checkpoint.save(folder, run, done)
+                    checkpoint.save_checkpoint(folder, run, done)
     except KeyboardInterrupt:
         if done > start and group.rank == 0:
             # A launcher passes a signal on that its processes have had already.
-            with checkpoint.signals_held() if group.size > 1 else nullcontext():
-                checkpoint.save(folder, run, done)
+            with checkpoint.hold_signals() if group.size > 1 else nullcontext():
+                checkpoint.save_checkpoint(folder, run, done)
         raise
 
 
-def first_step(
+def _find_first_step(
     folder: Path,
-    run: Run,
+    run: TrainingRun,
     teachers: TeacherCache,
     resume: bool,
     group: ProcessGroup,
@@ -171,43 +177,45 @@ def first_step(
     """Returns the step to begin with, at which the setup is checked; changes no file but the
     store's.
     """
-    start = checkpoint.restart(folder, run) if resume else 0
+    start = checkpoint.load_checkpoint(folder, run) if resume else 0
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
-    samples = sample_step(run.config, start, teachers.examples, group.size)
-    sample = own_samples(samples, run.config.draws, group.rank, group.size)[0]
+    samples = draw_step_samples(run.config, start, teachers.examples, group.size)
+    sample = select_own_samples(samples, run.config.draws, group.rank, group.size)[0]
     with group.join_uneven(teachers.model):
-        notice(str(check(run.adapter, teachers, sample)))
+        notice(str(check_setup(run.adapter, teachers, sample)))
     return start
 
 
-def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
+def _add_gradients(
+    run: TrainingRun, teachers: TeacherCache, step: int, group: ProcessGroup
+) -> float:
     """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the
     mean loss.
     """
     config = run.config
     parameters = run.optimizer.param_groups[0]["params"]
-    samples = sample_step(config, step, teachers.examples, group.size)
-    samples = own_samples(samples, config.draws, group.rank, group.size)
+    samples = draw_step_samples(config, step, teachers.examples, group.size)
+    samples = select_own_samples(samples, config.draws, group.rank, group.size)
     total = 0.0
     for sample in samples:
         with group.join_uneven(teachers.model):
-            prepared, targets = teachers.get(sample.index, sample.evictor)
-        loss = sample_loss(run.adapter, prepared, targets, sample, config) / len(samples)
+            prepared, targets = teachers.get_context(sample.index, sample.evictor)
+        loss = compute_sample_loss(run.adapter, prepared, targets, sample, config) / len(samples)
         if loss.requires_grad:  # a ratio with no room for a restore token teaches nothing
-            (loss * ratio_weight(config, float(sample.ratio))).backward()
+            (loss * weigh_ratio(config, float(sample.ratio))).backward()
         total += float(loss.detach())
-    group.average(parameters)
+    group.average_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
     if not math.isfinite(total + float(norm)):
         raise RestoreKVError(
             f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower the learning rate. The "
             "last checkpoint is from before it."
         )
-    return group.mean(total)
+    return group.average_loss(total)
 
 
-def ratio_weight(config: TrainConfig, ratio: float) -> float:
+def weigh_ratio(config: TrainConfig, ratio: float) -> float:
     """Returns what the loss of a context at `ratio` counts.
 
     The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide
@@ -216,14 +224,14 @@ def ratio_weight(config: TrainConfig, ratio: float) -> float:
     return (ratio / config.ratio_max) ** config.ratio_weight
 
 
-def update(run: Run, step: int) -> None:
+def _take_optimizer_step(run: TrainingRun, step: int) -> None:
     """Takes an optimizer step with the gradients of training step `step`."""
-    run.optimizer.param_groups[0]["lr"] = learning_rate(run.config, step)
+    run.optimizer.param_groups[0]["lr"] = compute_learning_rate(run.config, step)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def initial_adapter(
+def make_initial_adapter(
     model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RestoreAdapter:
     """Returns an untrained adapter, or the one that `config.init` names, which must have the
@@ -260,7 +268,7 @@ def initial_adapter(
     return adapter
 
 
-def finish(
+def _save_adapter(
     adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group: ProcessGroup
 ) -> None:
     """Saves the adapter with what it was trained with, which includes the data of the adapter it
@@ -268,7 +276,7 @@ def finish(
     """
     config = teachers.config
     before = adapter.card
-    own = sources(teachers.examples)
+    own = count_sources(teachers.examples)
     inherited = [
         row
         | {"source": f"{row.get('source') or 'unnamed data'}, through the adapter it began with"}
@@ -277,12 +285,12 @@ def finish(
         if row.get("source") is None or row not in own
     ]
     adapter.describe(
-        evictor=checkpoint.scores_identity(config, teachers.model),
+        evictor=checkpoint.identify_scores(config, teachers.model),
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
         allocation=teachers.evictions[0].conventions.allocation.spec,
         restore_from=config.restore_from,
-        settings=json.loads(config.text()) | {"processes": group.size},
+        settings=json.loads(config.to_json()) | {"processes": group.size},
         data=own + (inherited if config.init else []),
         between=default_between(teachers.tokenizer),
     )
@@ -292,7 +300,7 @@ def finish(
 
 
 @contextmanager
-def step_log(
+def _open_step_log(
     folder: Path, start: int, rank: int
 ) -> Iterator[Callable[[int, float, float, float], None]]:
     """Yields a function that logs a step to loss.csv and TensorBoard; only the first process
@@ -301,10 +309,10 @@ def step_log(
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
-    writer = optional("torch.utils.tensorboard", "train").SummaryWriter(
+    writer = import_extra("torch.utils.tensorboard", "train").SummaryWriter(
         str(folder), purge_step=start
     )
-    with open_without_links(folder / checkpoint.LOG) as raw, writer as board:
+    with open_without_links(folder / checkpoint.LOG_FILE) as raw, writer as board:
         file = io.TextIOWrapper(raw, newline="", write_through=True)
 
         def write(step: int, loss: float, lr: float, seconds: float) -> None:

@@ -17,14 +17,14 @@ Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]
 DIRECTIONS = get_args(Direction)
 REDUCTIONS = get_args(Reduction)
-LOGITS = 2**24  # logits (rows x vocabulary) that are held at a time: 64 MiB in float32
+LOGITS_AT_ONCE = 2**24  # logits (rows x vocabulary) that are held at a time: 64 MiB in float32
 # the output of a layer; of its attention
 HIDDEN = "hidden"
 ATTENTION = "attention"
 States = dict[str, Tensor]  # (layers, M, d) each
 
 
-def divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
+def compute_divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
     """Logits (M, V) of teacher p (detached) and student q -> (M,) float32, in nats.
 
     symmetric: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p - q)(log p - log q), which needs no entropy and is
@@ -41,19 +41,19 @@ def divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") ->
     return (weight * (log_p - log_q)).sum(-1)
 
 
-def from_hidden(
+def compute_hidden_divergence(
     model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Direction = "symmetric"
 ) -> Tensor:
-    """Returns the `divergence` of the model's logits for hidden states (M, d): (M,), a block of
+    """Returns the `compute_divergence` of the model's logits for hidden states (M, d): (M,), a block of
     rows at a time.
 
     The backward pass recomputes the logits of a block: with a vocabulary of 150,000 ids, those of
     one answer would otherwise take several times M x 600 kB.
     """
-    rows = max(LOGITS // model.config.get_text_config().vocab_size, 1)
+    rows = max(LOGITS_AT_ONCE // model.config.get_text_config().vocab_size, 1)
 
     def block(own: Tensor, other: Tensor) -> Tensor:
-        return divergence(logits(model, own), logits(model, other), kl)
+        return compute_divergence(logits(model, own), logits(model, other), kl)
 
     if len(student) <= rows:
         return block(teacher, student)
@@ -61,7 +61,7 @@ def from_hidden(
     return torch.cat([checkpoint(block, own, other, use_reentrant=False) for own, other in pairs])
 
 
-def matching(teacher: Tensor, student: Tensor) -> Tensor:
+def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
     """States (layers, M, d) -> (M,) float32: squared distance over the teacher's squared length,
     mean over layers.
     """
@@ -72,7 +72,7 @@ def matching(teacher: Tensor, student: Tensor) -> Tensor:
     )
 
 
-def reduced(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
+def reduce_losses(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
     """(M,) -> scalar. mean: over the answer tokens (Eq. 8); sum: over the tokens, mean over the
     questions.
 
@@ -81,7 +81,7 @@ def reduced(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
     return losses.mean() if reduction == "mean" else losses.sum() / questions
 
 
-def answer_rows(lengths: list[tuple[int, int]], width: int) -> Tensor:
+def mark_answer_positions(lengths: list[tuple[int, int]], width: int) -> Tensor:
     """Returns which positions of padded rows predict an answer token: (rows, width) bool.
 
     `lengths` holds (question, answer) lengths; the last question token predicts the first answer
@@ -103,7 +103,7 @@ class AnswerPass:
     states: States
 
 
-def answer_pass(
+def run_answers(
     model: PreTrainedModel,
     cache: RaggedCache,
     rows: list[Tensor],
@@ -118,8 +118,8 @@ def answer_pass(
         model.device
     )
     lengths = [(len(row) - answer, answer) for row, answer in zip(rows, answers, strict=True)]
-    chosen = answer_rows(lengths, width).to(model.device)
-    with recording(model, chosen, record) as states:
+    chosen = mark_answer_positions(lengths, width).to(model.device)
+    with record_states(model, chosen, record) as states:
         # Padding is to the right of every answer, so the causal mask alone hides it.
         hidden = decoder(model)(
             input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True
@@ -129,15 +129,15 @@ def answer_pass(
     )
 
 
-def answer_logits(
+def compute_answer_logits(
     model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]
 ) -> Tensor:
     """Returns the logits (M, V) that predict the answers."""
-    return logits(model, answer_pass(model, cache, rows, answers).hidden)
+    return logits(model, run_answers(model, cache, rows, answers).hidden)
 
 
 @contextmanager
-def recording(
+def record_states(
     model: PreTrainedModel, chosen: Tensor, names: tuple[str, ...]
 ) -> Iterator[dict[str, list[Tensor]]]:
     """Collects the rows `chosen` (B, Q) of every layer's states `names`."""

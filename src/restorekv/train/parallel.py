@@ -37,10 +37,10 @@ class ProcessGroup:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
-        self.compared = False
+        self._same_start_checked = False
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replaces every gradient by its mean over the processes; a missing one counts as zero.
 
         Sums all at once, in float32. A gradient that no process has stays missing: AdamW skips it.
@@ -48,8 +48,8 @@ class ProcessGroup:
         if self.size == 1:
             return
         parameters = list(parameters)
-        if not self.compared:
-            self.compare(parameters)
+        if not self._same_start_checked:
+            self._check_same_start(parameters)
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         present = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.float32, device=self.device
@@ -61,26 +61,26 @@ class ProcessGroup:
             if processes:
                 parameter.grad = (total / self.size).view_as(parameter).to(parameter.dtype)
 
-    def compare(self, parameters: list[nn.Parameter]) -> None:
+    def _check_same_start(self, parameters: list[nn.Parameter]) -> None:
         """Refuses adapters that differ before the first step: averaged gradients would mean
         nothing.
         """
         own = torch.cat([p.detach().float().flatten() for p in parameters])
         first = own.clone()
         dist.broadcast(first, 0)
-        if not self.everywhere(torch.equal(own, first)):
+        if not self._holds_everywhere(torch.equal(own, first)):
             raise RestoreKVError(
                 "The processes start from different adapters; give all of them one model and one shared folder."
             )
-        self.compared = True
+        self._same_start_checked = True
 
-    def everywhere(self, fact: bool) -> bool:
+    def _holds_everywhere(self, fact: bool) -> bool:
         """Returns whether `fact` holds in all processes."""
         facts = torch.tensor([float(fact)], device=self.device)
         dist.all_reduce(facts, dist.ReduceOp.MIN)
         return bool(facts.item())
 
-    def mean(self, loss: float) -> float:
+    def average_loss(self, loss: float) -> float:
         """Returns the mean over the processes."""
         if self.size == 1:
             return loss
@@ -88,7 +88,7 @@ class ProcessGroup:
         dist.all_reduce(total)
         return total.item() / self.size
 
-    def assert_same(self, text: str) -> None:
+    def check_same(self, text: str) -> None:
         """Raises RestoreKVError unless all processes have the same text: settings and data must be
         the same.
         """
@@ -96,7 +96,7 @@ class ProcessGroup:
             return
         first = [text if self.rank == 0 else None]
         dist.broadcast_object_list(first, 0)
-        if not self.everywhere(first[0] == text):
+        if not self._holds_everywhere(first[0] == text):
             raise RestoreKVError(
                 "The processes were started with different settings, models or data; give all of them the same."
             )
@@ -115,12 +115,12 @@ class ProcessGroup:
         making up for them later would be too late: a pass waits for its shards at once.
         """
         backbone = decoder(model)
-        if self.size == 1 or not is_spread(backbone):
+        if self.size == 1 or not is_sharded(backbone):
             yield
             return
 
         def announce_pass(*_: object) -> None:
-            self.announce(1)
+            self._announce_passes(1)
 
         handle = backbone.register_forward_pre_hook(announce_pass)
         try:
@@ -129,10 +129,10 @@ class ProcessGroup:
             handle.remove()
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.no_grad():
-            while self.announce(0).item():
+            while self._announce_passes(0).item():
                 backbone(input_ids=ids, use_cache=False)
 
-    def announce(self, passes: int) -> Tensor:
+    def _announce_passes(self, passes: int) -> Tensor:
         """Returns how many processes are about to run the backbone; only idle ones read it, so that
         no GPU waits.
         """
@@ -144,13 +144,13 @@ class ProcessGroup:
 SINGLE_PROCESS = ProcessGroup()
 
 
-def processes() -> int:
+def count_processes() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def own_device(device: str) -> torch.device:
+def select_own_device(device: str) -> torch.device:
     """Returns the device of this process; of several on a machine each takes its own GPU."""
-    if processes() == 1:
+    if count_processes() == 1:
         return usable_device(device)
     kind = device.partition(":")[0]
     if kind not in BACKENDS or device != kind:
@@ -162,17 +162,17 @@ def own_device(device: str) -> torch.device:
 
 def wants_shards(asked: bool) -> bool:
     """Returns whether --shard or `accelerate launch --use_fsdp` asks for a shared backbone."""
-    if asked and processes() == 1:
+    if asked and count_processes() == 1:
         raise RestoreKVError(
             f"Only several processes can share a backbone; start them with {LAUNCH}."
         )
-    return processes() > 1 and (asked or os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    return count_processes() > 1 and (asked or os.environ.get("ACCELERATE_USE_FSDP") == "true")
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[ProcessGroup]:
+def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
     """Yields the group of this process; raises RestoreKVError if another process stops meanwhile."""
-    if processes() == 1:
+    if count_processes() == 1:
         yield SINGLE_PROCESS
         return
     try:
@@ -182,7 +182,7 @@ def process_group(device: torch.device) -> Iterator[ProcessGroup]:
         dist.init_process_group(BACKENDS[device.type], timeout=TIMEOUT, **own)
     except (RuntimeError, ValueError) as error:
         raise RestoreKVError(
-            f"The {processes()} processes do not find each other ({error}); start them with {LAUNCH}."
+            f"The {count_processes()} processes do not find each other ({error}); start them with {LAUNCH}."
         ) from error
     try:
         yield ProcessGroup(device)
@@ -195,7 +195,7 @@ def process_group(device: torch.device) -> Iterator[ProcessGroup]:
     dist.destroy_process_group()
 
 
-def spread(model: PreTrainedModel, device: torch.device) -> None:
+def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     """Spreads the decoder layers of `model`, which lies on the CPU, over all processes and moves
     the rest to `device`.
 
@@ -213,16 +213,16 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
     layers = set(backbone.layers.parameters())
     fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - layers)
     last = backbone.layers[-1]  # named, because the restore pass runs the hook for the layer's twin
-    last.register_forward_hook(lambda _, *rest: gather_for_pairs(last, *rest), with_kwargs=True)
+    last.register_forward_hook(lambda _, *rest: _gather_for_pairs(last, *rest), with_kwargs=True)
     model.to(device)
 
 
-def is_spread(backbone: nn.Module) -> bool:
-    """Returns whether `spread` was applied."""
+def is_sharded(backbone: nn.Module) -> bool:
+    """Returns whether `shard_model` was applied."""
     return hasattr(backbone, "unshard")
 
 
-def gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+def _gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
     """Gathers the last layer for the backward pass of the restore pass.
 
     FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output

@@ -21,7 +21,7 @@ from restorekv.generation.generate import BATCH, answer_ids, stop_ids
 from restorekv.model.prompt import encode, question_ids
 from restorekv.model.shape import logits
 from restorekv.train.examples import Example
-from restorekv.train.loss import States, answer_pass
+from restorekv.train.loss import States, run_answers
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Teacher:
     record: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
+    def make_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Returns a target for every question of a context.
 
         Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft
@@ -63,14 +63,17 @@ class Teacher:
         ]
         if example.answer_ids is not None:
             answers = [torch.tensor(ids) for ids in example.answer_ids]
-            return [target for target, _ in self.assess(cache, asked, answers, range(len(asked)))]
+            return [
+                target
+                for target, _ in self._assess_answers(cache, asked, answers, range(len(asked)))
+            ]
         stops = stop_ids(self.model, self.tokenizer)
         answers = [
-            None if draft is None or not stops else self.closed(draft, min(stops))
+            None if draft is None or not stops else self._close_draft(draft, min(stops))
             for draft in example.drafts
         ]
         drafted = [index for index, answer in enumerate(answers) if answer is not None]
-        assessed = zip(drafted, self.assess(cache, asked, answers, drafted), strict=True)
+        assessed = zip(drafted, self._assess_answers(cache, asked, answers, drafted), strict=True)
         targets = {index: target for index, (target, greedy) in assessed if greedy}
         others = [index for index in range(len(asked)) if index not in targets]
         if others:
@@ -80,18 +83,18 @@ class Teacher:
                 answers[index] = ids
             targets |= zip(
                 others,
-                (target for target, _ in self.assess(cache, asked, answers, others)),
+                (target for target, _ in self._assess_answers(cache, asked, answers, others)),
                 strict=True,
             )
         return [targets[index] for index in range(len(asked))]
 
-    def closed(self, draft: str, stop: int) -> Tensor:
+    def _close_draft(self, draft: str, stop: int) -> Tensor:
         """Returns a draft's ids and an EOS id, cut off at the limit."""
         return torch.tensor(
             [*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens]
         )
 
-    def assess(
+    def _assess_answers(
         self,
         cache: RaggedCache,
         asked: list[Tensor],
@@ -107,7 +110,7 @@ class Teacher:
             batch = indices[first : first + BATCH]
             rows = [torch.cat([asked[index], answers[index]]) for index in batch]
             counts = [len(answers[index]) for index in batch]
-            output = answer_pass(self.model, cache, rows, counts, self.record)
+            output = run_answers(self.model, cache, rows, counts, self.record)
             start = 0
             for row, count in zip(rows, counts, strict=True):
                 part = slice(start, start := start + count)

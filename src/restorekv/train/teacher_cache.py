@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import seal
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import ScoredContext
-from restorekv.data.manifest import tokenizer_hash
+from restorekv.data.manifest import hash_tokenizer
 from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.generate import stop_ids
 from restorekv.model import support
@@ -36,9 +36,9 @@ from restorekv.train.examples import Example
 from restorekv.train.teacher import Teacher, TeacherTarget
 
 VERSION = 2
-SPARE = 2**30  # bytes of the disk that are left free
+SPARE_BYTES = 2**30  # bytes of the disk that are left free
 # what a config says about its origin, not about what the model computes
-IRRELEVANT = (
+IRRELEVANT_SETTINGS = (
     "name_or_path",
     "architectures",
     "transformers_version",
@@ -54,7 +54,7 @@ Prepared = tuple[ScoredContext, list[TeacherTarget]]
 
 
 @dataclass
-class Store:
+class TensorStore:
     """A folder of entries; `facts` is what every entry depends on. Once its disk is `full`, it is
     only read.
     """
@@ -63,20 +63,20 @@ class Store:
     facts: dict[str, object] = field(default_factory=dict)
     full: bool = False
 
-    def path(self, part: str, key: dict[str, object]) -> Path:
+    def entry_path(self, part: str, key: dict[str, object]) -> Path:
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
         return self.folder / part / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
 
-    def get(
+    def load_or_compute(
         self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]
     ) -> Tensors:
         """Returns an entry's tensors, which are computed and written if it does not exist; refuses
         other tensors.
         """
-        path = self.path(part, key)
+        path = self.entry_path(part, key)
         if not path.exists():
             tensors = compute()
-            self.write(path, tensors)
+            self.write_entry(path, tensors)
             return tensors
         what = f"The cached file {path}"
         _, tensors = seal.read_sealed(path, KIND, what, finite=True)
@@ -86,7 +86,7 @@ class Store:
             )
         return tensors
 
-    def write(self, path: Path, tensors: Tensors) -> None:
+    def write_entry(self, path: Path, tensors: Tensors) -> None:
         """Writes an entry unless the disk is nearly full, which it warns of once."""
         if self.full:
             return
@@ -94,10 +94,10 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             size = sum(value.nbytes for value in tensors.values())
             free = shutil.disk_usage(path.parent).free
-            self.full = size + SPARE > free
+            self.full = size + SPARE_BYTES > free
             if self.full:
                 return warn(
-                    f"{self.folder} has {free:,} bytes free and at least {SPARE:,} are left to others; the run "
+                    f"{self.folder} has {free:,} bytes free and at least {SPARE_BYTES:,} are left to others; the run "
                     f"goes on and writes nothing more there (the next file takes {size:,})."
                 )
             seal.write_sealed(path, KIND, tensors, follow=False)
@@ -108,7 +108,7 @@ class Store:
 
 
 class TeacherCache:
-    """`get(index, evictor)`: a context with an evictor's scores, without a restore cache, and its
+    """`get_context(index, evictor)`: a context with an evictor's scores, without a restore cache, and its
     teacher's targets.
 
     The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and
@@ -128,19 +128,21 @@ class TeacherCache:
         self.tokenizer = tokenizer
         self.examples = examples
         self.config = config
-        self.evictions = config.evictions()
+        self.evictions = config.make_evictions()
         self.teacher = Teacher(
             model, tokenizer, config.max_new_tokens, tuple(config.state_weights())
         )
         self.store_prefill = store_prefill
-        self.store = None if store is None else Store(store, facts(model, tokenizer))
+        self.store = (
+            None if store is None else TensorStore(store, describe_teacher(model, tokenizer))
+        )
         self.kept: dict[tuple[int, int], Prepared] = {}
         # The context that further draws ask for.
         self.latest: tuple[tuple[int, int], Prepared] | None = None
         support.install(model)
 
     @torch.no_grad()
-    def get(self, index: int, evictor: int = 0) -> Prepared:
+    def get_context(self, index: int, evictor: int = 0) -> Prepared:
         """Returns the context and its targets, scored by the run's evictor of that index."""
         if (index, evictor) in self.kept:
             return self.kept[index, evictor]
@@ -148,21 +150,21 @@ class TeacherCache:
             return self.latest[1]
         self.latest = None  # frees its full cache before the next one is made
         example = self.examples[index]
-        prepared = self.prepared(
+        prepared = self.prepare_context(
             make_context(self.tokenizer, example.context), self.evictions[evictor]
         )
-        targets = self.targets(prepared, example)
+        targets = self.find_targets(prepared, example)
         if len(self.kept) < self.config.keep:
             self.kept[index, evictor] = prepared, targets
         elif self.config.draws > 1:
             self.latest = (index, evictor), (prepared, targets)
         return prepared, targets
 
-    def prepared(self, context: Context, eviction: Eviction) -> ScoredContext:
+    def prepare_context(self, context: Context, eviction: Eviction) -> ScoredContext:
         """Returns prefill and scores, each from the store if it is there."""
         if self.store is None:
             return eviction.prepare(self.model, self.tokenizer, context)
-        text = {"ids": ids_hash(context.ids)}
+        text = {"ids": _hash_ids(context.ids)}
         key = text | {"evictor": eviction.identity(self.model)}
         shape = CacheShape.of(self.model)
         size = {"scores": (torch.float32, (shape.layers, shape.heads, context.tokens))}
@@ -174,7 +176,9 @@ class TeacherCache:
             full = prepared.full
             return {"scores": prepared.scores}
 
-        stored = self.store.get("scores", key, partial(seal.has_sizes, sizes=size), scores)
+        stored = self.store.load_or_compute(
+            "scores", key, partial(seal.has_sizes, sizes=size), scores
+        )
         if self.store_prefill:
             row = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
             rows = {
@@ -183,20 +187,23 @@ class TeacherCache:
                 for name in ("keys", "values")
             }
             whole = partial(seal.has_sizes, sizes=rows)
-            entry = self.store.get(
-                "prefill", text, whole, lambda: packed(full or prefill(self.model, context.ids))
+            entry = self.store.load_or_compute(
+                "prefill",
+                text,
+                whole,
+                lambda: _pack_cache(full or prefill(self.model, context.ids)),
             )
-            full = unpacked(entry, self.model.device)
+            full = _unpack_cache(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
         of_pairs = stored["scores"].to(self.model.device)
         return ScoredContext(self.model, context, full, of_pairs, eviction.conventions)
 
-    def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
+    def find_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Returns the targets of a context, from the store if they are there."""
         if self.store is None:
-            return self.teacher.targets(prepared, example)
+            return self.teacher.make_targets(prepared, example)
         key = {
-            "ids": ids_hash(prepared.context.ids),
+            "ids": _hash_ids(prepared.context.ids),
             "questions": list(example.questions),
             "drafts": list(example.drafts),
             "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
@@ -207,17 +214,22 @@ class TeacherCache:
             question_ids(self.tokenizer, prepared.context, text, empty=True)[0]
             for text in example.questions
         ]
-        whole = partial(are_targets, asked=asked, model=self.model, record=self.teacher.record)
-        entry = self.store.get(
-            "teacher", key, whole, lambda: to_tensors(self.teacher.targets(prepared, example))
+        whole = partial(_are_targets, asked=asked, model=self.model, record=self.teacher.record)
+        entry = self.store.load_or_compute(
+            "teacher",
+            key,
+            whole,
+            lambda: _pack_targets(self.teacher.make_targets(prepared, example)),
         )
-        return from_tensors(entry, len(example.questions), self.model.device)
+        return _unpack_targets(entry, len(example.questions), self.model.device)
 
 
-def facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
+def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
     """Returns what prefill, scores and answers depend on, except the text."""
     settings = model.config.get_text_config().to_diff_dict()
-    config = {key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT}
+    config = {
+        key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT_SETTINGS
+    }
     return {
         "model": model_fingerprint(model),
         "dtype": str(model.dtype),
@@ -226,17 +238,17 @@ def facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
             json.dumps(config, sort_keys=True, default=str).encode()
         ).hexdigest()[:16],
         "template": template_hash(tokenizer),
-        "tokenizer": tokenizer_hash(tokenizer),
+        "tokenizer": hash_tokenizer(tokenizer),
         "stops": sorted(stop_ids(model, tokenizer)),
     }
 
 
-def ids_hash(ids: Tensor) -> str:
+def _hash_ids(ids: Tensor) -> str:
     """Returns the hash of a context's ids, chat prefix included."""
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 
-def packed(full: DynamicCache) -> Tensors:
+def _pack_cache(full: DynamicCache) -> Tensors:
     """Returns keys and values of every layer, (1, H, S + T, D) each."""
     layers = enumerate(full.layers)
     return {
@@ -246,7 +258,7 @@ def packed(full: DynamicCache) -> Tensors:
     }
 
 
-def unpacked(tensors: Tensors, device: torch.device) -> DynamicCache:
+def _unpack_cache(tensors: Tensors, device: torch.device) -> DynamicCache:
     full = DynamicCache()
     for index in range(len(tensors) // 2):
         full.update(
@@ -255,7 +267,7 @@ def unpacked(tensors: Tensors, device: torch.device) -> DynamicCache:
     return full
 
 
-def to_tensors(targets: list[TeacherTarget]) -> Tensors:
+def _pack_targets(targets: list[TeacherTarget]) -> Tensors:
     tensors = {}
     for number, target in enumerate(targets):
         parts = {
@@ -268,7 +280,7 @@ def to_tensors(targets: list[TeacherTarget]) -> Tensors:
     return tensors
 
 
-def are_targets(
+def _are_targets(
     tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]
 ) -> bool:
     """Returns whether these are this model's targets for the questions whose ids are `asked`."""
@@ -293,7 +305,7 @@ def are_targets(
     return seal.has_sizes(tensors, sizes)
 
 
-def from_tensors(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:
+def _unpack_targets(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:
     targets = []
     for number in range(count):
         own = {

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from restorekv.cluster import LOCAL, connect_ray
-from restorekv.errors import RestoreKVError
+from restorekv.errors import import_extra
 from restorekv.files import HOST
 from restorekv.serve.caches import key_of
 from restorekv.serve.engine import (
@@ -296,12 +296,7 @@ def deploy_replicas(
 
 def modules() -> tuple[ModuleType, ModuleType]:
     """Returns Ray Serve, without its remarks, and what runs in a replica."""
-    try:
-        serve = import_module("ray.serve")
-        replica = import_module("restorekv.serve.ray.replica")
-    except ImportError as error:
-        raise RestoreKVError(
-            f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'."
-        ) from None
+    serve = import_extra("ray.serve", "serve-ray", "Ray Serve")
+    replica = import_extra("restorekv.serve.ray.replica", "serve-ray", "Ray Serve")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return serve, replica

@@ -17,7 +17,7 @@ from itertools import accumulate, cycle, islice
 from pathlib import Path
 from random import Random
 
-from restorekv.data.files import identity
+from restorekv.data.files import identify_source
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
@@ -258,7 +258,7 @@ class Ruler(Benchmark):
             license = "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul Graham's"
             return {"data": HUB, "made": made, "license": license, "metric": self.metric}
         if not self.generates:
-            files = identity(str(existing(self.source)))
+            files = identify_source(str(existing(self.source)))
             return {
                 "data": "files in kvpress's form",
                 "license": "theirs",
@@ -279,7 +279,9 @@ class Ruler(Benchmark):
             "stand_ins": {
                 task: text for task, text in self.stand_ins() if task in self.chosen_tasks
             },
-            "files": {setting: identity(str(existing(file))) for setting, file in files.items()},
+            "files": {
+                setting: identify_source(str(existing(file))) for setting, file in files.items()
+            },
             **subsets,
             "metric": self.metric,
         }

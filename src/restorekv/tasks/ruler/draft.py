@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple, Self
 
-from restorekv.data.files import optional
+from restorekv.errors import import_extra
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 UNLIMITED = sys.maxsize - 1
@@ -85,7 +85,11 @@ def words(*kinds: str) -> tuple[str, ...]:
     """
     return tuple(
         sorted(
-            set(optional("wonderwords", "eval").RandomWord().filter(include_categories=list(kinds)))
+            set(
+                import_extra("wonderwords", "eval")
+                .RandomWord()
+                .filter(include_categories=list(kinds))
+            )
         )
     )
 
