@@ -157,7 +157,7 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
     def read():
         return TeacherCache(
             model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path, store_prefill=True
-        ).get(0)
+        ).get_context(0)
 
     read()
     path = next((tmp_path / part).iterdir())
