@@ -370,11 +370,11 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
     cache = type(
         "Cache",
         (),
-        {"layers": [given.layer], "store": lambda self, storage: pytest.fail("not proven")},
+        {"layers": [given.layer], "quantize": lambda self, storage: pytest.fail("not proven")},
     )()
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
     with fake.context() as here:
-        here.setattr(quantized, "pack", wrong)
+        here.setattr(quantized, "quantize", wrong)
         assert not proofs.check(proofs.COMPONENTS["int8"], target()).right
         with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
             proofs.is_proven("int8", *attention.proof_key(given.query))
