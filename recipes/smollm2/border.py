@@ -1,7 +1,7 @@
 """Measure from which ratio on restoring does harm, benchmark by benchmark, from runs of `restorekv
 eval`.
 
-    A=src/restorekv/smollm2/adapters/kvzip
+    A=distributions/restorekv-smollm2/restorekv_smollm2/adapters/kvzip
     restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
         --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 --out runs/border
     python recipes/smollm2/border.py runs/border --json paper/results/smollm2-border.json

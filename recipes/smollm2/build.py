@@ -1,5 +1,5 @@
-"""Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore
-adapters. Resumable.
+"""Make everything that ships for SmolLM2 in distributions/restorekv-smollm2: data, the gate,
+restore adapters. Resumable.
 
     make smollm2     or     python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only | --per-head]
     python recipes/smollm2/build.py runs/smollm2 --corpus CORPUS [--shards 1 2]

@@ -1,5 +1,5 @@
-"""Make everything that ships in src/restorekv/tiny: tokenizer, model, gates, restore adapters.
-Resumable.
+"""Make everything that ships in distributions/restorekv-tiny: tokenizer, model, gates, restore
+adapters. Resumable.
 
 make tiny            or            python recipes/tiny/build.py runs/tiny
 """
@@ -19,7 +19,7 @@ from restorekv.evictors import gate_file
 from restorekv.restore.adapter import RestoreAdapter
 
 HERE = Path(__file__).parent
-PACKAGE = HERE.parents[1] / "src" / "restorekv" / "tiny"
+PACKAGE = HERE.parents[1] / "distributions" / "restorekv-tiny" / "restorekv_tiny"
 EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
 AT_ONCE = 2  # trainings, a thread each
 

@@ -5,13 +5,12 @@ prompt is cut.
 import json
 import random
 import string
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from restorekv.model.load import tiny_path
 from restorekv.tasks import Question, make
-from restorekv.tiny import suite
 from tests.conformance.reference import scorer, script
 
 pytestmark = pytest.mark.kvpress
@@ -70,7 +69,7 @@ def test_every_score_is_theirs(task):
 
 def test_prompts_are_cut_where_kvpress_cuts_them(tmp_path):
     """Its script that makes the hub's data set reads our prompts as RULER's files."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(suite.__file__).parent / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path("model"))
     ours = {}
     for sample in make("ruler:length=1500,per_task=3").samples(tokenizer, "kvpress"):
         (asked,) = sample.questions

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-from restorekv.tiny import world
+from restorekv.model.load import tiny_path
 
-TINY = str(Path(world.__file__).parent / "model")
+TINY = str(tiny_path("model"))
 CODE = """
 import sys
 from transformers import AutoTokenizer

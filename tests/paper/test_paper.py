@@ -13,6 +13,7 @@ from paper.analysis.case import DocumentFigures
 from paper.experiment import Comparison, Most, Place
 from paper.experiments import EXPERIMENTS, FURTHER, chosen, facts, mechanism
 from paper.experiments.methods import METHODS, restored
+from paper.experiments.training_data import MIXTURE
 from paper.scores import of_paper
 from paper.setting import backbone, tiny
 from paper.study import Study
@@ -20,7 +21,6 @@ from paper.write import introduction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import check
-from restorekv.model.load import tiny_path
 
 EVERY = ",".join((*EXPERIMENTS, *FURTHER))
 
@@ -298,7 +298,7 @@ def test_mistakes_are_told(tmp_path, setting):
 
 
 def test_training_data_has_the_papers_rows(setting, tmp_path):
-    assert tiny_path("mixture.json").exists()
+    assert MIXTURE.exists()
     (table,), claims = experiments(setting)["training-data"].show(setting, tmp_path)
     assert [row[0] for row in table.rows] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN", "Total"]
     assert [row[2] for row in table.rows] == ["2,488", "2,260", "1,500", "6,248"] and not claims

@@ -23,7 +23,14 @@ from restorekv.model import attention
 from restorekv.model.attention import proofs, tiles
 from restorekv.model.attention.proofs import Target
 from restorekv.model.attention.trials import ragged_layer
-from restorekv.model.load import NAMES, SMOLLM2, TINY, canonical, reachable
+from restorekv.model.load import (
+    NAMES,
+    SHIPPING,
+    canonical,
+    installation_of,
+    is_shipping_installed,
+    reachable,
+)
 
 PACKAGES = (
     "restorekv",
@@ -138,7 +145,10 @@ def places() -> dict[str, str]:
         else "nowhere, there is no home folder",
         "models of the hub": str(constants.HF_HUB_CACHE),
         "the hub": hub(),
-        "models in packages": f"{SMOLLM2}, {TINY}",
+        "what ships for models": ", ".join(
+            name if is_shipping_installed(name) else f"{name} is missing: {installation_of(name)}"
+            for name in SHIPPING
+        ),
     }
 
 

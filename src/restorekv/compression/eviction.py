@@ -32,7 +32,15 @@ from restorekv.compression.prepared import (
 from restorekv.compression.streaming import StreamedContext, parts, read_part
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model import support
-from restorekv.model.load import SHIPPING, canonical, model_fingerprint, model_name, shipped_path
+from restorekv.model.load import (
+    SHIPPING,
+    canonical,
+    installation_of,
+    is_shipping_installed,
+    model_fingerprint,
+    model_name,
+    shipped_path,
+)
 from restorekv.model.offload import offloaded
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context, tell_beyond
@@ -287,6 +295,12 @@ def shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> 
     """
     name = canonical(model)
     if name not in SHIPPING or not evictor:
+        return None
+    if not is_shipping_installed(name):
+        warn(
+            f"The adapters for {name} are not installed, so nothing is restored; "
+            f"{installation_of(name)}, or pass adapter=None."
+        )
         return None
     folders = (
         shipped_path(name, "adapters", each) for each in (f"{evictor}.{allocation}", evictor)

