@@ -61,7 +61,7 @@ class Options:
         if strange:
             known = ", ".join([*EVICTORS, AM])
             raise RestoreKVError(
-                f"There is no method {sorted(strange)[0]!r} to measure; use some of {known}."
+                f"There is no method {min(strange)!r} to measure; use some of {known}."
             )
 
 

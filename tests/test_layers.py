@@ -1,11 +1,21 @@
-"""The shape of the source: imports go downwards only, and every file says what it is."""
+"""The shape of the source: imports go downwards only and never in a circle, and every file says
+what it is.
+"""
 
 import ast
 import re
 
 import pytest
 
-from tests.helpers.source import FILES, PACKAGE, ROOT, imported, name_of
+from tests.helpers.source import (
+    FILES,
+    PACKAGE,
+    ROOT,
+    find_circles,
+    find_imports,
+    list_late_imports,
+    module_name,
+)
 
 ROOMS = (  # each imports only from itself and from those before it
     "restorekv.errors",
@@ -41,14 +51,19 @@ ROOMS = (  # each imports only from itself and from those before it
 )
 # Only commands, and what is beside the package, need them.
 LEAVES = ("restorekv.serve", "restorekv.evaluation")
+# Imports that do not run when a file is loaded, each with its reason.
+LATE = {
+    ("lazy", "restorekv.cli.folder", "restorekv.cli.ray_folder"): "Ray is an extra",
+    ("lazy", "restorekv.vllm", "restorekv.vllm.connector"): "vLLM is an extra",
+    ("typing", "restorekv.model.offload_trials", "restorekv.model.offload"): "an annotation",
+    ("typing", "restorekv.storage.cache_checks", "restorekv.storage.cache_file"): "an annotation",
+}
 # Rooms (the library's thirteen, vllm/ and serve/) and loose files that one sees in the package.
 TOP, LOOSE = 17, 11
 
 
 def room_of(module: str) -> int:
-    """The number of the room in which a module stands: of the names that it begins with, the
-    longest.
-    """
+    """Return the number of a module's room: of the rooms that its name begins with, the longest."""
     fitting = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
     assert fitting, f"{module} has no room; add it to ROOMS"
     return ROOMS.index(max(fitting, key=len))
@@ -56,19 +71,38 @@ def room_of(module: str) -> int:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
-    own = name_of(path)
-    for other in imported(ast.parse(path.read_text())):
+    own = module_name(path)
+    for other in find_imports(ast.parse(path.read_text())).all:
         assert room_of(other) <= room_of(own), f"{own} imports {other} from above"
+
+
+def test_no_imports_in_a_circle():
+    """Also inside rooms, for all imports that run when a file is loaded."""
+    graph = {module_name(path): find_imports(ast.parse(path.read_text())).eager for path in FILES}
+    circles = find_circles(graph)
+    assert not circles, "; ".join(" -> ".join(circle) for circle in circles)
+
+
+def test_late_imports_are_known():
+    """An import inside a function, or for annotations only, may close a circle: none is new."""
+    late = set(list_late_imports())
+    assert late <= set(LATE), "import it at the top, or give a reason in LATE"
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}
+    assert find_circles(graph) == [["a", "b", "c", "a"]]
+    assert not find_circles(graph | {"c": {"d"}})
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaves_are_imported_by_commands_only(leaf):
     for path in PACKAGE.rglob("*.py"):
-        own = name_of(path)
+        own = module_name(path)
         if not own.startswith((leaf, "restorekv.cli")):
             found = [
                 other
-                for other in imported(ast.parse(path.read_text()))
+                for other in find_imports(ast.parse(path.read_text())).all
                 if f"{other}.".startswith(f"{leaf}.")
             ]
             assert not found, f"{own} imports {found[0]}"

@@ -102,7 +102,7 @@ PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
 
 def restorekv(*arguments: str) -> subprocess.Popen:
     """Start a command of restorekv with one thread."""
-    one = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.Popen([sys.executable, "-m", "restorekv", *arguments], env=os.environ | one)
 
 

@@ -7,7 +7,7 @@ import re
 from functools import cache
 
 from restorekv.cli import COMMANDS, load
-from tests.helpers.source import FILES, MODULES, imported, name_of
+from tests.helpers.source import FILES, MODULES, find_imports, module_name
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {  # flags of other programs, in the sentences that say how to call them
@@ -25,7 +25,7 @@ ELSEWHERE = {
     "--json": "publishing an adapter, which no server does",
     "--nested": "a warning about an adapter, in the log",
 }
-TREES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+TREES = {module_name(path): ast.parse(path.read_text()) for path in FILES}
 
 
 def texts_of(tree: ast.Module) -> list[str]:
@@ -74,7 +74,7 @@ def reached(start: list[str]) -> set[str]:
         module = left.pop()
         if module in TREES and module not in found:
             found.add(module)
-            left += imported(TREES[module])
+            left += find_imports(TREES[module]).all
     return found
 
 
@@ -96,7 +96,7 @@ def test_every_flag_in_a_message_exists():
 
 def test_every_flag_in_a_message_of_the_server_is_one_of_serves():
     servers = [module for module in MODULES if module.startswith("restorekv.serve.")]
-    modules = {each for each in reached([*servers, "restorekv.cli.serve"])} - {
+    modules = set(reached([*servers, "restorekv.cli.serve"])) - {
         "restorekv.cli",
         "restorekv.cli.options",
     }

@@ -246,7 +246,7 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
     section = (place / "README.md").read_text().split("## In kvpress 0.5.5")[1]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: str(place))
     made = {"model": theirs}
-    exec(re.search(r"```python\n(.*?)```", section, re.S)[1], made)
+    exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], made)
     context = make_context(tokenizer, TEXT)
     cache = press_once(made["press"], theirs, context)
     prepared = Eviction.make(f"kvzip{'+' * plus}", adapter, prefix_policy="counted").prepare(

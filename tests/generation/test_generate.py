@@ -97,7 +97,7 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
         ids[row, :past], mask[row, :past] = one["input_ids"][0, :past], 1
         ids[row, width - len(asked) :], mask[row, width - len(asked) :] = asked, 1
     model.generation_config.eos_token_id = 319
-    tiny = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    tiny = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     result = model.generate(
         input_ids=ids, attention_mask=mask, past_key_values=cache.fork(4), **tiny
     )[:, width:]

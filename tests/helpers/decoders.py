@@ -135,9 +135,8 @@ SIZES = {
 # What single classes need besides.
 MLA = {"head_dim": 8, "num_key_value_heads": HEADS, "qk_head_dim": 16}
 SPECIAL: dict[str, dict[str, object]] = {
-    **{
-        kind: MLA
-        for kind in (
+    **dict.fromkeys(
+        (
             "axk1",
             "axk2",
             "deepseek_v2",
@@ -148,8 +147,9 @@ SPECIAL: dict[str, dict[str, object]] = {
             "longcat_flash",
             "minicpm3",
             "youtu",
-        )
-    },
+        ),
+        MLA,
+    ),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "mamba2": {"head_dim": 16, "expand": 2},

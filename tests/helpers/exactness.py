@@ -48,10 +48,12 @@ def compare(
     raises.
 
     Args:
+        model: The model with transformers' own attention.
         text: Tokens of the text, the prefix included.
         question: Tokens of the question.
         answer: Tokens of the answer.
         ratios: Shares of the pairs to keep.
+        seed: Of the random token ids.
     """
     plain = plain_copy(model)
     ids = random_ids(text + question, seed)

@@ -49,7 +49,7 @@ class Hub:
 
 def front_matter_errors(content: str) -> list[str]:
     """Returns what the hub would find wrong with a model card."""
-    front = re.match(r"---\n(.*?)\n---\n", content, re.S)
+    front = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
     data = yaml.safe_load(front[1]) if front else {}
     errors = (
         []

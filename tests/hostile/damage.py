@@ -458,7 +458,7 @@ def evil_model(folder: Path, model: Path) -> None:
     evil = folder / EVIL
     shutil.copytree(model, evil)
     (evil / "evil.py").write_text(f"open({str(folder / RAN)!r}, 'w')\n\n\nclass Evil:\n    pass\n")
-    names = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    names = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
     tokenizer = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     for file, entries in (
         ("config.json", {"model_type": "evil", "auto_map": names | tokenizer}),

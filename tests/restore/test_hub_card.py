@@ -112,7 +112,7 @@ def test_front_matter_is_what_the_hub_takes(name, license, expected):
 
 
 def code_blocks(text, language):
-    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):

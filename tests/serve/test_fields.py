@@ -128,9 +128,7 @@ def test_fields_without_effect_change_no_answer(kind, url, file):
     """Not even with a value of the wrong kind; null is as good as none."""
     plain = sent(url, *request_of(kind, file))
     assert plain[0] == 200
-    values = {name: None for name in KINDS[kind][3]} | {
-        name: {"a": ["b"]} for name in KINDS[kind][2]
-    }
+    values = dict.fromkeys(KINDS[kind][3]) | {name: {"a": ["b"]} for name in KINDS[kind][2]}
     neutral = {name: nothing[0] for name, (nothing, _) in KINDS[kind][3].items() if nothing}
     metadata = {"metadata": {"a": "b"}}
     for more in (values | metadata, neutral):

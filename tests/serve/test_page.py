@@ -108,7 +108,7 @@ def test_the_page_asks_nobody_else_and_puts_no_text_in_as_html():
     assert sum(len(text.splitlines()) for text in written.values()) < 900
     for name, text in written.items():
         assert not re.search(
-            r"https?:|//[a-z]|@import|url\(", re.sub(r"^\s*//.*$", "", text, flags=re.M)
+            r"https?:|//[a-z]|@import|url\(", re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE)
         ), name
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function", text

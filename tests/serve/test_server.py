@@ -234,7 +234,7 @@ def test_a_deleted_document_leaves_memory(client):
 
 def counted(client, name: str) -> int:
     text = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
-    return int(float(re.search(rf"^restorekv_{name} (\S+)", text, re.M)[1]))
+    return int(float(re.search(rf"^restorekv_{name} (\S+)", text, re.MULTILINE)[1]))
 
 
 def test_files_are_listed_given_back_and_kept_apart(client, file):

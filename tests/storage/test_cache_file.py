@@ -112,7 +112,7 @@ def test_every_flipped_byte_is_noticed(written):
     """A byte in each kilobyte, and every byte of the length field and the header's first part."""
     path, _, _ = written
     good = path.read_bytes()
-    for place in [*range(0, 400), *range(400, len(good), 997), len(good) - 1]:
+    for place in [*range(400), *range(400, len(good), 997), len(good) - 1]:
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(CacheFileError):
             read(path)

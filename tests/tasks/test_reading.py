@@ -159,8 +159,8 @@ def test_text_is_cut_at_the_ends_of_paragraphs():
         part == part.strip() for part in found
     )
     assert split_text(text, 0, len) == [text] == split_text(text, 10_000, len)
-    assert packed([5, 5, 5, 5], 10) == [range(0, 2), range(2, 4)] and packed([9, 1, 1, 9], 12) == [
-        range(0, 2),
+    assert packed([5, 5, 5, 5], 10) == [range(2), range(2, 4)] and packed([9, 1, 1, 9], 12) == [
+        range(2),
         range(2, 4),
     ]
     assert [list(group) for group in packed([1] * 7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]

@@ -164,7 +164,7 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
     raw = path.read_bytes()
     _, good = seal.read_sealed(path, cache_module.KIND)
     bad = [
-        {name: value for name, value in list(good.items())[1:]},
+        dict(list(good.items())[1:]),
         {**good, "surplus": torch.ones(1)},
     ]
     for name, value in good.items():

@@ -135,6 +135,7 @@ class Index:
         them.
 
         Args:
+            statements: SQL with its parameters.
             late: whether the disk may take them later, so that this never fails for the disk's sake.
         """
         if not late:
