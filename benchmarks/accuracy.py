@@ -23,7 +23,7 @@ from restorekv.evaluation.results import Result
 from restorekv.evaluation.run import LocalPool, Progress
 from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.stats import compared
-from restorekv.model.load import TINY
+from restorekv.model.names import TINY
 
 RATIOS = ("0.2", "0.05")
 PART = 512

@@ -27,7 +27,7 @@ from benchmarks.compress_cost import measure_apart, text_of
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.compression.budget import exact_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 
 FOLDER = Path(__file__).parent
 OURS = "ours"
@@ -119,7 +119,7 @@ def job_of(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
     return {
         "text": text,
         "context_ids": context.ids[0].tolist(),
-        "question_ids": question_ids(tokenizer, context, QUESTION)[0].tolist(),
+        "question_ids": encode_question(tokenizer, context, QUESTION)[0].tolist(),
         "ratio": float(exact_ratio(options.ratio)),
         "warm_up": WARM_UP,
         "decode": options.decode,

@@ -27,7 +27,8 @@ from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
-from restorekv.model.load import TINY, load_model, model_name
+from restorekv.model.load import load_model
+from restorekv.model.names import TINY, get_model_name
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -127,7 +128,7 @@ def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, 
     """Returns a spec and the source of its gate: a random one where a learned scorer names none and
     none ships.
     """
-    if evictor not in LEARNED or model_name(model) == TINY:
+    if evictor not in LEARNED or get_model_name(model) == TINY:
         return evictor, None
     return f"{evictor}:gate={random_gate(model, evictor, folder)}", "random"
 
@@ -136,7 +137,7 @@ def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, s
     """Returns the adapter that ships for this scorer, or a random one: shapes decide time and
     memory.
     """
-    shipped = shipped_adapter(model_name(model), evictor)
+    shipped = shipped_adapter(get_model_name(model), evictor)
     if shipped:
         return RestoreAdapter.from_pretrained(model, shipped), "shipped"
     return RestoreAdapter.create(model, RESTORE_TOKENS, rank=RANK), "random"
@@ -166,7 +167,7 @@ def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
     """Saves a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
     the width.
     """
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     generator = torch.Generator().manual_seed(0)
     sizes = {
         "q_norm.weight": torch.empty(16),

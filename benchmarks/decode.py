@@ -48,7 +48,7 @@ from restorekv.generation.generate import next_logits
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.offload import trim_heap
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 from restorekv.model.shape import CacheShape
 
 QUESTION = 24  # columns of the tail behind the restore cache
@@ -102,7 +102,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         tokenizer = save_tokenizer(Path(name))
         parameters = save_model(Path(name), {**SHAPE, **options.shape}, options.seed)
         model, _ = load_model(name)
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         progress("memory held")
         held = memory(shape, options, min(map(float, options.ratios)))
         bandwidth = copying(
@@ -204,7 +204,7 @@ def one_ratio(
     model: PreTrainedModel, full: DynamicCache, options: Options, ratio: float, bandwidth: float
 ) -> dict:
     """Medians over rounds in which every side takes its turn; `full` ends as it began."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     made = compressed(full, ratio, options.seed)
     caches = {"ours": grown(made, QUESTION), "full": full}
     if ratio < 1:
@@ -239,14 +239,14 @@ def attention_seconds(
     """Of one layer, by side: a pass over all layers, so that no layer is found in the processor's
     cache.
     """
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     module = model.model.layers[0].self_attn
     query = torch.randn(1, shape.heads * shape.groups, 1, shape.head_dim).bfloat16()
     rows = query.view(1, shape.heads, shape.groups, shape.head_dim)
 
     def attend(layer: CacheLayerMixin) -> None:
         pair = (layer, layer) if isinstance(layer, RaggedLayer) else (layer.keys, layer.values)
-        attention.attend(module, query, *pair, None)
+        attention.attend_layer(module, query, *pair, None)
 
     passes = {name: each(cache.layers, attend) for name, cache in caches.items()}
     whole = caches["full"].layers
@@ -281,7 +281,7 @@ def answering(
     job = job_of(bench.Options([options.read], seed=options.seed), tokenizer, options.read)
     context = make_context(tokenizer, job["text"])
     letters = (chr(ord("a") + number % 26) for number in range(options.asked))
-    asked = [question_ids(tokenizer, context, f"{letter}?")[0].tolist() for letter in letters]
+    asked = [encode_question(tokenizer, context, f"{letter}?")[0].tolist() for letter in letters]
     job |= {
         "model": str(folder),
         "threads": torch.get_num_threads(),

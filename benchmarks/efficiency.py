@@ -33,8 +33,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import differences, make_label, provenance
 from restorekv.files import read_json, write_json
 from restorekv.model import attention
-from restorekv.model.load import model_name
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.names import get_model_name
+from restorekv.model.shape import CacheShape, get_backbone
 
 FOLDER = "efficiency"
 SCORERS = ("kvzip", "snapkv", "h2o", "fastkvzip")
@@ -95,7 +95,7 @@ def measure(
 
     `conventions` are for eviction with adapters: no offset, a restore pass over the full cache.
     """
-    label = label or make_label(model_name(model), model.device.type)
+    label = label or make_label(get_model_name(model), model.device.type)
     path = out / FOLDER / f"{label}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = (
@@ -150,7 +150,7 @@ def compression_apart(
     """Runs one measurement of `compress_cost` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         job = {
-            "model": model_name(model),
+            "model": get_model_name(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
             "threads": torch.get_num_threads(),
@@ -214,7 +214,7 @@ def random_prepared(
     to prefill.
     """
     context = context_of(tokenizer, tokens)
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     target = {"device": model.device, "dtype": model.dtype}
 
     def pairs(length: int) -> tuple[Tensor, Tensor]:
@@ -277,13 +277,13 @@ def add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
 
 def step(model: PreTrainedModel, cache: RaggedCache) -> float:
     """Returns the seconds of a random query's attention in one layer, averaged over the layers."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     size = (1, shape.heads * shape.groups, 1, shape.head_dim)
     query = torch.randn(size, dtype=model.dtype, device=model.device)
-    modules = [layer.self_attn for layer in decoder(model).layers]
+    modules = [layer.self_attn for layer in get_backbone(model).layers]
     start = now(model)
     for module, layer in zip(modules, cache.layers, strict=True):
-        attention.attend(module, query, layer, layer, None)
+        attention.attend_layer(module, query, layer, layer, None)
     return (now(model) - start) / len(modules)
 
 

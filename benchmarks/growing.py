@@ -28,7 +28,7 @@ from restorekv.generation.chat import Chat
 from restorekv.generation.generate import answer_ids
 from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from restorekv.pipeline import compress
 from restorekv.tasks.base import Sample
 
@@ -105,7 +105,7 @@ def compared(
     full = compress(model, tokenizer, ids, ratio=1, adapter=None, between="")
     asked = [question for text in group for question in text.sample.questions]
     prompts = [
-        question_ids(tokenizer, full.context, question.text, question.answer_prefix)[0]
+        encode_question(tokenizer, full.context, question.text, question.answer_prefix)[0]
         for question in asked
     ]
     limits = [question.max_new_tokens for question in asked]

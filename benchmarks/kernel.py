@@ -113,12 +113,12 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     """One ratio, on caches of its own."""
     generator = torch.Generator(device).manual_seed(options.seed)
     layers = [random_layer(options, ratio, generator) for _ in range(options.layers)]
-    tiles.plan(layers)
+    tiles.plan_tiles(layers)
     shape = options.questions, options.heads, options.groups, 1, options.width
     query = random(generator, *shape)
     check(query, layers[0])
     scale = options.width**-0.5
-    attend = attention.triton_attend.attend
+    attend = attention.triton_attend.attend_ragged
     found = {
         "ours": seconds(
             each(layers, lambda layer: attend(query, layer, None, scale)), options.repeat, device
@@ -172,9 +172,9 @@ def random_layer(options: Options, ratio: float, generator: torch.Generator) -> 
 def check(query: Tensor, layer: RaggedLayer) -> None:
     """A wrong kernel is not worth timing."""
     scale = query.shape[-1] ** -0.5
-    wished = naive.attend(query.float(), layer, None, scale)
+    wished = naive.attend_ragged(query.float(), layer, None, scale)
     error = (
-        attention.triton_attend.attend(query, layer, None, scale) - wished
+        attention.triton_attend.attend_ragged(query, layer, None, scale) - wished
     ).norm() / wished.norm()
     if not error < 0.02:
         raise RestoreKVError(

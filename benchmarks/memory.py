@@ -40,7 +40,7 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
-from restorekv.model.offload import offloaded, trim_heap
+from restorekv.model.offload import make_offloaded_cache, trim_heap
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
 from restorekv.pipeline import compress
@@ -170,7 +170,7 @@ def measure(job: dict) -> dict:
     """One compression, phase by phase."""
     model, tokenizer = load_model(job["model"])
     adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     text = text_of(job["tokens"], job["seed"])
     mode = {
         "offload": job["mode"] == "offload",
@@ -232,8 +232,8 @@ def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
 
 def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
     """Standard normal keys and values."""
-    shape = CacheShape.of(model)
-    full = offloaded(model, columns) if offload else DynamicCache()
+    shape = CacheShape.from_model(model)
+    full = make_offloaded_cache(model, columns) if offload else DynamicCache()
     for layer in range(shape.layers):
         states = (
             torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype)

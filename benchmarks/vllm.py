@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer, texts
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 from restorekv.pipeline import compress
 from restorekv.vllm import transfer_config
 
@@ -96,7 +96,7 @@ def sides(
         context = make_context(tokenizer, text)
         ids = context.ids[0].tolist()
         whole.append(
-            [ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS]
+            [ids + encode_question(tokenizer, context, each)[0].tolist() for each in QUESTIONS]
         )
     yield "whole", (whole, None, options.tokens)
     for ratio in options.ratios:

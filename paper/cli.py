@@ -20,7 +20,7 @@ from restorekv.cli.session import notes, output, print_written, silence_transfor
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.report import SVG
 from restorekv.files import check_target, replace_file
-from restorekv.model.load import SMOLLM2, TINY, canonical
+from restorekv.model.names import SMOLLM2, TINY, to_canonical_name
 
 RESULTS = "results"
 
@@ -73,7 +73,7 @@ def run(
     ] = 2,
 ) -> None:
     common = {"count": count, "seeds": numbers(seeds), "device": device, "dtype": dtype}
-    asked = setting_of(out, canonical(model), adapters, benchmark or [], data, common)
+    asked = setting_of(out, to_canonical_name(model), adapters, benchmark or [], data, common)
     experiments = chosen(only, asked)
     if listed:
         tell_list(experiments, asked)

@@ -15,7 +15,7 @@ from restorekv import tasks
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.model.load import TINY
+from restorekv.model.names import TINY
 from restorekv.restore import publish
 from restorekv.tiny import world
 from restorekv.train.config import TrainConfig

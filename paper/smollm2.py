@@ -13,7 +13,7 @@ from paper.training import Setup
 from restorekv import tasks
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import RestoreKVError
-from restorekv.model.load import SMOLLM2
+from restorekv.model.names import SMOLLM2
 from restorekv.restore import adapter_file
 from restorekv.tasks.ruler.benchmark import GROUPS
 from restorekv.train.config import TrainConfig

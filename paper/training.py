@@ -20,7 +20,8 @@ import torch
 from paper.recipe import LONGEST, SHORTEST
 from restorekv.errors import RestoreKVError
 from restorekv.files import file_lock, replace_file
-from restorekv.model.load import TINY, load_model
+from restorekv.model.load import load_model
+from restorekv.model.names import TINY
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example, make_tiny_examples, read_examples

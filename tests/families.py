@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.support import UNLIMITED, support_of
+from restorekv.model.support import UNLIMITED, get_support
 from tests.helpers import decoders, exactness
 
 TEXT, QUESTION, ANSWER = 200, 12, 6  # tokens; configs mention 48 and 96
@@ -61,7 +61,7 @@ def judge(kind: str, seed: int = 0, **overrides: object) -> tuple[Family, list[s
 def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[str]]:
     """Returns what happens with a model, why, and every difference from transformers."""
     try:
-        limit = support_of(model).positions
+        limit = get_support(model).positions
     except RestoreKVError as error:
         return REFUSED, reason(error), []
     if limit == UNLIMITED:
@@ -76,7 +76,7 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
         f"{what} is not refused"
         for what in exactness.answered_beyond(model, limit, QUESTION, ANSWER)
     ]
-    return WINDOWED, support_of(model).beyond, problems
+    return WINDOWED, get_support(model).beyond, problems
 
 
 def reason(error: RestoreKVError) -> str:

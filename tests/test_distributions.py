@@ -10,7 +10,8 @@ from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import GateError, ModelError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.model import load
-from restorekv.model.load import SHIPPING, is_shipping_installed, load_model, shipped_path
+from restorekv.model.load import load_model
+from restorekv.model.names import SHIPPING, is_shipping_installed, shipped_path
 from tests.helpers.source import PACKAGE, ROOT
 
 WHEEL_BYTES = 2_000_000

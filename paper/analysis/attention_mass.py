@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paper.analysis.case import FULL, Case, DocumentFigures, plain, watching
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 
 PARTS = ("context", "sinks", "restore", "question")
 LEAST = 0.001  # a layer with a smaller mass on the context is counted in `layers_below`
@@ -88,7 +88,7 @@ def measure_question(
                 kl[:, index] += torch.stack([divergence(there, parts[0]).mean(), torch.ones(())])
 
     with watching(model, see, last=1):
-        decoder(model)(
+        get_backbone(model)(
             input_ids=prompt.to(model.device), past_key_values=cache.fork(), use_cache=True
         )
     return {"masses": masses.tolist()} | ({} if keep else {"kl_attention": kl.tolist()})

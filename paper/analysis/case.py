@@ -20,7 +20,7 @@ from restorekv.evaluation.protocols import Protocol
 from restorekv.evaluation.stats import resamples
 from restorekv.model import attention
 from restorekv.model.attention import frozen
-from restorekv.model.attention.naive import causal
+from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
@@ -169,7 +169,7 @@ def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Itera
         layer = view.ragged
         mask = view.mask
         if mask is None:
-            mask = causal(query.shape[-2], layer.columns, query.device)[None, None]
+            mask = make_causal_mask(query.shape[-2], layer.columns, query.device)[None, None]
         first = 0 if last is None else query.shape[-2] - last
         see(
             view.layer,
@@ -177,7 +177,7 @@ def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Itera
             weights(query[..., first:, :], layer, mask[..., first:, :], view.scale),
         )
 
-    with attention.using("frozen"), observe_layers(model, on_layer):
+    with attention.force_backend("frozen"), observe_layers(model, on_layer):
         yield
 
 
@@ -186,7 +186,7 @@ def weights(query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float) -> It
     # Apple's GPUs have no float64.
     exact = query.dtype if query.device.type == "mps" else torch.float64
     context = (layer.context_keys, layer.context_values, layer.bias)
-    blocks = frozen.blocks(
+    blocks = frozen.iterate_blocks(
         query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale
     )
     for _, found in groupby(blocks, key=lambda block: block[0]):

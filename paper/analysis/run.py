@@ -28,7 +28,7 @@ from restorekv.evaluation.results import (
     provenance,
 )
 from restorekv.files import write_json
-from restorekv.model.load import model_name
+from restorekv.model.names import get_model_name
 from restorekv.tasks import Benchmark, Sample
 from restorekv.tasks.base import digest
 
@@ -121,7 +121,7 @@ def analyze(
     RestoreKVError where files of other settings are in the way.
     """
     what = [each for each in what if each != "restore_attention" or eviction.adapter]
-    name = model_name(model)
+    name = get_model_name(model)
     label = label or make_label(name, eviction.evictor.spec)
     samples = benchmark.chosen(tokenizer, protocol.name)
     contexts = [protocol.context(name, tokenizer, sample.context)[0] for sample in samples]

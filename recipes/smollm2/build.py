@@ -26,8 +26,9 @@ import torch
 from restorekv.data.corpus import TRAIN_SPLIT
 from restorekv.data.files import iterate_rows
 from restorekv.evictors import gate_file
-from restorekv.model import base_weights
-from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
+from restorekv.model.identity import describe_weights
+from restorekv.model.load import load_model
+from restorekv.model.names import SMOLLM2, SMOLLM2_ID, shipped_path
 from restorekv.restore.adapter import RestoreAdapter
 
 TEXTS = Path(__file__).parent / "texts"
@@ -305,7 +306,7 @@ def install(folder: Path) -> None:
         if place.exists():
             adapter = RestoreAdapter.from_pretrained(model, place)
             adapter.card = replace(
-                adapter.card, model=SMOLLM2, local=False, weights=base_weights.describe(model)
+                adapter.card, model=SMOLLM2, local=False, weights=describe_weights(model)
             )
             adapter.config.base_model_name_or_path = SMOLLM2_ID
             adapter.save_pretrained(

@@ -42,8 +42,9 @@ from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.evaluation.stats import weighted_interval
 from restorekv.generation.generate import answer_ids
-from restorekv.model.load import load_model, shipped_path
-from restorekv.model.prompt import BETWEEN, make_context, question_ids
+from restorekv.model.load import load_model
+from restorekv.model.names import shipped_path
+from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, corpus_split
 from restorekv.train.examples import Example
@@ -393,7 +394,7 @@ def answered(bench: Bench, document: SourceDocument) -> dict:
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
     questions = [BETWEEN + question for _, question in document.asked]
     prompts = [
-        question_ids(bench.tokenizer, context, question, empty=True)[0] for question in questions
+        encode_question(bench.tokenizer, context, question, empty=True)[0] for question in questions
     ]
     choosers = [GreedyUntilLoop(LOOP) for _ in prompts]
     ids = answer_ids(bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, rows=choosers)

@@ -23,7 +23,7 @@ from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split
@@ -99,12 +99,12 @@ def scores(model, tokenizer, passage: Passage) -> list[float]:
     """Returns the mean token F1 over a passage's questions under every wording."""
     text, questions = passage
     context = make_context(tokenizer, text)
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
     cache = ScoredContext(model, context, prefill(model, context.ids), unscored).evict(1)
     asked = spread(questions, QUESTIONS)
     prompts = [
-        question_ids(tokenizer, context, wording.format(q=each["question"]), opening)
+        encode_question(tokenizer, context, wording.format(q=each["question"]), opening)
         for wording, opening in WORDINGS
         for each in asked
     ]
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=6)
     given = parser.parse_args()
     model, tokenizer = load_model(given.model)
-    attention.install(model)
+    attention.install_attention(model)
     columns = []
     for source, count in ((fairytales, given.stories), (factbook, given.documents)):
         every = [each for each in source(given.data, tokenizer) if len(each[1]) >= QUESTIONS]

@@ -28,8 +28,8 @@ from restorekv.generation.answers import Answer
 from restorekv.generation.chat import Chat
 from restorekv.generation.sampling import Decoding, DecodingOptions, FiniteLogits
 from restorekv.model import attention, support
-from restorekv.model.load import longest
-from restorekv.model.prompt import Context, encode, template_hash, token_ids
+from restorekv.model.prompt import Context, check_token_ids, encode_text, hash_template
+from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file, portable
@@ -52,7 +52,7 @@ class CompressedContext:
     compressor: Compressor | None = None  # what made it, in the process that made it
 
     def __post_init__(self) -> None:
-        attention.prepare(self.cache.layers)
+        attention.plan_kernels(self.cache.layers)
         self.cache.lock()
 
     def ask(
@@ -151,9 +151,9 @@ class CompressedContext:
         True
         """
         ids = (
-            encode(self.tokenizer, text)
+            encode_text(self.tokenizer, text)
             if isinstance(text, str)
-            else token_ids(self.tokenizer, text)
+            else check_token_ids(self.tokenizer, text)
         )
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
@@ -179,7 +179,7 @@ class CompressedContext:
         )
         cache = growth.run()
         context = growth.whole if between is None else replace(growth.whole, between=between)
-        attention.store(cache, m.storage, CacheShape.of(self.model).groups)
+        attention.store_context(cache, m.storage, CacheShape.from_model(self.model).groups)
         seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
         manifest = m.of_other(
             context,
@@ -298,7 +298,7 @@ class CompressedContext:
         """
         stored = file if isinstance(file, CacheFile) else cache_file.read(file)
         check(stored, model, tokenizer)
-        support.install(model)
+        support.prepare_model(model)
         return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)
 
     def __repr__(self) -> str:
@@ -329,12 +329,12 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
             f"{path} has token ids that the model's vocabulary lacks; compress the context again."
         )
     reach = stored.context.positions + manifest.offset
-    limit = longest(model.config)
+    limit = count_positions(model.config)
     if manifest.offset and reach > limit:  # compress makes none
         raise CacheFileError(
             f"{path} moves questions to position {reach:,}, and the model has {limit:,}; compress the context again."
         )
-    if manifest.template != template_hash(tokenizer):
+    if manifest.template != hash_template(tokenizer):
         warn(f"{path} was made with another chat template; answers may suffer.")
 
 

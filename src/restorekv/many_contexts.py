@@ -15,7 +15,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.generation import answers
 from restorekv.generation.sampling import Decoding, DecodingOptions
 from restorekv.model import attention
-from restorekv.model.prompt import template_hash
+from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
 
 
@@ -106,7 +106,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
                 f"The contexts differ in {name}; compress them alike to compose them."
             )
     context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
-    attention.store(cache, records[0].storage, CacheShape.of(first.model).groups)
+    attention.store_context(cache, records[0].storage, CacheShape.from_model(first.model).groups)
     ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
     seconds = {"compose": round(time.perf_counter() - start, 4)}
     manifest = records[0].of_other(
@@ -135,7 +135,7 @@ def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
             raise RestoreKVError(
                 "A batch has one model; load the cache files with the same model object."
             )
-        if template_hash(each.tokenizer) != template_hash(first.tokenizer):
+        if hash_template(each.tokenizer) != hash_template(first.tokenizer):
             raise RestoreKVError(
                 "A batch has one chat template; load the cache files with the same tokenizer."
             )

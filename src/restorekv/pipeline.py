@@ -37,18 +37,20 @@ from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_bytes
 from restorekv.model import attention
-from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.names import get_model_name
 from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import (
     Context,
-    default_between,
-    fit,
+    check_system_message,
+    fit_context,
+    get_default_between,
+    hash_template,
     make_context,
-    system_text,
-    template_hash,
 )
+from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
-from restorekv.model.tokenize import decoded
+from restorekv.model.tokenize import decode_utf8
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.cache_checks import sums
 from restorekv.storage.cache_file import Manifest
@@ -107,9 +109,11 @@ def compress(
     )
     compressor = make_compressor(chosen_evictor(evictor, preset), conventions, streaming)
     ratio = kept_ratio(ratio, compression_ratio)
-    text, system = text_and_system(context, system_text(system))
-    between = default_between(tokenizer) if between is None else between
-    parsed, cut = fit(model, make_context(tokenizer, text, between, system), max_context, offset)
+    text, system = text_and_system(context, check_system_message(system))
+    between = get_default_between(tokenizer) if between is None else between
+    parsed, cut = fit_context(
+        model, make_context(tokenizer, text, between, system), max_context, offset
+    )
     size = model, parsed, conventions, ratio, tokens_per_head
     kept = budget_for(*size).ratio
     adapter, restore_tokens = (
@@ -126,7 +130,7 @@ def compress(
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with timed(seconds, "evict"):
-            attention.store(cache, storage, CacheShape.of(model).groups)
+            attention.store_context(cache, storage, CacheShape.from_model(model).groups)
         seconds = prepared.seconds | seconds
         manifest = describe(
             tokenizer, chosen, prepared, budget, cache, seconds, storage, cut, system
@@ -157,7 +161,7 @@ def text_and_system(context: object, system: str) -> tuple[str | Sequence[int] |
     """
     if isinstance(context, Path):
         what = f"The file {context}"
-        return decoded(read_bytes(context, what, TEXT_BYTES), what), system
+        return decode_utf8(read_bytes(context, what, TEXT_BYTES), what), system
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
     roles = [each.get("role") if isinstance(each, Mapping) else None for each in context]
@@ -199,7 +203,7 @@ def budget_for(
     """
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     if tokens_per_head is None:
         return conventions.budget(
             0.1 if ratio is None else ratio, context, shape.layers, shape.heads, restore_tokens
@@ -225,15 +229,15 @@ def describe(
     model = prepared.model
     context = prepared.context
     conventions = prepared.conventions
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     adapter = compressor.adapter
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
     return Manifest(
-        model=model_name(model),
-        fingerprint=model_fingerprint(model),
-        rope=rope_fingerprint(model.config),
-        template=template_hash(tokenizer),
+        model=get_model_name(model),
+        fingerprint=fingerprint_model(model),
+        rope=get_rope_settings(model.config),
+        template=hash_template(tokenizer),
         dtype=str(model.dtype).removeprefix("torch."),
         shape=vars(shape),
         prefix=context.prefix,

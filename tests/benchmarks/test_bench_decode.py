@@ -109,7 +109,7 @@ def test_a_round_leaves_the_full_cache_as_it_was(monkeypatch):
         return torch.zeros(1, 8)
 
     monkeypatch.setattr(decode, "next_logits", grow)
-    monkeypatch.setattr(decode.CacheShape, "of", lambda model: SHAPE)
+    monkeypatch.setattr(decode.CacheShape, "from_model", lambda model: SHAPE)
     monkeypatch.setattr(decode, "attention_seconds", lambda *_: {})
     decode.one_ratio(None, full, Options(50, repeat=2), 0.5, 1.0)
     assert all(layer.keys.equal(keys) for layer, keys in zip(full.layers, before, strict=True))

@@ -39,7 +39,7 @@ def test_a_rehearsal_goes_through_everything(monkeypatch):
     table = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
     monkeypatch.setattr(
-        attention.triton_attend, "attend", lambda query, *_: torch.zeros_like(query)
+        attention.triton_attend, "attend_ragged", lambda query, *_: torch.zeros_like(query)
     )
     with pytest.raises(RestoreKVError, match="off by 100"):
         run(REHEARSAL, rehearse=True)

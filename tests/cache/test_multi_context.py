@@ -13,7 +13,7 @@ from restorekv import ask_many, compress
 from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.generation import generate
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model, greedy
 
@@ -77,7 +77,7 @@ def test_rows_end_on_their_own(made, tiny_tokenizer):
     """Documents whose rows are done leave the batch, first, middle or last."""
     model = made[0].model
     rows = [(each, question) for each in made for question in QUESTIONS[:2]]
-    prompts = [question_ids(tiny_tokenizer, each.context, question) for each, question in rows]
+    prompts = [encode_question(tiny_tokenizer, each.context, question) for each, question in rows]
     caches, limits = [each.cache for each, _ in rows], [9, 1, 2, 2, 5, 9]
     model.generation_config.eos_token_id = 319
     together = generate.answer_ids(model, tiny_tokenizer, caches, prompts, limits)
@@ -90,7 +90,7 @@ def test_rows_end_on_their_own(made, tiny_tokenizer):
 
 def test_a_pass_sees_every_row_that_still_runs_and_no_other(made, tiny_tokenizer):
     model = made[0].model
-    prompts = [question_ids(tiny_tokenizer, each.context, "Which code?")[0] for each in made]
+    prompts = [encode_question(tiny_tokenizer, each.context, "Which code?")[0] for each in made]
     sizes = []
     hook = model.register_forward_pre_hook(
         lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -131,7 +131,7 @@ def test_other_models_and_templates_are_refused(made, tiny_tokenizer):
     )
     with pytest.raises(RestoreKVError, match="one model"):
         ask_many([(made[0], "a?"), (other, "b?")])
-    with patch.object(restorekv.many_contexts, "template_hash", side_effect=lambda one: id(one)):
+    with patch.object(restorekv.many_contexts, "hash_template", side_effect=lambda one: id(one)):
         strange = restorekv.CompressedContext(
             made[0].model, object(), *list(vars(made[0]).values())[2:]
         )

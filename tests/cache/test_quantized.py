@@ -145,15 +145,15 @@ def test_attention_is_that_of_the_numbers_stored(
         torch.ones(queries, queries + 2, dtype=torch.bool).tril(2).expand(batch, 1, -1, -1).clone()
     )
     mask[0, :, :, 0] &= not hidden
-    exact = stored.unpacked(layer)
+    exact = stored.unpack_layer(layer)
     for name in ("context_keys", "context_values"):
         setattr(exact, name, getattr(layer, name).dequantize(slice(None), torch.float64))
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
     exact.bias = None if layer.bias is None else layer.bias.double()
-    expected = naive.attend(query.double(), exact, mask, dim**-0.5)
+    expected = naive.attend_ragged(query.double(), exact, mask, dim**-0.5)
     before, stored.BLOCK = stored.BLOCK, block
     try:
-        found = stored.attend(query, layer, mask if hidden else None, dim**-0.5)
+        found = stored.attend_ragged(query, layer, mask if hidden else None, dim**-0.5)
     finally:
         stored.BLOCK = before
     tolerance = {
@@ -177,8 +177,8 @@ def test_attention_is_as_near_to_the_full_numbers_as_the_scales_say(how, seed):
         allowed(rows, layer.bounds, how, is_key) for rows, is_key in ((keys, True), (values, False))
     ]
     mask = torch.ones(3, 4, dtype=torch.bool).tril(1).expand(1, 1, -1, -1)
-    expected = naive.attend(query, layer, mask, 64**-0.5)
-    found = stored.attend(query, store(layer, how), mask, 64**-0.5)
+    expected = naive.attend_ragged(query, layer, mask, 64**-0.5)
+    found = stored.attend_ragged(query, store(layer, how), mask, 64**-0.5)
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         error = (found - expected)[:, head].abs().max()
         if start == end:
@@ -196,7 +196,7 @@ def test_attention_is_as_near_to_the_full_numbers_as_the_scales_say(how, seed):
 def test_no_layer_is_widened_whole(monkeypatch):
     """On the CPU; a backend that is asked for gets the context in the model's dtype all the same."""
     query, layer = make_case([300, 40], 32, 2, 1, 1, 3, torch.float32, False)
-    plain = attention.attend(None, query.flatten(1, 2), layer, layer, None)[0]
+    plain = attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0]
     store(layer, "int8")
     monkeypatch.setattr(stored, "BLOCK", 32 * 50)
     asked, rows = [], quantized.QuantizedRows.dequantize
@@ -205,12 +205,12 @@ def test_no_layer_is_widened_whole(monkeypatch):
         "dequantize",
         lambda self, part, dtype: asked.append(part) or rows(self, part, dtype),
     )
-    found = attention.attend(None, query.flatten(1, 2), layer, layer, None)[0]
+    found = attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0]
     assert max(part.stop - part.start for part in asked) == 50
     for backend in ("naive", "cascade", "frozen"):
-        with attention.using(backend):
+        with attention.force_backend(backend):
             torch.testing.assert_close(
-                attention.attend(None, query.flatten(1, 2), layer, layer, None)[0], found
+                attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0], found
             )
     assert not found.equal(plain)
     torch.testing.assert_close(found, plain, rtol=0.1, atol=0.1)

@@ -27,7 +27,7 @@ def prefill(model, tokens):
 
 
 def random_keep(model, columns, seed=0, share=0.3):
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     keep = (
         torch.rand(
             shape.layers, shape.heads, columns, generator=torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def masked_logits(model, full, keep, question):
     """Dense attention with the dropped columns masked, one mask per layer and head; an independent
     path.
     """
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     columns, length = keep.shape[-1], question.shape[-1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
 
@@ -72,10 +72,10 @@ def masked_logits(model, full, keep, question):
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_keeping_everything_is_the_plain_model(tiny_model, backend):
     context, question = ids(CONTEXT, 1), ids(QUESTION, 2)
-    shape = CacheShape.of(tiny_model)
+    shape = CacheShape.from_model(tiny_model)
     keep = torch.ones(shape.layers, shape.heads, CONTEXT, dtype=torch.bool)
     cache = RaggedCache.from_dense(prefill(tiny_model, context), keep)
-    with torch.no_grad(), attention.using(backend):
+    with torch.no_grad(), attention.force_backend(backend):
         plain = tiny_model(torch.cat([context, question], 1)).logits[:, -QUESTION:]
         first = tiny_model(question[:, :3], past_key_values=cache, use_cache=True).logits
         rest = [
@@ -96,7 +96,7 @@ def test_evicted_cache_is_masked_attention(tiny_model, backend, restore):
     full, keep = prefill(tiny_model, tokens), random_keep(tiny_model, CONTEXT)
     cache = RaggedCache.from_dense(full, keep)
     assert cache.restore_length == restore and cache.get_seq_length() == CONTEXT + restore
-    with torch.no_grad(), attention.using(backend):
+    with torch.no_grad(), attention.force_backend(backend):
         ours = tiny_model(question, past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(
         ours, masked_logits(tiny_model, full, keep, question), rtol=1e-4, atol=1e-4
@@ -115,7 +115,7 @@ def test_float64_to_ten_digits():
 
 def test_counts_positions_and_bytes(tiny_model):
     full, keep = prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
-    cache, shape = RaggedCache.from_dense(full, keep), CacheShape.of(tiny_model)
+    cache, shape = RaggedCache.from_dense(full, keep), CacheShape.from_model(tiny_model)
     assert cache.lengths.equal(keep.sum(-1))
     assert cache.pairs == int(keep.sum()) + 4 * shape.layers * shape.heads
     assert cache.count_prefix_pairs(5) == int(keep[..., :5].sum())
@@ -173,7 +173,7 @@ def test_gradients_reach_the_restore_cache_alone(tiny_model, backend):
         layer.keys.requires_grad_()
         layer.values.requires_grad_()
     cache = RaggedCache.from_dense(full, random_keep(tiny_model, CONTEXT))
-    with attention.using(backend):
+    with attention.force_backend(backend):
         tiny_model(
             ids(QUESTION, 2), past_key_values=cache.fork(), use_cache=True
         ).logits.square().sum().backward()

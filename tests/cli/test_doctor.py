@@ -22,7 +22,7 @@ WORD = "a-secret-word-of-mine"
 def quick(monkeypatch):
     """Two trials of attention, and short benchmarks."""
     monkeypatch.setattr(trials, "TRIALS", trials.TRIALS[:2])
-    monkeypatch.setattr(trials, "needs_kernels", lambda device, dtype: "it is for CUDA devices")
+    monkeypatch.setattr(trials, "require_kernels", lambda device, dtype: "it is for CUDA devices")
     for name in ("triton", "maxima"):
         if name in COMPONENTS:
             kernel = COMPONENTS[name]
@@ -40,7 +40,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(diagnosis, "TOKENS", 256)
     monkeypatch.setattr(diagnosis, "COPIED", 1 << 16)
     monkeypatch.setattr(diagnosis, "BENCHMARK_SECONDS", 0.0)
-    monkeypatch.setattr(diagnosis, "reachable", lambda: False)
+    monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: False)
 
 
 def test_a_healthy_machine(tmp_path):
@@ -101,8 +101,8 @@ def test_the_shape_is_the_model_s(tmp_path):
 
 
 def test_a_broken_component_is_told_and_is_no_failure(monkeypatch, tmp_path):
-    attend = cascade.attend
-    monkeypatch.setattr(cascade, "attend", lambda *given: attend(*given) * 1.1)
+    attend = cascade.attend_ragged
+    monkeypatch.setattr(cascade, "attend_ragged", lambda *given: attend(*given) * 1.1)
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert (
         result.code == 0
@@ -118,9 +118,11 @@ def test_a_broken_component_is_told_and_is_no_failure(monkeypatch, tmp_path):
 
 
 def test_a_device_that_is_wrong_itself_is_a_failure(monkeypatch, tmp_path):
-    attend = naive.attend
+    attend = naive.attend_ragged
     monkeypatch.setattr(
-        naive, "attend", lambda q, *more: attend(q, *more) * (1 + 0.1 * (q.dtype != torch.double))
+        naive,
+        "attend_ragged",
+        lambda q, *more: attend(q, *more) * (1 + 0.1 * (q.dtype != torch.double)),
     )
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert result.code == 1 and "own operations compute attention wrongly on cpu" in result.err
@@ -135,20 +137,20 @@ def test_again_checks_again(monkeypatch, tmp_path):
 
     def measure(target):
         calls.append(target)
-        yield proofs.Measured("all", 0.0, 1.0)
+        yield proofs.Measurement("all", 0.0, 1.0)
 
     for name in list(COMPONENTS):
         if name != "naive":
             monkeypatch.delitem(COMPONENTS, name)
     again = proofs.Component(
-        "naive", component.title, component.instead, trials.everywhere, measure
+        "naive", component.title, component.instead, trials.require_nothing, measure
     )
     monkeypatch.setitem(COMPONENTS, "naive", again)
     for words, count in (((), 1), ((), 1), (("--again",), 2)):
-        proofs.forget()
+        proofs.forget_proofs()
         result = cli("doctor", "--device", "cpu", *words)
         assert result.code == 0 and len(calls) == count, result.err
-    proofs.forget()
+    proofs.forget_proofs()
 
 
 def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
@@ -160,7 +162,7 @@ def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
     monkeypatch.setenv("SOME_API_KEY", WORD[::-1])
     monkeypatch.setattr(diagnosis.getpass, "getuser", lambda: "alovelace")
     monkeypatch.setattr(diagnosis.platform, "node", lambda: "ada-laptop")
-    attend = cascade.attend
+    attend = cascade.attend_ragged
 
     def failing(query, *more):
         raise RuntimeError(
@@ -168,7 +170,7 @@ def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
             "https://me:pass@host, said alovelace of ada-laptop"
         )
 
-    monkeypatch.setattr(cascade, "attend", failing)
+    monkeypatch.setattr(cascade, "attend_ragged", failing)
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert result.code == 0 and attend
     text = (tmp_path / "report.json").read_text()
@@ -200,7 +202,7 @@ def test_common_words_are_not_taken_for_names(monkeypatch):
 def test_the_hub_is_asked_once_at_most(monkeypatch, offline, word):
     asked = []
     monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(diagnosis, "reachable", lambda: asked.append(1) and False)
+    monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: asked.append(1) and False)
     assert word in diagnosis.hub() and len(asked) == (not offline)
 
 
@@ -208,7 +210,7 @@ def test_a_hub_that_does_not_answer_holds_nothing_up(monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(diagnosis, "HUB_SECONDS", 0.05)
-    monkeypatch.setattr(diagnosis, "reachable", lambda: gate.wait(30))
+    monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: gate.wait(30))
     try:
         assert diagnosis.hub() == "no answer within 0.05 seconds"
     finally:

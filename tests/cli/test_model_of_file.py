@@ -10,6 +10,7 @@ import pytest
 
 from restorekv.cli import execute
 from restorekv.model import load
+from restorekv.model.names import tiny_path
 from restorekv.storage import cache_file
 from tests.hostile.damage import EVIL, RAN, File, evil_model
 
@@ -53,7 +54,7 @@ def place(good, tmp_path, monkeypatch):
     answered yes.
     """
     monkeypatch.chdir(tmp_path)
-    evil_model(tmp_path, load.tiny_path("model"))
+    evil_model(tmp_path, tiny_path("model"))
     (tmp_path / "more.txt").write_text(TEXT)
     (tmp_path / "x.rkv").write_bytes(good)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"y\n" * 50)))
@@ -72,9 +73,9 @@ def test_a_model_that_a_file_names_is_compared_and_never_opened(
     place, command, name, monkeypatch, capsys
 ):
     name_model(place, name)
-    sources, find = [], load.model_source
+    sources, find = [], load.find_source
     monkeypatch.setattr(
-        load, "model_source", lambda name, *how: sources.append(name) or find(name, *how)
+        load, "find_source", lambda name, *how: sources.append(name) or find(name, *how)
     )
     code = execute(COMMANDS[command])
     said = capsys.readouterr()

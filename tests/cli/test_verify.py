@@ -9,7 +9,7 @@ import pytest
 
 from restorekv import compress, load_model
 from restorekv.cli import execute
-from restorekv.model.load import TINY, shipped_path
+from restorekv.model.names import TINY, shipped_path
 
 TEXT = "The red house belongs to Ada. The code of the red house is 482. " * 6
 

@@ -32,7 +32,7 @@ from restorekv.model.attention import BACKENDS
 from restorekv.model.load import load_model
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import encode, make_context
+from restorekv.model.prompt import encode_text, make_context
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tiny.suite import documents
@@ -50,7 +50,7 @@ def reference(model, tokenizer, context):
     """Queries (L, H, n, D), keys and values (L, H, T, D), float64, of one plain pass of context and
     repetition.
     """
-    asked = encode(tokenizer, "\n\nRepeat the previous context verbatim.")
+    asked = encode_text(tokenizer, "\n\nRepeat the previous context verbatim.")
     ids = torch.cat([context.ids, asked, context.suffix, context.ids[:, context.prefix :]], -1)
     found = []
 

@@ -43,7 +43,7 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
     model, tokenizer, text = case
     adapter = make_adapter(model) if restored else None
     prepared = Eviction.make(evictor, adapter, prefix_policy=policy).prepare(model, tokenizer, text)
-    context, shape = prepared.context, CacheShape.of(model)
+    context, shape = prepared.context, CacheShape.from_model(model)
     columns = context.tokens if policy == "free" else context.positions
     for ratio in ["1", "0.5", "0.3", "0.1", "0.071"]:
         cache = prepared.evict(ratio)
@@ -234,14 +234,14 @@ def test_streaming(case):
 
 def test_tokens_per_head(case):
     model, tokenizer, text = case
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     made = compress(model, tokenizer, text, tokens_per_head=9, adapter=make_adapter(model))
     assert made.manifest.pairs == 9 * shape.layers * shape.heads
 
 
 def test_tight_policies(case):
     model, tokenizer, text = case
-    shape, adapter = CacheShape.of(model), make_adapter(model)
+    shape, adapter = CacheShape.from_model(model), make_adapter(model)
     per_layer = shape.layers * shape.heads
     with pytest.raises(BudgetError, match="smallest workable ratio"):
         compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
@@ -352,7 +352,7 @@ def test_every_preparation_evicts_alike(case):
         )
         cache, seconds = prepared.evict_timed(0.3)
         assert prepared.evict(0.3, 0).pairs == cache.pairs and "evict" in seconds
-        shape, context = CacheShape.of(model), prepared.context
+        shape, context = CacheShape.from_model(model), prepared.context
         total = int(Fraction("0.3") * context.tokens * shape.layers * shape.heads)
         assert prepared.conventions.counted_pairs(cache, context) == total
 
@@ -417,7 +417,7 @@ def test_budgets_of_another_context_are_refused(case):
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, text)
     with pytest.raises(BudgetError, match="make another"):
         prepared.evict(Budget.of_ratio(0.1, 7, 3, 2))
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     with pytest.raises(BudgetError, match="prepare with an adapter"):
         prepared.evict(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
 

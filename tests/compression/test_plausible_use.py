@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from restorekv import CompressedContext, compress, load_model
 from restorekv.compression.eviction import ADAPTERS, load_adapter, make_compressor, shipped_adapter
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
-from restorekv.model.load import tiny_path
+from restorekv.model.names import tiny_path
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli

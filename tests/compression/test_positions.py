@@ -12,8 +12,9 @@ from restorekv import compress
 from restorekv.compression.eviction import Eviction
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.model.load import NO_LIMIT, load_model, longest
-from restorekv.model.prompt import ROOM, fit, make_context
+from restorekv.model.load import load_model
+from restorekv.model.prompt import ROOM, fit_context, make_context
+from restorekv.model.rope import NO_LIMIT, count_positions
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
@@ -66,11 +67,11 @@ def test_what_just_fits_is_whole(model, tiny_tokenizer):
         part = make_context(
             tiny_tokenizer, context.ids[0, context.prefix : context.prefix + tokens]
         )
-        fitted, left = fit(model, part, "cut")
+        fitted, left = fit_context(model, part, "cut")
         assert (fitted.tokens, left) == (min(tokens, most), cut)
-    assert fit(model, part, "cut", offset=10)[1] == 11
+    assert fit_context(model, part, "cut", offset=10)[1] == 11
     with pytest.raises(RestoreKVError, match="no room for a text"):
-        fit(model, part, "cut", offset=2**62)
+        fit_context(model, part, "cut", offset=2**62)
 
 
 def test_preparing_a_long_context_is_told(model, tiny_tokenizer):
@@ -96,7 +97,7 @@ def test_positions_of_a_config(rope, own, positions):
     config.rope_parameters = {"rope_theta": 1e4, **rope}
     if own is not None:
         config.max_position_embeddings = own
-    assert longest(config) == positions
+    assert count_positions(config) == positions
 
 
 def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
@@ -134,7 +135,7 @@ def test_yarn_needs_a_plain_model(model, tiny_tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     stretched, _ = load_model(str(tmp_path), rope=2)
-    assert longest(stretched.config) == 2 * POSITIONS
+    assert count_positions(stretched.config) == 2 * POSITIONS
     stretched.save_pretrained(tmp_path)
     with pytest.raises(RestoreKVError, match="stretched already"):
         load_model(str(tmp_path), rope=2)

@@ -59,7 +59,7 @@ def make_adapter(model, tokens=4):
 
 
 def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=None, **conventions):
-    context, shape = context or make_text(), CacheShape.of(model)
+    context, shape = context or make_text(), CacheShape.from_model(model)
     rules = CompressionConfig(**conventions)
     budget = rules.budget(
         ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0
@@ -128,7 +128,7 @@ def test_the_stream_itself_with_one_part_keeps_the_same(tiny_tokenizer, evictor)
 @pytest.mark.parametrize("allocation", ["global", "per-layer", "per-head", "adakv"])
 def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation):
     model, context = build_model("qwen3"), make_text()
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     each = shape.layers * shape.heads
     for ratio, evictor in (("0.1", "knorm"), ("0.37", "snapkv:window=4"), ("1", "knorm")):
         made, cache = stream(
@@ -240,7 +240,7 @@ def test_later_parts_read_what_is_kept_at_their_own_positions(
     monkeypatch.setattr(Stream, "settle", settling)
     cache = stream(model, evictor, 0.4, 25, prefix_policy=policy)[1]
     assert len(steps) > 3
-    shape, columns = CacheShape.of(model), context.positions
+    shape, columns = CacheShape.from_model(model), context.positions
     for layer in range(shape.layers):
         hidden = torch.zeros(shape.heads, columns, columns, dtype=torch.bool)
         for part, kept in steps[:-1]:

@@ -29,7 +29,7 @@ from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
 from restorekv.generation.answers import ask
 from restorekv.model.load import load_model
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
@@ -216,7 +216,7 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
             1 - Fraction(str(compression)), context.positions, layers, heads, TOKENS
         )
         assert ours_cache.pairs - budget.total in (0, 1)
-        asked = question_ids(tokenizer, context, QUESTIONS[0])
+        asked = encode_question(tokenizer, context, QUESTIONS[0])
         with torch.no_grad():
             ours = model(asked, past_key_values=ours_cache.fork()).logits
             exact = theirs(asked, past_key_values=theirs_cache).logits

@@ -9,7 +9,7 @@ import string
 import pytest
 from transformers import AutoTokenizer
 
-from restorekv.model.load import tiny_path
+from restorekv.model.names import tiny_path
 from restorekv.tasks import Question, make
 from tests.conformance.reference import scorer, script
 

@@ -175,7 +175,7 @@ def test_the_bridge_from_text_to_answers(tiny_model, tiny_tokenizer, name):
 
 def test_attention_is_the_same_under_kvpresss_wrapper(tiny_model, tiny_tokenizer, monkeypatch):
     """Importing kvpress wraps every attention function, ours included."""
-    assert ALL_ATTENTION_FUNCTIONS[attention.NAME] is not attention.attend
+    assert ALL_ATTENTION_FUNCTIONS[attention.NAME] is not attention.attend_layer
 
     def logits():
         prepared = Eviction.make("expected-attention").prepare(tiny_model, tiny_tokenizer, TEXT)
@@ -184,7 +184,7 @@ def test_attention_is_the_same_under_kvpresss_wrapper(tiny_model, tiny_tokenizer
         ).logits
 
     wrapped = logits()
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.NAME, attention.attend)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.NAME, attention.attend_layer)
     assert all(with_it.equal(without) for with_it, without in zip(wrapped, logits(), strict=True))
 
 

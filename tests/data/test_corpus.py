@@ -17,7 +17,7 @@ from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.data.sources import LICENSES
 from restorekv.errors import RestoreKVError
-from restorekv.model.prompt import encode
+from restorekv.model.prompt import encode_text
 from restorekv.restore.model_card import PERMISSIVE, combine_licenses
 from tests.helpers.data_world import settings, text, write_jsonl
 
@@ -100,7 +100,7 @@ def test_a_part_that_is_none_is_refused(wrong):
 def test_passages_are_cut_at_the_end_of_a_sentence(tiny_tokenizer):
     documents, _ = read(replace(CONFIG, made=0.0, invented=0.0), tiny_tokenizer)
     for document in documents:
-        assert len(encode(tiny_tokenizer, document.text)[0]) <= 502
+        assert len(encode_text(tiny_tokenizer, document.text)[0]) <= 502
         last_end = document.text.rfind(". ")
         assert document.text.endswith(".") or last_end <= 0.8 * len(document.text)
     assert any(document.text.endswith(".") for document in documents)

@@ -24,8 +24,8 @@ from restorekv.data.self_study import QUESTION_PROMPTS, SelfStudy
 from restorekv.data.sources import MIXTURES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import HOST
-from restorekv.model.load import model_fingerprint
-from restorekv.model.prompt import BETWEEN, encode, make_context, question_ids
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.prompt import BETWEEN, encode_question, encode_text, make_context
 from restorekv.tasks.reading import TEXTS
 from restorekv.tiny.suite import documents as suite
 from tests.helpers.data_world import flags, settings, text, two_papers, write_jsonl, write_sources
@@ -113,7 +113,7 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
             context.questions, context.answers, context.answer_ids, strict=True
         ):
             assert question == "" if context.source == "flan" else question.startswith(BETWEEN)
-            asked = question_ids(tiny_tokenizer, framed, question, empty=True)
+            asked = encode_question(tiny_tokenizer, framed, question, empty=True)
             limit = manifest["settings"][
                 "flan_answer_tokens" if context.source == "flan" else "answer_tokens"
             ]
@@ -130,7 +130,7 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
     attempts = SelfStudy(model, tiny_tokenizer, config).study_contexts([(context, document)])[0]
     assert [attempt["kind"] for attempt in attempts] == list(QUESTION_PROMPTS)
     for attempt, prompt in zip(attempts, QUESTION_PROMPTS.values(), strict=True):
-        asked = question_ids(tiny_tokenizer, context, BETWEEN + prompt)
+        asked = encode_question(tiny_tokenizer, context, BETWEEN + prompt)
         ids = greedy(model, torch.cat([context.ids, asked], -1), 12)
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
@@ -150,7 +150,7 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
 def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
     _, manifest = read_mixture(whole)
     assert (
-        manifest["model"]["fingerprint"] == model_fingerprint(model)
+        manifest["model"]["fingerprint"] == fingerprint_model(model)
         and manifest["model"]["dtype"] == "float32"
     )
     longalpaca = manifest["sources"]["longalpaca"]
@@ -171,7 +171,7 @@ def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
         )
         for row in table.to_pylist():
             assert row["answer_tokens"] == len(row["answer_ids"])
-            assert row["question_tokens"] == encode(tiny_tokenizer, row["question"]).shape[-1]
+            assert row["question_tokens"] == encode_text(tiny_tokenizer, row["question"]).shape[-1]
             assert row["kind"] in (QUESTION_PROMPTS if name != "flan" else ["prompt"])
     assert set(contents(whole)) == {
         "manifest.json",

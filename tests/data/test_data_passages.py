@@ -19,7 +19,7 @@ from restorekv.data.passages import (
 from restorekv.data.self_study import QUESTION_PROMPTS
 from restorekv.data.table import compute_figures, make_data_table
 from restorekv.errors import RestoreKVError
-from restorekv.model.prompt import BETWEEN, encode
+from restorekv.model.prompt import BETWEEN, encode_text
 from restorekv.tasks.ruler.needles import NEEDLES
 from tests.helpers.data_world import settings, text, write_jsonl
 
@@ -65,11 +65,11 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
     (found,) = make_passage_reader(STORIES_LICENSE, lambda c: 1)(
         iter([row]), config, tiny_tokenizer
     )
-    tokens = encode(tiny_tokenizer, found.text).shape[-1]
+    tokens = encode_text(tiny_tokenizer, found.text).shape[-1]
     assert row["context"].startswith(found.text) and 39 <= tokens <= 91 and not found.studied
     kinds = [kind for kind, _ in found.asked]
     assert kinds[:2] == [HUMAN, HUMAN] and kinds[2] in (REPEAT, LISTED) and len(kinds) == 3
-    share = tokens / encode(tiny_tokenizer, row["context"]).shape[-1]
+    share = tokens / encode_text(tiny_tokenizer, row["context"]).shape[-1]
     numbers = [int(question.split("number ")[1].split("?")[0]) for _, question in found.asked[:2]]
     assert max(numbers) <= max(share * 40, 2)
 

@@ -20,7 +20,7 @@ from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
 from restorekv.generation.generate import answer_ids
 from restorekv.model.load import load_model
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from tests.helpers.grid_world import Plain, grid, save_world
 
 
@@ -85,7 +85,8 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
                 model, tokenizer, sample.context, prefix_policy="counted", between="", **how
             )
             prompts = [
-                question_ids(tokenizer, small.context, asked.text)[0] for asked in sample.questions
+                encode_question(tokenizer, small.context, asked.text)[0]
+                for asked in sample.questions
             ]
             answers = answer_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
             for prompt, answer, recorded in zip(prompts, answers, line["answers"], strict=True):
@@ -125,7 +126,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
     )
     assert small.cache.restore_length == 3
     for asked, recorded in zip(sample.questions, result.lines[0]["answers"], strict=True):
-        prompt = question_ids(tokenizer, full.context, asked.text)[0]
+        prompt = encode_question(tokenizer, full.context, asked.text)[0]
         (answer,) = answer_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
         logits_of_both = []
         for cache, first in ((full.cache.fork(), 0), (small.cache.fork(), 3)):

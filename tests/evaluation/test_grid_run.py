@@ -21,7 +21,7 @@ from restorekv.evictors.kvzip import KVzip
 from restorekv.files import file_lock
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model.load import load_model
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.grid_world import WORDS, Plain, contents, grid, save_world
 from tests.helpers.models import build_model
@@ -114,7 +114,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
                 model, tokenizer, sample.context, ratio=cell.ratio, between="", **how
             )
             prompts = [
-                question_ids(tokenizer, compressed.context, asked.text)
+                encode_question(tokenizer, compressed.context, asked.text)
                 for asked in sample.questions
             ]
             ids_of_answers = answer_ids(

@@ -17,7 +17,7 @@ from restorekv.context import CompressedContext
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import encode, question_ids
+from restorekv.model.prompt import encode_question, encode_text
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
@@ -53,7 +53,7 @@ def logits(model, cache, asked):
 
 def test_an_offset_moves_the_question_and_nothing_else(tiny_model, tiny_tokenizer):
     prepared = Eviction.make("kvzip", offset=8).prepare(tiny_model, tiny_tokenizer, TEXT)
-    asked = question_ids(tiny_tokenizer, prepared.context, QUESTION)
+    asked = encode_question(tiny_tokenizer, prepared.context, QUESTION)
     cache, context = prepared.evict(1), prepared.context
     assert cache.restore_length == 0 and cache.get_seq_length() == context.positions + 8
     full = prefill(tiny_model, context.ids)
@@ -167,7 +167,7 @@ def test_fixed_embeddings_are_line_breaks_and_stay(tiny_tokenizer, tmp_path):
     adapter = train_adapter(
         model, tiny_tokenizer, [EXAMPLE], replace(TINY, embeddings="fixed"), tmp_path
     )
-    newline = model.get_input_embeddings().weight[encode(tiny_tokenizer, "\n")[0, -1]]
+    newline = model.get_input_embeddings().weight[encode_text(tiny_tokenizer, "\n")[0, -1]]
     assert (
         adapter.embeddings.equal(newline.expand(TOKENS, -1))
         and not adapter.embeddings.requires_grad
@@ -224,7 +224,7 @@ def test_a_rectangular_cache_is_a_plain_one(tiny_model, tiny_tokenizer, restored
     plain = cache.to_dynamic_cache()
     assert isinstance(plain, DynamicCache) and not isinstance(plain, type(cache))
     assert plain.get_seq_length() * plain.layers[0].keys.shape[1] * len(plain.layers) == cache.pairs
-    asked = question_ids(tiny_tokenizer, prepared.context, QUESTION)
+    asked = encode_question(tiny_tokenizer, prepared.context, QUESTION)
     first = cache.get_seq_length()
     with torch.no_grad():
         found = tiny_model(

@@ -54,7 +54,7 @@ def test_scores_budget_restore_file_and_answer(
     prepared = Eviction.make(spec, adapter, allocation=allocation).prepare(
         model, tiny_tokenizer, TEXT
     )
-    shape, context = CacheShape.of(model), prepared.context
+    shape, context = CacheShape.from_model(model), prepared.context
     assert prepared.scores.shape == (shape.layers, shape.heads, context.tokens)
     assert prepared.scores.dtype == torch.float32 and not prepared.scores.isnan().any()
     for ratio in ("0.5", "0.07"):

@@ -15,7 +15,8 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import GateCard
-from restorekv.model.load import load_model, tiny_path
+from restorekv.model.load import load_model
+from restorekv.model.names import tiny_path
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -105,9 +106,9 @@ def test_scores_are_the_formula(tiny_model, tmp_path, kind, chunk):
     context, layers = make_context(), random_layers(kind, tiny_model)
     path = save_gate(tmp_path / "gate", kind, tiny_model, layers)
     found = observed(NAMES[kind] + path, tiny_model, context, chunk)
-    wanted = exact(kind, layers, attention_inputs(tiny_model, context), CacheShape.of(tiny_model))[
-        ..., S:
-    ]
+    wanted = exact(
+        kind, layers, attention_inputs(tiny_model, context), CacheShape.from_model(tiny_model)
+    )[..., S:]
     assert found.shape == (3, 2, T) and found.dtype == torch.float32
     # A score near zero is a difference of larger numbers, so its error is measured by the largest
     # score; how large the error is depends on the processor's instructions.

@@ -150,7 +150,7 @@ def test_the_covariance_stands_a_large_mean():
     """
     model, context = build_model("llama"), make_context(400, 0)
     moments = evictors.make_evictor("expected-attention").make_observer(model, context)
-    shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
+    shape, generator = CacheShape.from_model(model), torch.Generator().manual_seed(0)
     hidden = torch.randn(400, shape.hidden, generator=generator)
     projection = model.model.layers[0].self_attn.q_proj
     projection.bias = torch.nn.Parameter(
@@ -235,7 +235,7 @@ def test_random_is_drawn_from_the_seed_and_the_context():
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_small_contexts(spec, length, prefix):
     model, context = build_model("llama"), make_context(length, prefix)
-    shape, scores = CacheShape.of(model), score(spec, model, context)
+    shape, scores = CacheShape.from_model(model), score(spec, model, context)
     assert scores.shape == (shape.layers, shape.heads, length) and scores.dtype == torch.float32
     assert scores.isfinite().all()
 

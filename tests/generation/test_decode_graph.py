@@ -12,7 +12,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.generation.answers import ask, ask_each
 from restorekv.generation.generate import Steps
 from restorekv.model import attention
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model, greedy
 
@@ -37,7 +37,7 @@ def test_rows_that_have_ended_go_on_unheard(case):
     not disturbed.
     """
     model, tokenizer, context, cache = case
-    prompts = [question_ids(tokenizer, context, question)[0] for question in QUESTIONS[:3]]
+    prompts = [encode_question(tokenizer, context, question)[0] for question in QUESTIONS[:3]]
     plain = greedy(model, [cache] * 3, prompts, [20] * 3, set())
     stops = {plain[0][4], plain[1][9]}
     ended = greedy(model, [cache] * 3, prompts, [20] * 3, stops)
@@ -88,7 +88,7 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
     captures.
     """
     model = build_model("qwen3", num_hidden_layers=2).to("meta")
-    monkeypatch.setattr(attention, "choose", lambda query, layer: shaped)
+    monkeypatch.setattr(attention, "choose_backend", lambda query, layer: shaped)
     # Transformers 5.2 asks both of this device,.
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which they do not know
@@ -109,7 +109,7 @@ def test_the_compiler_traces_few_graphs_whole(tiny_tokenizer):
     model = build_model("qwen3")
     context = make_context(tiny_tokenizer, TEXT)
     cache = make_cache(model, context)
-    prompts = [question_ids(tiny_tokenizer, context, question)[0] for question in QUESTIONS[:2]]
+    prompts = [encode_question(tiny_tokenizer, context, question)[0] for question in QUESTIONS[:2]]
     traced = []
 
     def backend(graph, inputs):

@@ -6,7 +6,7 @@ import torch
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import ask, generate_inputs, stream
 from restorekv.generation.generate import answer_ids, stop_ids
-from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.prompt import encode_question, make_context
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model
 
@@ -31,7 +31,7 @@ def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
             pad_token_id=0,
         )
         theirs = result[0, inputs["input_ids"].shape[1] :].tolist()
-        asked = question_ids(tiny_tokenizer, context, question)
+        asked = encode_question(tiny_tokenizer, context, question)
         assert answer_ids(tiny_model, tiny_tokenizer, cache, [asked], 20)[0].tolist() == theirs
 
 
@@ -46,7 +46,7 @@ def test_order_and_batches_do_not_matter(case):
 
 def test_first_token_can_end_the_answer(case):
     model, tokenizer, context, cache = case
-    prompt = question_ids(tokenizer, context, QUESTIONS[0])
+    prompt = encode_question(tokenizer, context, QUESTIONS[0])
     first = int(answer_ids(model, tokenizer, cache, [prompt], 1)[0])
     model.generation_config.eos_token_id = [5, first]
     assert stop_ids(model, tokenizer) == {5, first}
@@ -56,7 +56,7 @@ def test_first_token_can_end_the_answer(case):
 
 def test_each_question_may_have_its_own_limit(case):
     model, tokenizer, context, cache = case
-    prompts = [question_ids(tokenizer, context, question) for question in QUESTIONS]
+    prompts = [encode_question(tokenizer, context, question) for question in QUESTIONS]
     model.generation_config.eos_token_id = 319
     lengths = [len(answer) for answer in answer_ids(model, tokenizer, cache, prompts, [1, 5, 2, 7])]
     assert (
@@ -101,7 +101,7 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
     result = model.generate(
         input_ids=ids, attention_mask=mask, past_key_values=cache.fork(4), **tiny
     )[:, width:]
-    prompts = [question_ids(tiny_tokenizer, context, question) for question in QUESTIONS]
+    prompts = [encode_question(tiny_tokenizer, context, question) for question in QUESTIONS]
     alone = answer_ids(model, tiny_tokenizer, cache, prompts, 6)
     assert [row[: len(one)].tolist() for row, one in zip(result, alone, strict=True)] == [
         x.tolist() for x in alone

@@ -11,7 +11,7 @@ from restorekv import compress
 from restorekv.generation import generate
 from restorekv.generation.sampling import Decoding, rows_of
 from restorekv.generation.scheduler import AnswerTask, Scheduler
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from tests.helpers.models import build_model
 
 WORDS = (
@@ -62,7 +62,7 @@ class Asked:
         self.error = None
 
     def task(self):
-        prompt = question_ids(self.tokenizer, self.document.context, self.question)[0]
+        prompt = encode_question(self.tokenizer, self.document.context, self.question)[0]
         read = torch.cat([self.document.context.ids[0], prompt])[None]
         samples = self.decoding.samples
         seeds = [self.decoding.seed + number for number in range(samples)]

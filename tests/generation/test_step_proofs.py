@@ -38,7 +38,7 @@ def fake(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(attend, "triton_maxima", None)
     yield monkeypatch
-    proofs.forget()
+    proofs.forget_proofs()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_graph_that_is_wrong_is_not_used(fake, case, replay):
 @pytest.mark.parametrize("replay", REPLAYS)
 def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
     """The small decoder's graphs are right, and this model's are not."""
-    assert proofs.check(proofs.COMPONENTS["graph"], TARGET).right
+    assert proofs.check_component(proofs.COMPONENTS["graph"], TARGET).right
     fake.setattr(generate, "can_graph", lambda model, device: True)
     plain = ask(*case, QUESTIONS[:3], 20)
     fake.setattr(FakeGraph, "replay", replay)
@@ -159,7 +159,9 @@ def test_a_model_that_cannot_be_captured_steps_as_usual(fake, case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 3, 64), (4, 2, 33)])
 def test_steps_prove_themselves_in_every_shape(shape, dtype):
-    found = proofs.check(proofs.COMPONENTS["graph"], Target(torch.device("cpu"), *shape, dtype))
+    found = proofs.check_component(
+        proofs.COMPONENTS["graph"], Target(torch.device("cpu"), *shape, dtype)
+    )
     assert found.right and found.trials == 4 * step_trials.STEPS, found
 
 
@@ -242,7 +244,7 @@ def test_an_offloading_stream_that_is_wrong_is_not_used(fake, case, fault):
         found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
     assert len(told) == 1
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
-    store = offload.offloaded(model, 9).layers[0].store
+    store = offload.make_offloaded_cache(model, 9).layers[0].store
     assert isinstance(store, HostStore) and store.stream is None
 
 
@@ -251,7 +253,7 @@ def test_a_prefill_in_chunks_waits_for_the_second_stream(fake, case):
     model = case[0]
     ids = torch.randint(3, 320, (1, 60), generator=torch.Generator().manual_seed(1))
     plain = prefill(model, ids, 13)
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     store = HostStore(shape.layers, (shape.heads, 60, shape.head_dim), torch.float32, model.device)
     assert store.stream is not None
     found = prefill(model, ids, 13, offload.Cache(layers=store.layers))
@@ -266,7 +268,7 @@ def test_where_no_copy_is_right_the_cache_stays_on_the_device(fake, case):
     with pytest.warns(RestoreKVWarning, match="whole cache stays on the device"):
         found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
-    assert type(offload.offloaded(model, 9)) is offload.DynamicCache
+    assert type(offload.make_offloaded_cache(model, 9)) is offload.DynamicCache
 
 
 def test_a_store_that_is_right_is_used(fake, case):
@@ -274,7 +276,7 @@ def test_a_store_that_is_right_is_used(fake, case):
     plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
     found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
-    assert offload.offloaded(model, 9).layers[0].store.stream is not None
+    assert offload.make_offloaded_cache(model, 9).layers[0].store.stream is not None
 
 
 # Scoring
@@ -320,9 +322,9 @@ def failing(attended):
 def test_scoring_that_is_wrong_is_not_used(fake, case, fault, spec):
     model, tokenizer = case[:2]
     plain = compress(model, tokenizer, TEXT, evictor=spec, ratio=0.4, adapter=None)
-    proofs.forget()
+    proofs.forget_proofs()
     fake.setenv("RESTOREKV_CACHE", "/dev/null/nowhere")
-    fake.setattr(blocked, "attend", fault(blocked.attend))
+    fake.setattr(blocked, "attend_pass", fault(blocked.attend_pass))
     with pytest.warns(RestoreKVWarning, match="Scoring in blocks of rows.*cannot be used") as told:
         found = compress(model, tokenizer, TEXT, evictor=spec, ratio=0.4, adapter=None)
     assert len(told) == 1
@@ -378,7 +380,7 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
         "maxima",
         "The Triton kernels of scoring",
         "PyTorch's own operations score",
-        trials.everywhere,
+        trials.require_nothing,
         lambda target: pass_trials.measure_maxima(Kernels, target),
     )
     fake.setitem(proofs.COMPONENTS, "maxima", component)
@@ -386,7 +388,9 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
     with pytest.warns(RestoreKVWarning, match="kernels of scoring cannot be used"):
         assert not attend.can_use_kernels(query)
     Kernels.factor = 1.0
-    assert proofs.prove("maxima", TARGET, again=True).right and attend.can_use_kernels(query)
+    assert proofs.prove_component("maxima", TARGET, again=True).right and attend.can_use_kernels(
+        query
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

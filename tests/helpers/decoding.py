@@ -21,7 +21,7 @@ def make_cache(model, context, restore=4, share=0.4):
     more = torch.arange(7, 7 + restore)[None]
     with torch.no_grad():
         model(torch.cat([context.ids, more], 1), past_key_values=full, use_cache=True)
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     generator = torch.Generator().manual_seed(3)
     return RaggedCache.from_dense(
         full, torch.rand(shape.layers, shape.heads, context.positions, generator=generator) < share

@@ -17,7 +17,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.generation import generate
 from restorekv.model.prompt import Context
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 from tests.helpers.models import build_tokenizer
 
 PREFIX = 3  # tokens of a chat prefix
@@ -129,7 +129,7 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
         assert "attention_mask" in kwargs
         return args, kwargs | {"attention_mask": mask_of(module.layer_idx, heads)}
 
-    layers = decoder(plain).layers
+    layers = get_backbone(plain).layers
     handles = [
         layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
         for layer in layers

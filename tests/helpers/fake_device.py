@@ -119,7 +119,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
     `folder`.
     """
     monkeypatch.setenv("RESTOREKV_CACHE", str(folder))
-    monkeypatch.setattr(proofs, "needed", lambda device: device.type == "cpu")
+    monkeypatch.setattr(proofs, "needs_proof", lambda device: device.type == "cpu")
     known = {
         "kind": "fake",
         "name": NAME,
@@ -128,9 +128,9 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
         "triton": "3.0",
         "code": "0",
     }
-    monkeypatch.setattr(proofs, "identify", Identity(known))
+    monkeypatch.setattr(proofs, "identify_device", Identity(known))
     monkeypatch.setattr(generate, "records", lambda device: device.type == "cpu")
-    monkeypatch.setattr(offload, "uses_streams", lambda device: True)
+    monkeypatch.setattr(offload, "_uses_streams", lambda device: True)
     current = FakeStream()
     empty = torch.empty
     monkeypatch.setattr(
@@ -146,7 +146,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
     FakeGraph.captured = 0
     generate.GRAPHED.clear()
     generate.NEVER_GRAPHED.clear()
-    proofs.forget()
+    proofs.forget_proofs()
 
 
 class Identity:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.load import rope_fingerprint
+from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import load_portable
 from restorekv.vllm.store import Expected, Store
@@ -24,8 +24,8 @@ class FakeVllm:
     """Serves a model; `connector=False` is a vLLM that was started without ours."""
 
     def __init__(self, model, tokenizer, folder: Path, connector: bool = True) -> None:
-        shape = CacheShape.of(model)
-        facts = shape.layers, shape.heads, shape.head_dim, rope_fingerprint(model.config)
+        shape = CacheShape.from_model(model)
+        facts = shape.layers, shape.heads, shape.head_dim, get_rope_settings(model.config)
         folder.mkdir(exist_ok=True)
         self.store = (
             Store(folder, Expected(*facts, "float32", model.config.vocab_size))

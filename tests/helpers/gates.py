@@ -11,7 +11,7 @@ S, T, RANK, SINKS, WIDTH = 3, 61, 8, 5, 7
 
 def random_layers(kind, model, seed=0):
     """Parameters far from their starting values, so that each of them shows."""
-    generator, shape = torch.Generator().manual_seed(seed), CacheShape.of(model)
+    generator, shape = torch.Generator().manual_seed(seed), CacheShape.from_model(model)
     free = {
         "q_norm.weight": torch.empty(RANK),
         "k_base": torch.empty(1, 1, SINKS, 1),

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from restorekv.model.load import tiny_path
+from restorekv.model.names import tiny_path
 
 TINY = str(tiny_path("model"))
 CODE = """

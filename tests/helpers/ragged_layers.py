@@ -53,7 +53,7 @@ def build(case):
     )
     mask, queries = None, case["queries"]
     if case["mask"] != "none":
-        mask = naive.causal(queries, tail, offsets.device).expand(
+        mask = naive.make_causal_mask(queries, tail, offsets.device).expand(
             1 if case["mask"] == "one" else batch, 1, -1, -1
         )
         mask = mask.clone()
@@ -76,4 +76,4 @@ def defined(query, layer, mask):
     )
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
     every = None if mask is None else mask.expand(len(query), -1, -1, -1)
-    return naive.attend(query.double(), exact, every, query.shape[-1] ** -0.5)
+    return naive.attend_ragged(query.double(), exact, every, query.shape[-1] ** -0.5)

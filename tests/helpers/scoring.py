@@ -2,7 +2,7 @@
 
 import torch
 
-from restorekv.model.prompt import encode
+from restorekv.model.prompt import encode_text
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is not the red house; "
 
@@ -43,10 +43,12 @@ def projected(model, ids):
 
 def repeat_ids(tokenizer, context, start, end, first):
     if first:
-        asked = [encode(tokenizer, "\n\nRepeat the previous context exactly.")]
+        asked = [encode_text(tokenizer, "\n\nRepeat the previous context exactly.")]
     else:
         asked = [
-            encode(tokenizer, "\n\nRepeat the part of the previous context exactly, starting with")
+            encode_text(
+                tokenizer, "\n\nRepeat the part of the previous context exactly, starting with"
+            )
         ]
         asked.append(context.ids[:, start - 8 : start])
     return torch.cat([*asked, context.suffix, context.ids[:, start:end]], 1)

@@ -32,7 +32,7 @@ SHAPES = ((2, 2, 16), (3, 3, 64), (1, 4, 32))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FRESH = 8  # inputs on which harm is measured, at least
 ACTING = 5  # of these, inputs on which a fault acts
-RIGHT = cascade.attend
+RIGHT = cascade.attend_ragged
 Fault = Callable[[Tensor, object, Tensor | None, float], Tensor]
 
 
@@ -163,7 +163,7 @@ def failing(query, layer, mask, scale, size, place):
 
 
 def with_bias(layer, bias):
-    return trials.ragged_layer(
+    return trials.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
     )
 
@@ -263,7 +263,7 @@ def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
             error = each.error(fault(each.query, each.layer, each.mask, each.scale), each.defined())
         except RuntimeError:
             return float("inf")
-        share = error / proofs.tolerance(dtype, each.largest)
+        share = error / proofs.compute_tolerance(dtype, each.largest)
         worst = max(worst, share if share == share else float("inf"))
     return worst
 
@@ -279,21 +279,22 @@ def judge(
         warnings.simplefilter("always")
         fake_device.install(broken, folder)
         broken.setattr(attention, "LADDER", {"cascade": cascade, "frozen": frozen})
-        broken.setattr(cascade, "attend", fault)
+        broken.setattr(cascade, "attend_ragged", fault)
         samples = fresh_samples(rng, target, when)
         answers = (
             [
-                attention.choose(each.query, each.layer)(
+                attention.choose_backend(each.query, each.layer)(
                     each.query, each.layer, each.mask, each.scale
                 )
                 for each in samples
             ]
-            if not proofs.prove("cascade", target).right
+            if not proofs.prove_component("cascade", target).right
             else None
         )
         if answers is not None:
             plain = [
-                frozen.attend(each.query, each.layer, each.mask, each.scale) for each in samples
+                frozen.attend_ragged(each.query, each.layer, each.mask, each.scale)
+                for each in samples
             ]
             same = all(ours.equal(theirs) for ours, theirs in zip(answers, plain, strict=True))
             return kind, "caught", "" if same else f"{name}: caught, and another answer"
@@ -314,7 +315,7 @@ def run(count: int, seed: int) -> tuple[Counter, list[str]]:
         counts[kind, verdict] += 1
         if problem:
             failures.append(f"{number}: {problem}")
-    proofs.forget()
+    proofs.forget_proofs()
     return counts, failures
 
 
@@ -329,13 +330,13 @@ def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
         here.setenv("RESTOREKV_CACHE", folder)
         key = {"component": "triton", "heads": 3, "kind": "cuda"}
         proof = Proof("triton", False, 3, "one token", 0.5, 1e-4, "", 0.1)
-        proof_files.save(key, proof)
-        path = proof_files.path_of(key)
+        proof_files.save_proof(key, proof)
+        path = proof_files.locate_proof(key)
         good = path.read_bytes()
         for number in range(count):
             path.write_bytes(harmed(rng, good))
             try:
-                found = proof_files.load(key, Proof)
+                found = proof_files.load_proof(key, Proof)
             except Exception as error:  # any at all is a failure
                 failures.append(f"file {number}: {type(error).__name__}: {error}")
                 continue
@@ -366,10 +367,10 @@ def harmed(rng: random.Random, good: bytes) -> bytes:
         field = rng.choice(list(record["proof"]))
         record["proof"][field] = rng.choice([None, 1, "x", [], {}, -1e300, True])
         record.pop("sum")
-        record["sum"] = proof_files.digest(record) if rng.random() < 0.3 else "0" * 64
+        record["sum"] = proof_files.digest_record(record) if rng.random() < 0.3 else "0" * 64
         if record["proof"] != json.loads(good)["proof"] and record["sum"] != "0" * 64:
             record["proof"].pop(field)  # with a right checksum, a proof of another form
-            record["sum"] = proof_files.digest(
+            record["sum"] = proof_files.digest_record(
                 {name: each for name, each in record.items() if name != "sum"}
             )
         raw = bytearray(json.dumps(record).encode())

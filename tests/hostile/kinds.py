@@ -29,7 +29,8 @@ from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.generation.chat import Chat
 from restorekv.model import gguf, model_folder
-from restorekv.model.load import load_tokenizer, model_fingerprint
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.load import load_tokenizer
 from restorekv.model.shape import CacheShape
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
@@ -115,7 +116,7 @@ def seal_adapter(folder: Path) -> None:
 
 
 def make_gate(folder: Path) -> None:
-    shape, generator = CacheShape.of(MODEL), torch.Generator().manual_seed(0)
+    shape, generator = CacheShape.from_model(MODEL), torch.Generator().manual_seed(0)
     layers = [
         {
             "weight": torch.randn(shape.heads, shape.hidden, generator=generator),
@@ -326,11 +327,11 @@ def make_gguf(folder: Path) -> None:
 
 def read_gguf(folder: Path) -> str:
     """Reads the header, builds the tokenizer, and has transformers read the weights, as
-    `gguf.convert` does.
+    `gguf.convert_file` does.
     """
     made = folder.parent / "made"
     try:
-        gguf.convert(folder / "model.gguf", gguf.read(folder / "model.gguf"), made)
+        gguf.convert_file(folder / "model.gguf", gguf.load_header(folder / "model.gguf"), made)
         marker = json.loads((made / gguf.MARKER).read_text())
         return json.dumps(marker["files"])
     finally:
@@ -368,7 +369,7 @@ def read_folder(folder: Path) -> str:
     model, tokenizer = load_model(folder)
     alone = load_tokenizer(str(folder))
     ids = [each("The red house belongs to Ada.")["input_ids"] for each in (tokenizer, alone)]
-    return repr((model_fingerprint(model), ids, numbers(dict(model.named_parameters()))))
+    return repr((fingerprint_model(model), ids, numbers(dict(model.named_parameters()))))
 
 
 def make_served(folder: Path) -> None:

@@ -14,8 +14,14 @@ from restorekv.errors import AdapterError, GateError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.model import base_weights
-from restorekv.model import load as models
-from restorekv.model.base_weights import describe, similarity
+from restorekv.model.base_weights import measure_similarity
+from restorekv.model.identity import (
+    SKETCH_VALUES,
+    WEIGHT_SOURCES,
+    describe_weights,
+    fingerprint_model,
+)
+from restorekv.model.names import SMOLLM2_ID
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import seal_record
 from tests.helpers.models import build_model
@@ -50,35 +56,39 @@ def model():
 
 
 def test_similarity_of_copies_and_strangers(model):
-    own = describe(model)
-    assert similarity(own, own) == pytest.approx(1)
-    for bits, least in ((8, 0.9999), (4, 0.99), (3, 0.97), (2, base_weights.ALIKE)):
-        near = similarity(own, describe(changed(model, rounded(bits))))
+    own = describe_weights(model)
+    assert measure_similarity(own, own) == pytest.approx(1)
+    for bits, least in ((8, 0.9999), (4, 0.99), (3, 0.97), (2, base_weights.LEAST_SIMILARITY)):
+        near = measure_similarity(own, describe_weights(changed(model, rounded(bits))))
         assert least < near < 1, bits
     stranger = build_model("qwen3", seed=1)
-    assert abs(similarity(own, describe(stranger))) < 0.2
-    assert similarity(own, describe(changed(model, lambda weight: -weight))) < -0.99
+    assert abs(measure_similarity(own, describe_weights(stranger))) < 0.2
+    assert measure_similarity(own, describe_weights(changed(model, lambda weight: -weight))) < -0.99
     for other in (
         build_model("llama"),
         build_model("qwen3", intermediate_size=64),
         build_model("qwen3", vocab_size=321),
     ):
-        assert similarity(own, describe(other)) == 0
+        assert measure_similarity(own, describe_weights(other)) == 0
 
 
 def test_the_sketch_is_the_same_in_every_dtype_and_with_lora(model):
-    own = describe(model)
-    assert describe(copy.deepcopy(model).to(torch.bfloat16)) == own == json.loads(json.dumps(own))
+    own = describe_weights(model)
+    assert (
+        describe_weights(copy.deepcopy(model).to(torch.bfloat16))
+        == own
+        == json.loads(json.dumps(own))
+    )
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
-    assert describe(model) == own
-    assert 500 < len(base_weights.decoded(own["sketch"])) <= base_weights.NUMBERS
+    assert describe_weights(model) == own
+    assert 500 < len(base_weights.decode_sketch(own["sketch"])) <= SKETCH_VALUES
 
 
 @pytest.mark.parametrize("sketch", [None, 7, "", "AAA", "not base64!", "AAAA"])
 def test_a_damaged_sketch_is_like_nothing(model, sketch):
-    own = describe(model)
-    assert similarity({**own, "sketch": sketch}, own) == 0
-    assert similarity(None, own) == similarity({}, own) == 0
+    own = describe_weights(model)
+    assert measure_similarity({**own, "sketch": sketch}, own) == 0
+    assert measure_similarity(None, own) == measure_similarity({}, own) == 0
 
 
 def save_adapter(model, folder):
@@ -107,7 +117,7 @@ LOADERS = {
 @pytest.mark.parametrize("what", LOADERS)
 def test_own_weights_copies_and_strangers(model, tmp_path, what):
     save, load, error = LOADERS[what]
-    models.WEIGHTS[model] = "GGUF Q4_1"
+    WEIGHT_SOURCES[model] = "GGUF Q4_1"
     path = save(model, tmp_path / what)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -120,7 +130,7 @@ def test_own_weights_copies_and_strangers(model, tmp_path, what):
     ):
         load(near, path)
     twin = copy.deepcopy(near)  # because gates are read once per model
-    models.WEIGHTS[twin] = "the hub's"
+    WEIGHT_SOURCES[twin] = "the hub's"
     with pytest.warns(RestoreKVWarning, match="GGUF Q4_1, than these, the hub's; expect"):
         load(twin, path)
     with pytest.raises(error, match="another model"):
@@ -136,11 +146,11 @@ def test_an_adapter_that_is_trained_on_has_the_weights_it_is_on(model, tmp_path)
     near = changed(model, rounded(4))
     with pytest.warns(RestoreKVWarning, match="other weights"):
         adapter = RestoreAdapter.from_pretrained(near, save_adapter(model, tmp_path / "first"))
-    assert adapter.card.fingerprint == models.model_fingerprint(model)
+    assert adapter.card.fingerprint == fingerprint_model(model)
     adapter.describe(evictor="kvzip")
-    assert adapter.card.fingerprint == models.model_fingerprint(
+    assert adapter.card.fingerprint == fingerprint_model(
         near
-    ) and adapter.card.weights == describe(near)
+    ) and adapter.card.weights == describe_weights(near)
 
 
 def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
@@ -160,14 +170,14 @@ def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
 
 
 def test_the_model_card_says_which_weights(model, tmp_path):
-    models.WEIGHTS[model] = "GGUF Q4_1"
+    WEIGHT_SOURCES[model] = "GGUF Q4_1"
     model.config.name_or_path = "smollm2"
     path = save_adapter(model, tmp_path / "adapter")
     text = (path / "README.md").read_text()
     assert "GGUF Q4_1" in text and "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in text
     assert (
         json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
-        == models.SMOLLM2_ID
+        == SMOLLM2_ID
     )
     assert json.loads((path / "restorekv.json").read_text())["model"] == "smollm2"
 

@@ -14,8 +14,9 @@ import torch
 
 from restorekv.errors import ModelError, RestoreKVWarning
 from restorekv.model import gguf
-from restorekv.model import load as models
-from restorekv.model.load import load_model, load_tokenizer, model_name
+from restorekv.model.identity import WEIGHT_SOURCES, fingerprint_model
+from restorekv.model.load import load_model, load_tokenizer
+from restorekv.model.names import get_model_name
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
@@ -48,7 +49,7 @@ def no_conversion(monkeypatch):
     def fail(*_):
         raise AssertionError("converted again")
 
-    monkeypatch.setattr(gguf, "convert", fail)
+    monkeypatch.setattr(gguf, "convert_file", fail)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -62,7 +63,7 @@ def test_weights_are_those_that_gguf_dequantizes(family, tiny_tokenizer, tmp_pat
         assert weight.dtype == torch.float32 and weight.equal(torch.tensor(expected[name])), name
     # Quantized indeed.
     assert not model.state_dict()["lm_head.weight"].equal(original.lm_head.weight)
-    assert model_name(model) == str(file) and models.WEIGHTS[model] == "GGUF Q4_1"
+    assert get_model_name(model) == str(file) and WEIGHT_SOURCES[model] == "GGUF Q4_1"
     err = capsys.readouterr().err
     assert err.startswith(f"preparing {file} from its GGUF file") and "%" not in err.split("\n")[0]
 
@@ -74,7 +75,7 @@ def test_a_file_that_is_not_quantized_is_the_model(family, tiny_tokenizer, tmp_p
     model, _ = load_model(
         str(gguf_world.write(tmp_path / "small.gguf", original, tiny_tokenizer, kind))
     )
-    assert models.model_fingerprint(model) == models.model_fingerprint(original)
+    assert fingerprint_model(model) == fingerprint_model(original)
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
 
@@ -98,10 +99,10 @@ def test_a_second_load_converts_nothing(file, root, monkeypatch, capsys):
     capsys.readouterr()
     second, tokenizer = load_model(str(file), dtype="bfloat16")
     assert second.dtype == torch.bfloat16 and len(tokenizer)
-    assert models.model_fingerprint(second) == models.model_fingerprint(first)
+    assert fingerprint_model(second) == fingerprint_model(first)
     assert "preparing" not in capsys.readouterr().err
     assert [path.name for path in root.iterdir() if not path.name.startswith(".")] == [
-        f"{gguf.file_digest(file)[:16]}-{gguf.VERSION}"
+        f"{gguf.digest_file(file)[:16]}-{gguf.VERSION}"
     ]
 
 
@@ -110,20 +111,20 @@ def test_a_folder_with_one_file(file, tmp_path, original):
     folder.mkdir()
     (folder / "small.gguf").symlink_to(file)
     model, _ = load_model(str(folder))
-    assert model_name(model) == str(folder)
+    assert get_model_name(model) == str(folder)
     (folder / "other.gguf").write_bytes(b"")
     with pytest.raises(
         ModelError, match=r"holds 2 GGUF files; name one of them: other\.gguf, small\.gguf"
     ):
         load_model(str(folder))
     original.save_pretrained(folder)  # a folder of transformers, whatever else lies there
-    assert gguf.find(str(folder)) is None
+    assert gguf.find_file(str(folder)) is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "unmarked", "foreign"])
 def test_a_damaged_cache_is_made_again(file, damage, monkeypatch):
     load_model(str(file))
-    folder = gguf.prepared(file, "small")
+    folder = gguf.prepare_folder(file, "small")
     if damage == "cut":
         os.truncate(folder / "model.safetensors", 1000)
     elif damage == "changed":
@@ -144,7 +145,7 @@ def test_a_killed_conversion_leaves_no_half_folder(file, root):
         "import os, signal, sys; from restorekv.model import gguf; from restorekv.model.load import load_model\n"
         "def killed(file, header, folder):\n"
         "    folder.mkdir(); (folder / 'config.json').write_text('{}'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "gguf.convert = killed; load_model(sys.argv[1])"
+        "gguf.convert_file = killed; load_model(sys.argv[1])"
     )
     killed = subprocess.run([sys.executable, "-c", code, file], capture_output=True)
     assert killed.returncode == -signal.SIGKILL
@@ -163,7 +164,7 @@ def test_a_conversion_that_stops_leaves_nothing(file, root, monkeypatch, error):
         folder.mkdir()
         raise error
 
-    monkeypatch.setattr(gguf, "convert", stop)
+    monkeypatch.setattr(gguf, "convert_file", stop)
     with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else ModelError):
         load_model(str(file))
     assert [path for path in root.iterdir() if path.is_dir()] == []
@@ -182,15 +183,17 @@ def test_two_processes_at_once(file, root):
 
 def test_whoever_is_second_uses_what_is_there(file, root, monkeypatch):
     """On a disk without locks two may convert; the second finds the place taken."""
-    convert = gguf.convert
+    convert = gguf.convert_file
 
     def slow(file, header, folder):
-        monkeypatch.setattr(gguf, "convert", convert)
-        header = gguf.read(file)
-        gguf.make(file, "faster", gguf.cache_folder() / f"{gguf.file_digest(file)[:16]}-1")
+        monkeypatch.setattr(gguf, "convert_file", convert)
+        header = gguf.load_header(file)
+        gguf.make_folder(
+            file, "faster", gguf.find_cache_folder() / f"{gguf.digest_file(file)[:16]}-1"
+        )
         convert(file, header, folder)
 
-    monkeypatch.setattr(gguf, "convert", slow)
+    monkeypatch.setattr(gguf, "convert_file", slow)
     assert load_model(str(file))
     assert len([path for path in root.iterdir() if path.is_dir()]) == 1
 
@@ -199,7 +202,7 @@ def test_whoever_is_second_uses_what_is_there(file, root, monkeypatch):
 def test_without_a_cache_folder_the_model_is_prepared_for_this_process(
     file, place, monkeypatch, tmp_path
 ):
-    gguf.temporary.cache_clear()
+    gguf.make_temporary_folder.cache_clear()
     if place == "unwritable":
         (tmp_path / "taken").write_text("")
         monkeypatch.setenv("RESTOREKV_CACHE", str(tmp_path / "taken" / "cache"))
@@ -219,7 +222,7 @@ def test_without_a_cache_folder_the_model_is_prepared_for_this_process(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_model(str(file))
-    gguf.temporary.cache_clear()
+    gguf.make_temporary_folder.cache_clear()
 
 
 def test_a_full_disk_is_one_sentence(file, root, monkeypatch):

@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from restorekv.model.gguf_tokenizer import SPLITS, build
+from restorekv.model.gguf_tokenizer import SPLITS, build_tokenizer
 
 TEXTS = (
     "The market's code is 46; isn't it?\n\n1. Leon (64)\n\n\n22) x",
@@ -54,14 +54,14 @@ MERGES = [f"{BREAK} {BREAK}", f"{SPACE} {SPACE}", "1 2", f"{SPACE} 1"]
     ],
 )
 def test_text_is_split_as_the_file_says(pre, text, tokens):
-    tokenizer = build(fields(pre, MERGES), 100)
+    tokenizer = build_tokenizer(fields(pre, MERGES), 100)
     assert tokenizer.tokenize(text) == tokens
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("pre", SPLITS)
 def test_every_text_comes_back_and_survives_the_disk(pre, tmp_path):
-    tokenizer = build(fields(pre, MERGES, bos_token_id=0, add_bos_token=True), 100)
+    tokenizer = build_tokenizer(fields(pre, MERGES, bos_token_id=0, add_bos_token=True), 100)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
@@ -76,7 +76,7 @@ def test_every_text_comes_back_and_survives_the_disk(pre, tmp_path):
 
 
 def test_no_start_token_unless_the_file_asks_for_one():
-    assert build(fields("smollm", MERGES, bos_token_id=0), 100).encode("a") == [
+    assert build_tokenizer(fields("smollm", MERGES, bos_token_id=0), 100).encode("a") == [
         ALPHABET.index("a") + 1
     ]
 
@@ -85,7 +85,7 @@ def test_user_defined_tokens_are_whole_and_not_special():
     made = fields("gpt-2", MERGES)
     made["tokenizer.ggml.tokens"] = [*made["tokenizer.ggml.tokens"], "<think> so"]
     made["tokenizer.ggml.token_type"] = [*made["tokenizer.ggml.token_type"], 4]
-    tokenizer = build(made, 100)
+    tokenizer = build_tokenizer(made, 100)
     assert tokenizer.tokenize("a<think> sob") == ["a", "<think> so", "b"]
     assert (
         tokenizer.decode(tokenizer.encode("a<think> so"), skip_special_tokens=True) == "a<think> so"
@@ -126,7 +126,9 @@ def test_sentencepiece_vocabularies_are_read_as_sentencepiece_does(tmp_path):
         "eos_token_id": 2,
         "unknown_token_id": 0,
     }
-    tokenizer = build({f"tokenizer.ggml.{key}": value for key, value in own.items()}, 1000)
+    tokenizer = build_tokenizer(
+        {f"tokenizer.ggml.{key}": value for key, value in own.items()}, 1000
+    )
     assert json.loads(tokenizer.backend_tokenizer.to_str())["model"]["byte_fallback"]
     for text in (*TEXTS, "who lives in the house?", " the  house", "\U0001f600 unseen"):
         assert tokenizer.encode(text) == [1, *oracle.encode(text)]

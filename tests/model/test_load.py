@@ -6,13 +6,15 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from restorekv.errors import ModelError
 from restorekv.model import attention
-from restorekv.model.load import load_model, model_fingerprint, rope_fingerprint
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.load import load_model
+from restorekv.model.rope import get_rope_settings
+from restorekv.model.shape import CacheShape, get_backbone
 from tests.helpers.models import build_model
 
 
 def test_shape(tiny_model):
-    shape = CacheShape.of(tiny_model)
+    shape = CacheShape.from_model(tiny_model)
     assert (shape.layers, shape.heads, shape.groups, shape.hidden) == (3, 2, 2, 32)
     assert shape.head_dim == (16 if tiny_model.config.model_type == "qwen3" else 8)
 
@@ -21,7 +23,7 @@ def test_layers_without_keys_and_values_are_refused():
     model = build_model("qwen3")
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="linear_attention"):
-        CacheShape.of(model)
+        CacheShape.from_model(model)
 
 
 def test_save_and_load_locally(tiny_model, tiny_tokenizer, tmp_path):
@@ -29,11 +31,11 @@ def test_save_and_load_locally(tiny_model, tiny_tokenizer, tmp_path):
     tiny_tokenizer.save_pretrained(tmp_path)
     model, tokenizer = load_model(str(tmp_path))
     assert model.config._attn_implementation == attention.NAME
-    assert model_fingerprint(model) == model_fingerprint(tiny_model)
+    assert fingerprint_model(model) == fingerprint_model(tiny_model)
     assert tokenizer.chat_template == tiny_tokenizer.chat_template
     assert not any(parameter.requires_grad for parameter in model.parameters())
     half, _ = load_model(str(tmp_path), dtype="bfloat16")
-    assert half.dtype == torch.bfloat16 and model_fingerprint(half) == model_fingerprint(model)
+    assert half.dtype == torch.bfloat16 and fingerprint_model(half) == fingerprint_model(model)
 
 
 def test_unknown_models_are_refused(tmp_path, monkeypatch):
@@ -45,13 +47,13 @@ def test_unknown_models_are_refused(tmp_path, monkeypatch):
 
 
 def test_fingerprint_sees_weights_and_not_lora(tiny_model):
-    before = model_fingerprint(tiny_model)
+    before = fingerprint_model(tiny_model)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), tiny_model)
-    assert model_fingerprint(tiny_model) == before
+    assert fingerprint_model(tiny_model) == before
     with torch.no_grad():
         tiny_model.lm_head.weight.mul_(1.5)
-    assert model_fingerprint(tiny_model) != before
-    assert model_fingerprint(build_model("qwen3", seed=1)) != model_fingerprint(
+    assert fingerprint_model(tiny_model) != before
+    assert fingerprint_model(build_model("qwen3", seed=1)) != fingerprint_model(
         build_model("qwen3")
     )
 
@@ -65,8 +67,8 @@ def test_rope_fingerprint_shows_yarn():
         "rope_theta": 10000.0,
     }
     stretched = build_model("qwen3", rope_parameters=yarn)
-    assert rope_fingerprint(plain.config) == {"rope_theta": 10000.0, "rope_type": "default"}
-    assert rope_fingerprint(stretched.config)["rope_type"] == "yarn"
+    assert get_rope_settings(plain.config) == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert get_rope_settings(stretched.config)["rope_type"] == "yarn"
 
 
 def test_dense_attention_is_sdpa(tiny_model):
@@ -75,12 +77,14 @@ def test_dense_attention_is_sdpa(tiny_model):
     seen = []
     with (
         torch.no_grad(),
-        attention.observing(lambda module, *rest: seen.append((module.layer_idx, rest[0].shape))),
+        attention.observe_attention(
+            lambda module, *rest: seen.append((module.layer_idx, rest[0].shape))
+        ),
     ):
         ours = tiny_model(ids).logits
-        decoder(tiny_model)(ids)
+        get_backbone(tiny_model)(ids)
     tiny_model.set_attn_implementation("sdpa")
     with torch.no_grad():
         assert ours.equal(tiny_model(ids).logits)
-    attention.install(tiny_model)
+    attention.install_attention(tiny_model)
     assert [layer for layer, _ in seen] == [0, 1, 2] * 2 and seen[0][1][:3] == (1, 4, 20)

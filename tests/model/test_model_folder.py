@@ -17,7 +17,8 @@ from safetensors import safe_open
 from restorekv import load_model
 from restorekv.errors import ModelError, RestoreKVWarning
 from restorekv.model import gguf, gguf_header, gguf_tokenizer, load
-from restorekv.model.load import load_tokenizer, shipped_name
+from restorekv.model.load import load_tokenizer
+from restorekv.model.names import SMOLLM2_ID, find_shipped_name
 from tests.helpers import gguf_world
 from tests.helpers.models import build_model
 from tests.hostile.damage import EVIL, RAN, evil_model
@@ -134,11 +135,11 @@ def test_an_adapters_folder_loads_no_model_that_its_config_names(folder):
     "name", ["", ".", "someone/model", "/tmp/model", "model.gguf", "../tiny", "tiny/", "SMOLLM2"]
 )
 def test_a_file_may_name_only_what_ships(name):
-    assert shipped_name(name) is None
+    assert find_shipped_name(name) is None
 
 
 def test_names_of_what_ships():
-    assert [shipped_name(name) for name in ("tiny", "smollm2", load.SMOLLM2_ID)] == [
+    assert [find_shipped_name(name) for name in ("tiny", "smollm2", SMOLLM2_ID)] == [
         "tiny",
         "smollm2",
         "smollm2",
@@ -207,7 +208,7 @@ def test_the_hubs_index_of_weights_names_safetensors_alone(folder, monkeypatch):
     ],
 )
 def test_a_tokenizer_names_no_file_elsewhere(folder, tmp_path, entries):
-    path = folder / load.model_folder.TOKENIZER
+    path = folder / load.model_folder.TOKENIZER_CONFIG
     (folder / "tokenizer.json").rename(tmp_path / "tokenizer.5.0.json")
     (tmp_path / "outside").write_text("{}")
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
@@ -217,7 +218,7 @@ def test_a_tokenizer_names_no_file_elsewhere(folder, tmp_path, entries):
 
 
 def test_a_place_on_the_authors_machine_does_not_matter(folder):
-    path = folder / load.model_folder.TOKENIZER
+    path = folder / load.model_folder.TOKENIZER_CONFIG
     entries = {
         "tokenizer_file": "/home/author/tokenizer.json",
         "vocab_file": None,
@@ -242,7 +243,7 @@ def test_tokens_longer_than_any_are_refused_before_every_place_in_them_is_tried(
     fields = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 0}
     for tokens in (["<unk>", "x" * 257], ["<unk>", *["x" * 256] * ((1 << 16) + 1)]):
         with pytest.raises(ValueError, match="longer tokens than any that is known"):
-            gguf_tokenizer.build({**fields, "tokenizer.ggml.tokens": tokens}, 2048)
+            gguf_tokenizer.build_tokenizer({**fields, "tokenizer.ggml.tokens": tokens}, 2048)
 
 
 def test_a_gguf_file_that_changes_while_it_is_read_is_not_kept(
@@ -251,15 +252,15 @@ def test_a_gguf_file_that_changes_while_it_is_read_is_not_kept(
     monkeypatch.setenv("RESTOREKV_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "m.gguf"
     gguf_world.write(file, build_model("llama"), tiny_tokenizer, Kind.F32)
-    convert = gguf.convert
+    convert = gguf.convert_file
 
     def change(*given) -> None:
         convert(*given)
         file.write_bytes(file.read_bytes() + bytes(8))
 
-    monkeypatch.setattr(gguf, "convert", change)
+    monkeypatch.setattr(gguf, "convert_file", change)
     with pytest.raises(ModelError, match="changed while it was read"):
-        gguf.prepared(file, "m")
+        gguf.prepare_folder(file, "m")
     assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
 
 
@@ -320,13 +321,13 @@ def test_what_a_gguf_file_counts_is_not_believed(tmp_path, lie, monkeypatch):
     monkeypatch.setattr(package, "GGUFReader", lambda path: pytest.fail("the file was parsed"))
     (tmp_path / "m.gguf").write_bytes(LIES[lie])
     with pytest.raises(ModelError, match="is damaged") as caught:
-        gguf.read(tmp_path / "m.gguf")
+        gguf.load_header(tmp_path / "m.gguf")
     assert str(caught.value).isprintable()
 
 
 def test_good_gguf_files_pass_in_both_orders_of_bytes(tmp_path, tiny_tokenizer):
     gguf_world.write(tmp_path / "m.gguf", build_model("llama"), tiny_tokenizer, Kind.F32)
-    gguf_header.check(tmp_path / "m.gguf")
+    gguf_header.check_header(tmp_path / "m.gguf")
     big = (
         b"GGUF"
         + struct.pack(">IQQ", 3, 0, 1)
@@ -336,7 +337,7 @@ def test_good_gguf_files_pass_in_both_orders_of_bytes(tmp_path, tiny_tokenizer):
         + bytes(64)
     )
     (tmp_path / "big.gguf").write_bytes(big)
-    gguf_header.check(tmp_path / "big.gguf")
+    gguf_header.check_header(tmp_path / "big.gguf")
 
 
 @pytest.mark.parametrize("within", [True, False])
@@ -356,15 +357,16 @@ def prepared(tmp_path, tiny_tokenizer, monkeypatch):
     monkeypatch.setenv("RESTOREKV_CACHE", str(root))
     file = tmp_path / "m.gguf"
     gguf_world.write(file, build_model("llama"), tiny_tokenizer, Kind.F32)
-    return file, gguf.prepared(file, "m")
+    return file, gguf.prepare_folder(file, "m")
 
 
 def test_a_prepared_model_is_private_and_trusted(prepared):
     file, folder = prepared
     assert not any(
-        path.stat().st_mode & gguf.OTHERS for path in (folder.parent, folder, *folder.iterdir())
+        path.stat().st_mode & gguf.WRITABLE_BY_OTHERS
+        for path in (folder.parent, folder, *folder.iterdir())
     )
-    assert gguf.marker_of(folder) and gguf.prepared(file, "m") == folder
+    assert gguf.load_marker(folder) and gguf.prepare_folder(file, "m") == folder
 
 
 @pytest.mark.parametrize("which", ["folder", "file", "marker"])
@@ -372,17 +374,17 @@ def test_what_others_can_change_is_made_again(prepared, which):
     file, folder = prepared
     path = {"folder": folder, "file": folder / "config.json", "marker": folder / gguf.MARKER}[which]
     path.chmod(path.stat().st_mode | 0o022)
-    assert gguf.marker_of(folder) is None
-    assert gguf.prepared(file, "m") == folder
-    assert gguf.marker_of(folder) and not path.stat().st_mode & gguf.OTHERS
+    assert gguf.load_marker(folder) is None
+    assert gguf.prepare_folder(file, "m") == folder
+    assert gguf.load_marker(folder) and not path.stat().st_mode & gguf.WRITABLE_BY_OTHERS
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 def test_what_belongs_to_another_user_is_made_again(prepared):
     file, folder = prepared
     os.chown(folder / "config.json", 12345, 12345)
-    assert gguf.marker_of(folder) is None
-    assert gguf.prepared(file, "m") == folder and (folder / "config.json").stat().st_uid == 0
+    assert gguf.load_marker(folder) is None
+    assert gguf.prepare_folder(file, "m") == folder and (folder / "config.json").stat().st_uid == 0
 
 
 def test_a_link_in_the_cache_is_replaced_and_not_followed(prepared, tmp_path):
@@ -390,9 +392,9 @@ def test_a_link_in_the_cache_is_replaced_and_not_followed(prepared, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
-    assert gguf.marker_of(folder) is None
+    assert gguf.load_marker(folder) is None
     assert (
-        gguf.prepared(file, "m") == folder
+        gguf.prepare_folder(file, "m") == folder
         and not folder.is_symlink()
         and (elsewhere / gguf.MARKER).exists()
     )
@@ -401,9 +403,9 @@ def test_a_link_in_the_cache_is_replaced_and_not_followed(prepared, tmp_path):
 def test_a_cache_folder_that_others_can_change_is_not_used(prepared):
     file, folder = prepared
     folder.parent.chmod(0o777)
-    gguf.temporary.cache_clear()
+    gguf.make_temporary_folder.cache_clear()
     with pytest.warns(RestoreKVWarning, match="Others can change the cache folder"):
-        assert gguf.prepared(file, "m").parent != folder.parent
+        assert gguf.prepare_folder(file, "m").parent != folder.parent
     folder.parent.chmod(0o1777)
-    assert gguf.prepared(file, "m") == folder
-    gguf.temporary.cache_clear()
+    assert gguf.prepare_folder(file, "m") == folder
+    gguf.make_temporary_folder.cache_clear()

@@ -43,7 +43,7 @@ def ids(count):
 
 def test_a_shelved_prefill_is_a_prefill(tiny_model, kind):
     plain = prefill(tiny_model, ids(75), 20)
-    found = prefill(tiny_model, ids(75), 20, offload.offloaded(tiny_model, 80))
+    found = prefill(tiny_model, ids(75), 20, offload.make_offloaded_cache(tiny_model, 80))
     assert found.get_seq_length() == 75
     for _ in range(2):  # asking twice, and out of turn, gives the same
         for ours, theirs in zip(reversed(found.layers), reversed(plain.layers), strict=True):
@@ -159,7 +159,7 @@ def test_the_shorter_pair_goes_before_the_next_layer_comes(monkeypatch):
 
 
 def test_a_store_is_written_by_update_alone(tiny_model, kind):
-    full = prefill(tiny_model, ids(9), into=offload.offloaded(tiny_model, 9))
+    full = prefill(tiny_model, ids(9), into=offload.make_offloaded_cache(tiny_model, 9))
     with pytest.raises(ValueError, match="update alone"):
         full.layers[0].keys = torch.zeros(1)
 

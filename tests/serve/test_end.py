@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
 from restorekv.generation import generate  # noqa: E402
-from restorekv.model.shape import decoder  # noqa: E402
+from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import run, service  # noqa: E402
 from restorekv.serve.engine import ENDING  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -41,7 +41,7 @@ def slow_steps(model):
     server ends.
     """
     hook = (
-        decoder(model)
+        get_backbone(model)
         .layers[0]
         .register_forward_pre_hook(
             lambda *_: (
@@ -135,7 +135,7 @@ def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(
             inside.set()
             time.sleep(0.2)
 
-    hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+    hook = get_backbone(model).layers[1].register_forward_pre_hook(wait)
     with serving(model, tiny_tokenizer, tmp_path) as url:
         made = upload(client_of(url), wait=False)
         assert inside.wait(60)

@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai")
 from restorekv.context import CompressedContext  # noqa: E402
 from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
 from restorekv.generation.generate import BATCH  # noqa: E402
-from restorekv.model.shape import decoder  # noqa: E402
+from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import caches, service, shared  # noqa: E402
 from restorekv.serve.caches import Caches  # noqa: E402
 from restorekv.serve.engine import AwayError  # noqa: E402
@@ -60,7 +60,7 @@ def slow(model):
             inside.set()
             go.wait(30)
 
-    hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+    hook = get_backbone(model).layers[1].register_forward_pre_hook(wait)
     yield stop, inside, go
     go.set()
     hook.remove()
@@ -380,7 +380,7 @@ def test_questions_that_wait_hold_no_cache(model, tiny_tokenizer, tmp_path, monk
         made = [upload(client, f"{number} {TEXT}") for number in range(3 * BATCH)]
         busy, go = threading.Event(), threading.Event()
         hook = (
-            decoder(model)
+            get_backbone(model)
             .layers[0]
             .register_forward_pre_hook(lambda *_: busy.set() or (go.wait(30) and None))
         )

@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv import CompressedContext  # noqa: E402
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids  # noqa: E402
-from restorekv.model.shape import decoder  # noqa: E402
+from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -163,7 +163,7 @@ def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer
             "stream": True,
             **(many if path != "responses" else one),
         }
-        hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+        hook = get_backbone(model).layers[1].register_forward_pre_hook(wait)
         connection = http.client.HTTPConnection(*url.split("/")[2].split(":"))
         connection.request(
             "POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"}
@@ -510,7 +510,7 @@ def test_answers_go_on_inside_a_phase_of_a_compression(model, tiny_tokenizer, tm
         client = client_of(url)
         first = upload(client)
         alone = ask(client, about(first)).choices[0].message.content
-        hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+        hook = get_backbone(model).layers[1].register_forward_pre_hook(wait)
         try:
             inside.set()
             second = upload(client, OTHER, "other.txt", wait=False)

@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
-from restorekv.model.load import model_fingerprint  # noqa: E402
+from restorekv.model.identity import fingerprint_model  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -323,7 +323,7 @@ def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
     engine = find_engine_class("vllm")(
         model, tiny_tokenizer, Uploads(tmp_path, 1 << 30), 1 << 20, 4
     )
-    assert engine.side.fingerprint == model_fingerprint(model)
-    assert model_fingerprint(
+    assert engine.side.fingerprint == fingerprint_model(model)
+    assert fingerprint_model(
         load_model(engine.side.options["model"], dtype="float32")[0]
-    ) == model_fingerprint(model)
+    ) == fingerprint_model(model)

@@ -20,7 +20,7 @@ from tests.helpers.decoding import TEXT, make_cache
 
 def manifest_of(model, cache, context):
     """A manifest that says of the cache what is so."""
-    shape, of_prefix = CacheShape.of(model), cache.count_prefix_pairs(context.prefix)
+    shape, of_prefix = CacheShape.from_model(model), cache.count_prefix_pairs(context.prefix)
     full = shape.layers * shape.heads * context.positions * 2 * shape.head_dim * 4
     return Manifest(
         model="tiny",

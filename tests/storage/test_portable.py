@@ -9,7 +9,7 @@ from restorekv import compress, load_portable, seal
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model import rope
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter_file import read_adapter
 from restorekv.storage import portable
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
@@ -57,7 +57,7 @@ def test_a_plain_prefix_gives_the_logits_of_the_compressed_context(family, rope,
         == small.manifest.pairs_held
     )
     for question in QUESTIONS:
-        asked = question_ids(tiny_tokenizer, small.context, question)
+        asked = encode_question(tiny_tokenizer, small.context, question)
         with torch.no_grad():
             ours = model(asked, past_key_values=small.cache.fork(), use_cache=True).logits
             theirs = model(asked, past_key_values=plain.cache(), use_cache=True).logits

@@ -67,7 +67,7 @@ def test_a_long_haystack_is_tokenised_as_a_whole_a_few_times(tiny_tokenizer, mon
         long.append(len(found))
         return found[: 4 * len(found) // 5]
 
-    monkeypatch.setattr("restorekv.tasks.needle.text_ids", merging)
+    monkeypatch.setattr("restorekv.tasks.needle.tokenize_text", merging)
     assert len(make("needle:lengths=5000,depths=2").chosen(tiny_tokenizer, "kvzip")) == 2
     assert 1 < len(long) < 8
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from restorekv import compress, load_model
 from restorekv.errors import RestoreKVWarning
-from restorekv.model.load import tiny_path
+from restorekv.model.names import tiny_path
 from restorekv.tiny.suite import documents
 
 SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")

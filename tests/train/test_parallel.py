@@ -23,9 +23,8 @@ import torch.distributed.fsdp
 from safetensors.torch import load_file
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.base_weights import describe
-from restorekv.model.load import model_fingerprint
-from restorekv.model.shape import decoder
+from restorekv.model.identity import describe_weights, fingerprint_model
+from restorekv.model.shape import get_backbone
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
@@ -137,7 +136,7 @@ def run(
     holds.
     """
     model = build_model("qwen3")
-    layers = decoder(model).layers
+    layers = get_backbone(model).layers
     whole = sum(p.numel() for p in layers.parameters())
     if spreading:
         shard_model(model, torch.device("cpu"))
@@ -254,11 +253,11 @@ def test_passes_pair_up_however_many_each_process_makes():
 
     def job(group):
         model = build_model("llama")
-        known = model_fingerprint(model), describe(model)
+        known = fingerprint_model(model), describe_weights(model)
         shard_model(model, torch.device("cpu"))
-        assert (model_fingerprint(model), describe(model)) == known
+        assert (fingerprint_model(model), describe_weights(model)) == known
         passes = []
-        decoder(model).register_forward_pre_hook(lambda *_: passes.append(1))
+        get_backbone(model).register_forward_pre_hook(lambda *_: passes.append(1))
         with torch.no_grad():
             for own in ((1, 4), (3, 0), (2, 2)):
                 with group.join_uneven(model):

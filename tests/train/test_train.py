@@ -16,9 +16,9 @@ from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade
-from restorekv.model.load import longest
-from restorekv.model.prompt import default_between, make_context
-from restorekv.model.shape import logits
+from restorekv.model.prompt import get_default_between, make_context
+from restorekv.model.rope import count_positions
+from restorekv.model.shape import compute_logits
 from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check_setup
@@ -191,9 +191,9 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
                 follow=False,
             )
     elif broken == "attention":
-        right = cascade.attend
+        right = cascade.attend_ragged
         monkeypatch.setattr(
-            cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale)
+            cascade, "attend_ragged", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale)
         )
     else:
         whole = ScoredContext.with_restore_cache
@@ -376,13 +376,15 @@ def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kin
         .eval()
         .requires_grad_(False)
     )
-    attention.install(model)
+    attention.install_attention(model)
     teachers = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
     prepared, targets = teachers.get_context(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
         plain = model(ids).logits[0, -target.answer - 1 : -1]
-        torch.testing.assert_close(logits(model, target.hidden), plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            compute_logits(model, target.hidden), plain, rtol=1e-4, atol=1e-4
+        )
     train_adapter(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
 
 
@@ -409,8 +411,8 @@ def test_a_stretched_rope_has_more_positions():
         "original_max_position_embeddings": 4096,
         "rope_theta": 1e4,
     }
-    assert longest(build_model("llama", rope_parameters=rope).config) == 16384
-    assert longest(build_model("llama").config) == 4096
+    assert count_positions(build_model("llama", rope_parameters=rope).config) == 16384
+    assert count_positions(build_model("llama").config) == 4096
 
 
 def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, monkeypatch):
@@ -469,7 +471,7 @@ def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path)
     )
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]
-    assert adapter.card.license == "unknown" and adapter.card.between == default_between(
+    assert adapter.card.license == "unknown" and adapter.card.between == get_default_between(
         tiny_tokenizer
     )
 

@@ -54,7 +54,7 @@ def planted(kind, predict, tokens=600, scale=1.0):
     stacked = {name: torch.stack([layer[name] for layer in layers]) * scale for name in layers[0]}
     hidden = torch.randn(tokens, 3, 32, generator=torch.Generator().manual_seed(2))
     target = predict(stacked, hidden.transpose(0, 1)).permute(2, 0, 1)
-    return CacheShape.of(model), stacked, hidden, target
+    return CacheShape.from_model(model), stacked, hidden, target
 
 
 def test_ridge_finds_a_planted_linear_gate():

@@ -107,7 +107,7 @@ def test_blocks_bound_what_is_computed_at_once(monkeypatch):
     keep = torch.ones(heads, kept, dtype=torch.bool)
     layer = make_layer(keep, draw(heads, kept, dim), draw(heads, kept, dim), keys, values, None)
     with Largest() as largest:
-        frozen.attend(query, layer, None, 0.5).float().square().sum().backward()
+        frozen.attend_ragged(query, layer, None, 0.5).float().square().sum().backward()
     logits = heads * groups * queries * (kept + tail)
     assert 20 * largest.elements < logits and largest.elements <= 50_000
 
@@ -132,7 +132,7 @@ def test_blocks_of_rows_are_exact(monkeypatch, block):
 
     def run(query, tail_keys, tail_values):
         layer = make_layer(keep, **fixed, tail_keys=tail_keys, tail_values=tail_values, bias=bias)
-        return frozen.attend(query, layer, mask, 0.3)
+        return frozen.attend_ragged(query, layer, mask, 0.3)
 
     assert torch.autograd.gradcheck(
         run, [leaf.requires_grad_() for leaf in leaves.values()], fast_mode=True
@@ -207,13 +207,13 @@ def test_the_backend_follows_gradients():
     keep, leaves, fixed, _, _ = build(case)
     query = leaves.pop("query")
     layer = make_layer(keep, **fixed, **leaves, bias=None)
-    chosen = lambda: attention.choose(query, layer)  # noqa: E731
-    assert chosen() == attention.cascade.attend
+    chosen = lambda: attention.choose_backend(query, layer)  # noqa: E731
+    assert chosen() == attention.cascade.attend_ragged
     query.requires_grad_()
-    assert chosen() == frozen.attend
+    assert chosen() == frozen.attend_ragged
     with torch.no_grad():
-        assert chosen() == attention.cascade.attend
+        assert chosen() == attention.cascade.attend_ragged
     layer.keys = layer.keys.to(torch.bfloat16)  # no kernel for the CPU mixes dtypes
-    assert chosen() == frozen.attend
-    with attention.using("naive"):
-        assert chosen() == attention.naive.attend
+    assert chosen() == frozen.attend_ragged
+    with attention.force_backend("naive"):
+        assert chosen() == attention.naive.attend_ragged

@@ -14,7 +14,7 @@ import torch
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.chat import conversation_ids
-from restorekv.model.prompt import question_ids
+from restorekv.model.prompt import encode_question
 from restorekv.vllm import chat, prompt, transfer_config
 from tests.helpers.models import VOCABULARY
 from tests.helpers.portables import QUESTION, TEXTS, portable_of
@@ -282,7 +282,7 @@ def test_earlier_turns_stand_before_the_question(connector):
     assert body["kv_transfer_params"]["prompt_token_ids"] == prompt(
         document, QUESTION, tokenizer, turns=turns
     )
-    alone = question_ids(tokenizer, document.context, QUESTION)[0].tolist()
+    alone = encode_question(tokenizer, document.context, QUESTION)[0].tolist()
     assert prompt(document, QUESTION, tokenizer) == document.ids.tolist() + alone
     with pytest.raises(RestoreKVError, match="is text, not list"):
         prompt(document, [QUESTION], tokenizer)

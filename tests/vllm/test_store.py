@@ -11,7 +11,7 @@ import torch
 
 from restorekv import seal
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.model.load import rope_fingerprint
+from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import KIND, load_portable
 from restorekv.vllm import prompt, transfer_config
@@ -21,14 +21,16 @@ from tests.helpers.portables import QUESTION, TEXTS, portable_of
 
 
 def expected_for(model, **more):
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     facts = {
         "layers": shape.layers,
         "heads": shape.heads,
         "head_dim": shape.head_dim,
         "vocabulary": VOCABULARY,
     }
-    return Expected(**{**facts, "rope": rope_fingerprint(model.config), "dtype": "float32", **more})
+    return Expected(
+        **{**facts, "rope": get_rope_settings(model.config), "dtype": "float32", **more}
+    )
 
 
 @pytest.fixture

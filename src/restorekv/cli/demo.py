@@ -30,7 +30,7 @@ from restorekv.evaluation.tables import Table, name_method
 from restorekv.evaluation.worker import opened_model
 from restorekv.files import write_json
 from restorekv.generation.answers import ask
-from restorekv.model.load import SMOLLM2, TINY, canonical
+from restorekv.model.names import SMOLLM2, TINY, to_canonical_name
 from restorekv.tasks.tiny import question_of
 from restorekv.tiny import suite
 
@@ -70,7 +70,7 @@ def run(
     json: Annotated[Path | None, options.target("Write rows and conventions here.")] = None,
 ) -> None:
     start = time.perf_counter()
-    model = canonical(model)
+    model = to_canonical_name(model)
     show = show_for(model)
     silence_transformers()
     with notes.status(f"loading {model}"):

@@ -22,14 +22,14 @@ from restorekv.files import find_cache_folder
 from restorekv.model import attention
 from restorekv.model.attention import proofs, tiles
 from restorekv.model.attention.proofs import Target
-from restorekv.model.attention.trials import ragged_layer
-from restorekv.model.load import (
+from restorekv.model.attention.trials import make_layer
+from restorekv.model.load import is_hub_reachable
+from restorekv.model.names import (
     NAMES,
     SHIPPING,
-    canonical,
-    installation_of,
+    get_install_command,
     is_shipping_installed,
-    reachable,
+    to_canonical_name,
 )
 
 PACKAGES = (
@@ -113,7 +113,7 @@ def distinct_devices() -> list[torch.device]:
     """Returns one device of every kind and name: equal GPUs are checked once."""
     named = {}
     for device in all_devices():
-        known = proofs.identify(device)
+        known = proofs.identify_device(device)
         named.setdefault((known["kind"], known["name"]), device)
     return list(named.values())
 
@@ -123,7 +123,9 @@ def devices() -> list[dict[str, object]]:
     found = []
     for device in all_devices():
         known = {
-            name: value for name, value in proofs.identify(device).items() if value is not None
+            name: value
+            for name, value in proofs.identify_device(device).items()
+            if value is not None
         }
         if device.type == "cuda":
             known["memory"] = size(torch.cuda.get_device_properties(device).total_memory)
@@ -146,7 +148,9 @@ def places() -> dict[str, str]:
         "models of the hub": str(constants.HF_HUB_CACHE),
         "the hub": hub(),
         "what ships for models": ", ".join(
-            name if is_shipping_installed(name) else f"{name} is missing: {installation_of(name)}"
+            name
+            if is_shipping_installed(name)
+            else f"{name} is missing: {get_install_command(name)}"
             for name in SHIPPING
         ),
     }
@@ -157,7 +161,7 @@ def hub() -> str:
     if constants.HF_HUB_OFFLINE:
         return "not asked: HF_HUB_OFFLINE is set"
     answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(reachable()), daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(is_hub_reachable()), daemon=True)
     thread.start()
     thread.join(HUB_SECONDS)
     if not answers:
@@ -229,17 +233,15 @@ def time_step(target: Target) -> dict[str, float | str]:
     lengths = [2 * kept * (head + 1) // (heads + 1) for head in range(heads)]
     edges = [sum(lengths[:head]) for head in range(heads + 1)]
     context = draw(edges[-1], dim), draw(edges[-1], dim)
-    layer = ragged_layer(
-        *context, edges, draw(1, heads, TAIL, dim), draw(1, heads, TAIL, dim), None
-    )
+    layer = make_layer(*context, edges, draw(1, heads, TAIL, dim), draw(1, heads, TAIL, dim), None)
     query = draw(1, heads * target.groups, 1, dim)
     full = draw(1, heads, TOKENS + TAIL, dim), draw(1, heads, TOKENS + TAIL, dim)
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     with torch.no_grad():
         grouped = query.unflatten(1, (heads, -1))
-        backend = attention.choose(grouped, layer)
-        tiles.plan([layer])
+        backend = attention.choose_backend(grouped, layer)
+        tiles.plan_tiles([layer])
         ours = seconds(lambda: backend(grouped, layer, None, dim**-0.5), device)
         dense = seconds(lambda: sdpa(query, *full, enable_gqa=True), device)
         copying = seconds(lambda: copy.copy_(source), device)
@@ -259,12 +261,12 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
     counted.
     """
     step()
-    proofs.synchronize(device)
+    proofs.synchronize_device(device)
     took: list[float] = []
     while not took or (sum(took) < BENCHMARK_SECONDS and len(took) < 200):
         start = time.perf_counter()
         step()
-        proofs.synchronize(device)
+        proofs.synchronize_device(device)
         took.append(time.perf_counter() - start)
     return median(took)
 
@@ -285,7 +287,7 @@ def model_for_report(name: str) -> str:
     """Returns a model's name if it is one of ours or a hub id, since a folder's name may be
     private.
     """
-    public = canonical(name) in NAMES or (
+    public = to_canonical_name(name) in NAMES or (
         re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
     )
     return name if public else "a file or folder of this machine"

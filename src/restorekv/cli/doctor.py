@@ -25,7 +25,8 @@ from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.files import write_json
 from restorekv.model.attention import proofs
 from restorekv.model.attention.proofs import COMPONENTS, Component, Proof, Target
-from restorekv.model.load import SMOLLM2, check_dtype, model_source, usable_device
+from restorekv.model.load import check_dtype, find_source, parse_device
+from restorekv.model.names import SMOLLM2
 from restorekv.model.shape import CacheShape
 
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
@@ -60,7 +61,7 @@ def run(
     check_dtype(dtype)
     silence_transformers()
     heads, groups, dim = shape_of(model)
-    devices = [usable_device(device)] if device else diagnosis.distinct_devices()
+    devices = [parse_device(device)] if device else diagnosis.distinct_devices()
     with notes.status("looking at this machine"):
         report = {
             "versions": diagnosis.versions(),
@@ -112,7 +113,7 @@ def shape_of(name: str) -> tuple[int, int, int]:
     """
     if name == SMOLLM2:
         return SMOLLM2_SHAPE
-    source = model_source(name)
+    source = find_source(name)
     local = source.is_local()
     source.check(local, weights=False)
     try:
@@ -125,7 +126,7 @@ def shape_of(name: str) -> tuple[int, int, int]:
         raise ModelError(
             f"Cannot read the config of {name!r} ({summarize_error(error)}); give a model folder or leave out --model."
         ) from error
-    shape = CacheShape.of(SimpleNamespace(config=config))
+    shape = CacheShape.from_model(SimpleNamespace(config=config))
     return shape.heads, shape.groups, shape.head_dim
 
 
@@ -169,9 +170,9 @@ def proof_of(component: Component, target: Target, again: bool) -> Proof:
     """Returns what is known of a component or is found out now; on a CPU, whose code is tested,
     nothing is kept.
     """
-    if proofs.needed(target.device):
-        return proofs.prove(component.name, target, again)
-    return proofs.check(component, target)
+    if proofs.needs_proof(target.device):
+        return proofs.prove_component(component.name, target, again)
+    return proofs.check_component(component, target)
 
 
 def table_of(target: Target, rows: list[dict[str, object]]) -> Table:

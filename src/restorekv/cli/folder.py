@@ -29,8 +29,9 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.context import size
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
-from restorekv.model.load import model_fingerprint, rope_fingerprint
-from restorekv.model.prompt import default_between, template_hash
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.prompt import get_default_between, hash_template
+from restorekv.model.rope import get_rope_settings
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
 from restorekv.seal import digest_file
@@ -80,16 +81,16 @@ class Maker:
         how = make_compressor(
             options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS))
         )
-        between = default_between(tokenizer)
+        between = get_default_between(tokenizer)
         ratio = exact_ratio(options["ratio"]) if options["ratio"] else None
         adapter = load_adapter(
             model, options["adapter"], how, options["restore_tokens"], between, ratio
         )
         facts = [
             __version__,
-            model_fingerprint(model),
-            rope_fingerprint(model.config),
-            template_hash(tokenizer),
+            fingerprint_model(model),
+            get_rope_settings(model.config),
+            hash_template(tokenizer),
             str(model.dtype),
             between,
             how.identity(model),

@@ -18,8 +18,9 @@ from restorekv.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import write_json
-from restorekv.model.load import TINY, load_tokenizer, shipped_name
-from restorekv.model.prompt import template_hash
+from restorekv.model.load import load_tokenizer
+from restorekv.model.names import TINY, find_shipped_name
+from restorekv.model.prompt import hash_template
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
@@ -68,12 +69,12 @@ def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
     """
     if model is not None:
         return load_tokenizer(model)
-    for name in filter(None, (shipped_name(survivors.manifest.model), TINY)):
+    for name in filter(None, (find_shipped_name(survivors.manifest.model), TINY)):
         try:
             tokenizer = load_tokenizer(name, offline=True)
         except ModelError:
             continue
-        if template_hash(tokenizer) == survivors.manifest.template:
+        if hash_template(tokenizer) == survivors.manifest.template:
             return tokenizer
     return None
 

@@ -30,8 +30,9 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import read_bytes
-from restorekv.model.load import check_dtype, load_model, shipped_name
-from restorekv.model.tokenize import decoded
+from restorekv.model.load import check_dtype, load_model
+from restorekv.model.names import find_shipped_name
+from restorekv.model.tokenize import decode_utf8
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.storage.cache_file import Manifest, read
 
@@ -70,7 +71,7 @@ def read_text(name: str) -> str:
     if Path(name).suffix.lower() in KINDS:
         return extract_text(name, payload)
     source = "The input" if name == "-" else f"The file {name}"
-    text = decoded(payload, source)
+    text = decode_utf8(payload, source)
     if not text.strip():
         raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
     return text
@@ -137,7 +138,7 @@ def find_model_of_file(file: Path, name: str) -> str:
     """Returns the model that a file was made with, if it ships; refuses to open any other because a
     file says so.
     """
-    if known := shipped_name(name):
+    if known := find_shipped_name(name):
         return known
     raise RestoreKVError(
         f"{file} says that its model is {quote(name)}, and a file's word alone opens no model; if you know it, give "

@@ -32,18 +32,18 @@ from restorekv.compression.prepared import (
 from restorekv.compression.streaming import StreamedContext, parts, read_part
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model import support
-from restorekv.model.load import (
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.names import (
     SHIPPING,
-    canonical,
-    installation_of,
+    get_install_command,
+    get_model_name,
     is_shipping_installed,
-    model_fingerprint,
-    model_name,
     shipped_path,
+    to_canonical_name,
 )
-from restorekv.model.offload import offloaded
+from restorekv.model.offload import make_offloaded_cache
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, make_context, tell_beyond
+from restorekv.model.prompt import Context, make_context, warn_if_beyond_positions
 from restorekv.model.shape import CacheShape
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
@@ -139,7 +139,7 @@ class Eviction(Compressor):
         tell = progress or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
-        tell_beyond(model, context.positions, "The context")
+        warn_if_beyond_positions(model, context.positions, "The context")
         if self.streaming is not None:
             if offload:
                 raise RestoreKVError(
@@ -151,9 +151,9 @@ class Eviction(Compressor):
             raise RestoreKVError(
                 f"{self.evictor.name} makes a full cache of its own in memory; leave out offload."
             )
-        support.install(model)
+        support.prepare_model(model)
         seconds: dict[str, float] = {}
-        into = offloaded(model, context.positions) if offload else None
+        into = make_offloaded_cache(model, context.positions) if offload else None
         with torch.no_grad():
             if self.scoring:
                 full, scores = read_part(
@@ -163,7 +163,7 @@ class Eviction(Compressor):
                 tell("prefill")
                 with timed(seconds, "prefill"):
                     full = prefill(model, context.ids, into=into)
-                shape = CacheShape.of(model)
+                shape = CacheShape.from_model(model)
                 scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         prepared = ScoredContext(model, context, full, scores, self.conventions, seconds=seconds)
         if self.adapter is None:
@@ -262,7 +262,7 @@ def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
         (path.name, path.stat() if path.exists() else path.lstat()) for path in folder.iterdir()
     )
     files = sorted((name, status.st_mtime_ns, status.st_size) for name, status in statuses)
-    key = str(folder.resolve()), str(files), model.device, model.dtype, model_fingerprint(model)
+    key = str(folder.resolve()), str(files), model.device, model.dtype, fingerprint_model(model)
     # No weak dictionary: an adapter has a reference to its model.
     known = vars(model).setdefault(ADAPTERS, {})
     if (adapter := known.get(key)) is None:
@@ -275,11 +275,11 @@ def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
 def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
     """Returns the folder or hub id that a name stands for, None where "auto" finds no adapter."""
     if name == "published":
-        return publish.find_published_name(model_name(model), compressor.spec)
+        return publish.find_published_name(get_model_name(model), compressor.spec)
     if name != "auto":
         return shipped_adapter(*name.split(":", 1)) or name if ":" in name else name
     folder = shipped_adapter(
-        model_name(model), compressor.spec, compressor.conventions.allocation.spec
+        get_model_name(model), compressor.spec, compressor.conventions.allocation.spec
     )
     if folder and compressor.conventions.offset:
         warn("An offset is a control without restoring: no adapter is used.")
@@ -293,13 +293,13 @@ def shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> 
     One trained with the allocation (its folder's name ends in it) goes before one trained with the
     global ranking.
     """
-    name = canonical(model)
+    name = to_canonical_name(model)
     if name not in SHIPPING or not evictor:
         return None
     if not is_shipping_installed(name):
         warn(
             f"The adapters for {name} are not installed, so nothing is restored; "
-            f"{installation_of(name)}, or pass adapter=None."
+            f"{get_install_command(name)}, or pass adapter=None."
         )
         return None
     folders = (

@@ -32,7 +32,7 @@ from restorekv.compression.streaming import Pairs, read_part, restore_pairs
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model import support
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, tell_beyond
+from restorekv.model.prompt import Context, warn_if_beyond_positions
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 
@@ -76,7 +76,7 @@ class Growth:
     @cached_property
     def budget(self) -> Budget:
         """What the whole may hold, with the new part's restore tokens."""
-        shape = CacheShape.of(self.model)
+        shape = CacheShape.from_model(self.model)
         adapter = self.how.adapter
         tokens = adapter.restore_tokens if adapter else 0
         return self.how.conventions.budget(
@@ -86,7 +86,7 @@ class Growth:
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache of the whole, evicted to its budget."""
-        tell_beyond(self.model, self.whole.positions, "The grown context")
+        warn_if_beyond_positions(self.model, self.whole.positions, "The grown context")
         part = replace(
             self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], self.ids], -1)
         )
@@ -94,7 +94,7 @@ class Growth:
         if (again := evictor.count_pinned_tail(part)) >= self.ids.shape[-1]:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
             raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
-        support.install(self.model)
+        support.prepare_model(self.model)
         room = self.room()
         tokens = self.budget.restore_tokens
         restored = []
@@ -238,8 +238,8 @@ def composed(
     whole = replace(
         first, ids=torch.cat([before[0], *(context.ids[:, prefix:] for context, _ in parts)], -1)
     )
-    tell_beyond(model, whole.positions, "The composed context")
-    support.install(model)
+    warn_if_beyond_positions(model, whole.positions, "The composed context")
+    support.prepare_model(model)
     layers = [
         composed_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))
     ]

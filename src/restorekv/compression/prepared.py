@@ -243,7 +243,7 @@ class ScoredContext(PreparedContext):
 
         With gradients all copies stay until the backward pass.
         """
-        shape = CacheShape.of(self.model)
+        shape = CacheShape.from_model(self.model)
         layer = self.full.layers[0]
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE

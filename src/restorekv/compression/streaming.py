@@ -122,7 +122,7 @@ class StreamedContext(PreparedContext):
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Times every phase."""
-        shape = CacheShape.of(self.model)
+        shape = CacheShape.from_model(self.model)
         available = self.restorer.restore_tokens if self.restorer else 0
         tokens = available if restore_tokens is None else restore_tokens
         stream = Stream(
@@ -150,8 +150,8 @@ class Stream:
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache at the budget."""
-        support.install(self.model)
-        shape = CacheShape.of(self.model)
+        support.prepare_model(self.model)
+        shape = CacheShape.from_model(self.model)
         pieces = parts(self.source.evictor, self.context, self.source.streaming)
         size = shape.layers, shape.heads, self.context.positions
         self.scores = torch.full(size, GONE, device=self.model.device)

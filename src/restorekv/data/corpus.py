@@ -25,7 +25,7 @@ from restorekv.data.passages import (
     sample_in_order,
     word_question,
 )
-from restorekv.model.tokenize import token_places
+from restorekv.model.tokenize import locate_tokens
 
 TRAIN_SPLIT = "train"
 STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
@@ -167,7 +167,7 @@ def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Rando
     Half of the parts begin where the passage does. A part may end inside a sentence that has no end
     in reach.
     """
-    places = token_places(tokenizer, text)
+    places = locate_tokens(tokenizer, text)
     if len(places) <= tokens:
         return text
     first = 0

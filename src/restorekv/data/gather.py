@@ -23,8 +23,8 @@ from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import check_not_link, open_without_links, parse_json, read_bytes
-from restorekv.model.load import longest
-from restorekv.model.prompt import Context, encode, make_context
+from restorekv.model.prompt import Context, encode_text, make_context
+from restorekv.model.rope import count_positions
 
 ATTEMPTS_BYTES = 4 << 30  # bytes of the answers to one source
 _WORDING_MARGIN = 64  # positions reserved for the wording around the longest question
@@ -113,7 +113,7 @@ def compute_longest_context(
     """Returns `config.longest`, or fewer tokens where the model has no positions for them, a
     question and an answer.
     """
-    positions = longest(model.config)
+    positions = count_positions(model.config)
     frame = make_context(tokenizer, "a")
     tail = (
         frame.suffix.shape[-1]
@@ -279,7 +279,7 @@ class SourceBuilder:
             if "fault" not in attempt:
                 counts = {
                     "context_tokens": context.tokens,
-                    "question_tokens": encode(self.tokenizer, attempt["question"]).shape[-1],
+                    "question_tokens": encode_text(self.tokenizer, attempt["question"]).shape[-1],
                     "answer_tokens": len(attempt["answer_ids"]),
                 }
                 gathered.examples.append({**shared, **attempt, **counts})

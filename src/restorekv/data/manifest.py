@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, import_extra, make_printable
 from restorekv.files import check_not_link, read_json, write_json
-from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
-from restorekv.model.prompt import template_hash
-from restorekv.model.tokenize import text_ids
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.names import get_model_name
+from restorekv.model.prompt import hash_template
+from restorekv.model.rope import get_rope_settings
+from restorekv.model.tokenize import tokenize_text
 
 FORMAT = "restorekv-data"
 VERSION = 1
@@ -37,18 +39,18 @@ _SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer":
 def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
     """Returns what identifies the teacher, its answers and their ids."""
     return {
-        "name": model_name(model),
-        "fingerprint": model_fingerprint(model),
+        "name": get_model_name(model),
+        "fingerprint": fingerprint_model(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "template": template_hash(tokenizer),
+        "template": hash_template(tokenizer),
         "tokenizer": hash_tokenizer(tokenizer),
-        "rope": rope_fingerprint(model.config),
+        "rope": get_rope_settings(model.config),
     }
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
     """Returns 16 hex digits of the vocabulary and of how a text full of traps is split."""
-    facts = [sorted(tokenizer.get_vocab().items()), text_ids(tokenizer, PROBE)]
+    facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import DropRow, Reader, SourceDocument, read_each_row, read_text_field
-from restorekv.model.tokenize import token_places
+from restorekv.model.tokenize import locate_tokens
 
 STORIES_LICENSE = "apache-2.0"
 NOVELS_LICENSE = "public-domain"
@@ -76,7 +76,7 @@ def cut_passages(
     Lengths are log-uniform between `config.passage_shortest` and `config.passage_longest` tokens.
     """
     rng = random.Random(f"{config.seed} passages {name}")
-    places = token_places(tokenizer, text)
+    places = locate_tokens(tokenizer, text)
     low = math.log(config.passage_shortest)
     high = math.log(config.passage_longest)
     spare = max(len(places) - count * config.passage_longest, 0)

@@ -22,7 +22,7 @@ from restorekv.data.passages import FACT, HUMAN
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import BETWEEN, Context, question_ids
+from restorekv.model.prompt import BETWEEN, Context, encode_question
 
 ALONE = "Reply with the question alone, in one sentence."
 QUESTION_PROMPTS = {
@@ -99,7 +99,7 @@ class SelfStudy:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the teacher's questions by kind, and for the kinds that are dropped why."""
         prompts = [
-            question_ids(self.tokenizer, context, BETWEEN + words)[0]
+            encode_question(self.tokenizer, context, BETWEEN + words)[0]
             for words in QUESTION_PROMPTS.values()
         ]
         stops = stop_ids(self.model, self.tokenizer)
@@ -129,7 +129,7 @@ class SelfStudy:
         """
         stops = stop_ids(self.model, self.tokenizer)
         prompts = [
-            question_ids(self.tokenizer, each.context, each.question, empty=True)[0]
+            encode_question(self.tokenizer, each.context, each.question, empty=True)[0]
             for each in asked
         ]
         choosers = [GreedyUntilLoop(self.config.loop) for _ in asked] if self.config.loop else None

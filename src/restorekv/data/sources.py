@@ -42,7 +42,7 @@ from restorekv.data.passages import (
     STORIES_LICENSE,
     make_passage_reader,
 )
-from restorekv.model.tokenize import token_places
+from restorekv.model.tokenize import locate_tokens
 
 LONGALPACA_LICENSE = "cc-by-nc-4.0"
 PG19_LICENSE = "apache-2.0"
@@ -123,7 +123,7 @@ def read_book(
 
 def _cut_chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
     """Cuts the text into stretches of `size` tokens and drops the rest at the end."""
-    places = token_places(tokenizer, text)
+    places = locate_tokens(tokenizer, text)
     for start in range(0, len(places) - size + 1, size):
         yield text[places[start][0] : places[start + size - 1][1]]
 

@@ -17,7 +17,7 @@ from restorekv.compression.eviction import make_compressor, shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import matches_type
-from restorekv.model.load import TINY, canonical, tiny_path
+from restorekv.model.names import TINY, tiny_path, to_canonical_name
 
 Item = TypeVar("Item")
 FULL = "full"
@@ -158,7 +158,7 @@ class Grid:
         )
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
-            map(canonical, self.models), self.protocols, self.benchmark_specs()
+            map(to_canonical_name, self.models), self.protocols, self.benchmark_specs()
         ):
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full(**where, **of_full)

@@ -22,7 +22,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.budget import PrefixPolicy
 from restorekv.compression.prepared import Compressor
 from restorekv.errors import RestoreKVError
-from restorekv.model.prompt import Context, around, encode, make_context, question_ids
+from restorekv.model.prompt import (
+    Context,
+    encode_question,
+    encode_text,
+    make_context,
+    split_template,
+)
 from restorekv.tasks import Question
 
 NO_LIMIT = 10**9  # tokenizers that know no limit name one far above this
@@ -56,7 +62,7 @@ class Protocol(ABC):
         """Returns the text before the context and the text after a question: the model's own
         template.
         """
-        return around(tokenizer)
+        return split_template(tokenizer)
 
     @abstractmethod
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
@@ -112,7 +118,9 @@ class KVPress(Protocol):
         return make_context(tokenizer, text)
 
     def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        return question_ids(tokenizer, context, question.text, question.answer_prefix, empty=True)
+        return encode_question(
+            tokenizer, context, question.text, question.answer_prefix, empty=True
+        )
 
 
 class KVzipOwn(Protocol):
@@ -154,21 +162,23 @@ class KVzipOwn(Protocol):
 
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         before, after = self.surroundings(model, tokenizer)
-        prefix = encode(tokenizer, before=before)
-        article = encode(tokenizer, text)
+        prefix = encode_text(tokenizer, before=before)
+        article = encode_text(tokenizer, text)
         if not article.shape[-1]:
             raise RestoreKVError("The context is empty; give a text with at least one word.")
         return Context(
             torch.cat([prefix, article], -1),
             prefix.shape[-1],
-            encode(tokenizer, after=after),
+            encode_text(tokenizer, after=after),
             after,
         )
 
     def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         text = question.text if question.facts.get("bare") else f"Q: {question.text}"
-        words = encode(tokenizer, "\n\n" + text.strip())
-        return torch.cat([words, context.suffix, encode(tokenizer, question.answer_prefix)], -1)
+        words = encode_text(tokenizer, "\n\n" + text.strip())
+        return torch.cat(
+            [words, context.suffix, encode_text(tokenizer, question.answer_prefix)], -1
+        )
 
     def ended(self, ids: list[int]) -> list[int]:
         return ids[:-1]

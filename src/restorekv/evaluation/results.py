@@ -31,7 +31,9 @@ from restorekv.files import (
     read_bytes,
     write_json,
 )
-from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.names import get_model_name
+from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 
 CELLS = "cells"
@@ -244,11 +246,11 @@ def provenance(model: PreTrainedModel, conventions: CompressionConfig) -> dict:
     figures compare.
     """
     return {
-        "model": model_name(model),
-        "fingerprint": model_fingerprint(model),
+        "model": get_model_name(model),
+        "fingerprint": fingerprint_model(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "rope": rope_fingerprint(model.config),
-        "shape": asdict(CacheShape.of(model)),
+        "rope": get_rope_settings(model.config),
+        "shape": asdict(CacheShape.from_model(model)),
         **conventions.described(),
         "budget": "B = floor(r T L H), exact",
         "decoding": "greedy",

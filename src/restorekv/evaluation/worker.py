@@ -46,7 +46,7 @@ class Worker:
         self.protocol = protocols.make(first.protocol)
         self.benchmark = tasks.make(first.benchmark)
         self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
-        support.install(self.model)
+        support.prepare_model(self.model)
         self.adapters = {cell: self.load(cell) for cell in job.cells}
         methods = {cell: self.compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.conventions for method in methods.values() if not method.any_config}
@@ -146,7 +146,9 @@ class Worker:
                     if cell.storage != "model":
                         with timed(seconds, "evict"):
                             cache = plain.fork()
-                            attention.store(cache, cell.storage, CacheShape.of(view.model).groups)
+                            attention.store_context(
+                                cache, cell.storage, CacheShape.from_model(view.model).groups
+                            )
                     yield cell, view, cache, seconds
                     seconds = {}
 
@@ -166,7 +168,7 @@ class Worker:
 
     def unscored(self, context: Context, full: DynamicCache, seconds: Seconds) -> ScoredContext:
         """Returns a context for a cache that keeps every pair."""
-        shape = CacheShape.of(self.model)
+        shape = CacheShape.from_model(self.model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 

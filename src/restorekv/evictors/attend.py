@@ -70,8 +70,10 @@ def attend_pass(
     """Returns the attention of a pass, whose weights `on_weights` gets; the arguments are those of
     blocked.attend.
     """
-    proven = not proofs.needed(query.device) or proofs.is_proven("blocked", *_make_proof_key(query))
-    attend = blocked.attend if proven else naive.attend_pass
+    proven = not proofs.needs_proof(query.device) or proofs.is_proven(
+        "blocked", *_make_proof_key(query)
+    )
+    attend = blocked.attend_pass if proven else naive.attend_pass
     return attend(query, own, cached, scale, inside, on_weights)
 
 

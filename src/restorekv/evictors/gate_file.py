@@ -26,12 +26,12 @@ from restorekv import seal
 from restorekv.errors import GateError, RestoreKVError, reraise_as
 from restorekv.files import matches_type, parse_record
 from restorekv.model import base_weights
-from restorekv.model.load import (
+from restorekv.model.identity import describe_weights, fingerprint_model
+from restorekv.model.names import (
     SHIPPING,
-    installation_of,
+    get_install_command,
+    get_model_name,
     is_shipping_installed,
-    model_fingerprint,
-    model_name,
     shipped_path,
 )
 from restorekv.model.shape import CacheShape
@@ -76,7 +76,7 @@ class GateCard:
         cls, model: PreTrainedModel, kind: str, target: str, **described: dict
     ) -> "GateCard":
         """Returns the card for a gate of `model`."""
-        return cls(kind=kind, target=target, **base_weights.origin(model), **described)
+        return cls(kind=kind, target=target, **base_weights.describe_base(model), **described)
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ def check_gate(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence
         raise GateError(
             f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}."
         )
-    base_weights.check(f"gate {name}", card, model, GateError, f"load that one, or {MAKE}")
-    check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
+    base_weights.check_base(f"gate {name}", card, model, GateError, f"load that one, or {MAKE}")
+    check_shapes(name, card.kind, gate.layers, CacheShape.from_model(model))
 
 
 def find_shipped_gate(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
@@ -210,23 +210,23 @@ def find_shipped_gate(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
-    own = base_weights.describe(model)
+    own = describe_weights(model)
     similar = []
     paths = (
         shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING
     )
     for path in filter(Path.is_file, paths):
         card = read_card(path)[0]
-        if card.fingerprint == model_fingerprint(model):
+        if card.fingerprint == fingerprint_model(model):
             return path
-        if base_weights.similarity(card.weights, own) >= base_weights.ALIKE:
+        if base_weights.measure_similarity(card.weights, own) >= base_weights.LEAST_SIMILARITY:
             similar.append(path)
     if similar:
         return similar[0]
-    name = model_name(model) or type(model).__name__
+    name = get_model_name(model) or type(model).__name__
     if name in SHIPPING and not is_shipping_installed(name):
         raise GateError(
-            f"The gates for {name} are not installed; {installation_of(name)}, or name a gate with "
+            f"The gates for {name} are not installed; {get_install_command(name)}, or name a gate with "
             "gate=FILE."
         )
     raise GateError(

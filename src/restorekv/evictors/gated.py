@@ -26,7 +26,7 @@ class GateScores:
     """
 
     def __init__(self, model: Model, context: Context, gate: Gate, predict: Predict) -> None:
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         self.scores = torch.zeros(shape.layers, shape.heads, context.positions, device=model.device)
         self.gate = gate
         self.predict = predict

@@ -35,7 +35,7 @@ class ColumnMaxima:
     """`best` (L, H, G, S + T) float32: the highest weight that each column has had so far."""
 
     def __init__(self, model: Model, context: Context, diagonal: bool) -> None:
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         self.best = torch.zeros(
             shape.layers, shape.heads, shape.groups, context.positions, device=model.device
         )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 
 MISSING = (
     "The evictor kvpress needs kvpress 0.5.5, which needs transformers < 5.3; "
@@ -85,7 +85,7 @@ class FromKVPress(Evictor):
                 _hook_attention(model, after_layer),
                 _use_eager_attention(model) if self.eager else nullcontext(),
             ):
-                decoder(model)(
+                get_backbone(model)(
                     input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True
                 )
         except (AssertionError, ValueError) as error:
@@ -101,12 +101,12 @@ def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[
     """Calls `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as
     presses expect.
     """
-    modules = [layer.self_attn for layer in decoder(model).layers]
+    modules = [layer.self_attn for layer in get_backbone(model).layers]
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
     handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
     try:
         for module in bare:
-            module.rotary_emb = decoder(model).rotary_emb
+            module.rotary_emb = get_backbone(model).rotary_emb
         yield
     finally:
         for handle in handles:

@@ -26,8 +26,8 @@ from restorekv.evictors.attend import attend_pass, can_use_kernels, triton_maxim
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
-from restorekv.model.prompt import encode
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.prompt import encode_text
+from restorekv.model.shape import CacheShape, get_backbone
 from restorekv.model.support import refuse_scoring_beyond
 
 FIRST_PROMPT = "\n\nRepeat the previous context exactly."
@@ -88,7 +88,7 @@ class KVzip(Evictor):
         self, model: Model, context: Context, full: Cache, passes: Iterable[Repetition]
     ) -> Tensor:
         """Returns (L, H, T) float32; every pass writes the columns that it names."""
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for part in passes:
             columns = scores[..., part.start - context.prefix : part.end - context.prefix]
@@ -104,7 +104,9 @@ class KVzip(Evictor):
             refuse_scoring_beyond(model, full.get_seq_length() + part.ids.shape[-1])
             with observe_layers(model, on_layer):
                 ids = part.ids.to(model.device)
-                decoder(model)(input_ids=ids, past_key_values=query_only_view(full), use_cache=True)
+                get_backbone(model)(
+                    input_ids=ids, past_key_values=query_only_view(full), use_cache=True
+                )
         return scores
 
     def score_chunk(
@@ -123,10 +125,10 @@ def make_repetitions(
     """Yields the passes in order; a later one starts from the last ids of the chunk before it."""
     for start in range(context.prefix, context.positions, chunk):
         end = min(start + chunk, context.positions)
-        pieces = [encode(tokenizer, FIRST_PROMPT)]
+        pieces = [encode_text(tokenizer, FIRST_PROMPT)]
         if start > context.prefix:
             hint = context.ids[:, start - min(HINT_LENGTH, chunk) : start]
-            pieces = [encode(tokenizer, LATER_PROMPT + " " * space), hint]
+            pieces = [encode_text(tokenizer, LATER_PROMPT + " " * space), hint]
         yield Repetition(
             torch.cat([*pieces, context.suffix, context.ids[:, start:end]], -1), start, end
         )

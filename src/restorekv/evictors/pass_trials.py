@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from restorekv.model.attention import blocked
-from restorekv.model.attention.proofs import Component, Measured, Target, register, tolerance
-from restorekv.model.attention.trials import everywhere, needs_kernels, point_at
+from restorekv.model.attention.proofs import (
+    Component,
+    Measurement,
+    Target,
+    compute_tolerance,
+    register_component,
+)
+from restorekv.model.attention.trials import point_queries_at, require_kernels, require_nothing
 
 Pairs = tuple[Tensor, Tensor]
 
@@ -98,7 +104,7 @@ def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
         place for place in edges | {each.held + rows - 1} if 0 <= place < each.held + rows
     )
     for head in range(heads):
-        point_at(query[head], keys[head, places])
+        point_queries_at(query[head], keys[head, places])
     query = query.to(dtype)
     scale = dim**-0.5
     columns = torch.arange(each.held + rows)
@@ -118,7 +124,7 @@ def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
         scale,
         output,
         logits[..., chosen].softmax(-1),
-        tolerance(dtype, largest),
+        compute_tolerance(dtype, largest),
         sizes,
     )
 
@@ -132,15 +138,15 @@ def _lay_out(pairs: Pairs, each: ScoringPass, device: torch.device) -> Pairs:
 
 def compare_results(
     name: str, inputs: PassInputs, output: Tensor, best: Tensor, wanted: Tensor
-) -> Iterator[Measured]:
+) -> Iterator[Measurement]:
     """Compares an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
     error = float(((output.cpu().double() - inputs.output).abs() / inputs.sizes).max())
-    yield Measured(f"{name}: output", error, inputs.allowed)
+    yield Measurement(f"{name}: output", error, inputs.allowed)
     if wanted.numel():
         # A weight is a power of a float32 logit, whatever the dtype: relative to itself, and to the
         # least that counts.
         error = float(((best.cpu().double() - wanted).abs() / (wanted + 1e-4)).max())
-        yield Measured(
+        yield Measurement(
             f"{name}: highest weights", error, max(1e-4, _compute_weight_tolerance(inputs))
         )
 
@@ -149,10 +155,10 @@ def _compute_weight_tolerance(inputs: PassInputs) -> float:
     """Returns the relative error of a weight that rounding explains: logits are float32 in every
     dtype.
     """
-    return 4 * tolerance(torch.float32, float(inputs.query.double().norm(dim=-1).max()))
+    return 4 * compute_tolerance(torch.float32, float(inputs.query.double().norm(dim=-1).max()))
 
 
-def measure_blocked(target: Target) -> Iterator[Measured]:
+def measure_blocked(target: Target) -> Iterator[Measurement]:
     """Compares `blocked` with the definition: output, and the highest weight that any row gives
     each column.
     """
@@ -168,7 +174,7 @@ def measure_blocked(target: Target) -> Iterator[Measured]:
             reached = best[head, :, : weights.shape[-1]]
             torch.maximum(reached, weights.amax(1), out=reached)
 
-        output = blocked.attend(
+        output = blocked.attend_pass(
             inputs.query.to(target.device),
             _lay_out(inputs.own, each, target.device),
             lambda head, cached=cached: tuple(x[head] for x in cached),
@@ -179,7 +185,7 @@ def measure_blocked(target: Target) -> Iterator[Measured]:
         yield from compare_results(each.name, inputs, output, best, inputs.weights.amax(2))
 
 
-def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
+def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measurement]:
     """Compares both kernels of triton_maxima.py with the definition, also for own pairs and for
     weighted rows.
     """
@@ -217,21 +223,21 @@ def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
 
 def register_proofs(kernels: ModuleType | None) -> None:
     """Makes both components known; `kernels` is triton_maxima.py, if Triton is installed."""
-    register(
+    register_component(
         Component(
             "blocked",
             "Scoring in blocks of rows (blocked)",
             "Slower operations score",
-            everywhere,
+            require_nothing,
             measure_blocked,
         )
     )
-    register(
+    register_component(
         Component(
             "maxima",
             "The Triton kernels of scoring",
             "PyTorch's own operations score, more slowly",
-            needs_kernels,
+            require_kernels,
             lambda target: measure_maxima(kernels, target),
         )
     )

@@ -51,7 +51,7 @@ def convert_gate(source: str, model: PreTrainedModel) -> Gate:
     kind, layers = _read_folder(path) if path.is_dir() else ("fastkvzip", _read_pickle(path))
     for index, layer in enumerate(layers):
         check_numbers(source, {f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
-    check_shapes(source, kind, layers, CacheShape.of(model))
+    check_shapes(source, kind, layers, CacheShape.from_model(model))
     return Gate(layers, GateCard.for_model(model, kind, TARGETS[kind], settings={"source": source}))
 
 
@@ -60,7 +60,7 @@ def _download_gate(source: str, model: PreTrainedModel) -> Path:
     repository.
     """
     name = Path(str(model.config.name_or_path)).name.lower()
-    file = f"{name}/q{CacheShape.of(model).groups}_dim16_sink16.pt"
+    file = f"{name}/q{CacheShape.from_model(model).groups}_dim16_sink16.pt"
     try:
         if source == FAST_KVZIP:
             return Path(hf_hub_download(source, file))

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from restorekv.errors import ModelError
 from restorekv.evictors.base import Model
 from restorekv.model.observer import LayerView
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.shape import CacheShape, get_backbone
 
 
 class QueryMoments:
@@ -21,11 +21,11 @@ class QueryMoments:
     """
 
     def __init__(self, model: Model, skip: int) -> None:
-        if not all(hasattr(layer.self_attn, "q_proj") for layer in decoder(model).layers):
+        if not all(hasattr(layer.self_attn, "q_proj") for layer in get_backbone(model).layers):
             raise ModelError(
                 f"{type(model).__name__} has no q_proj; use an evictor other than expected-attention."
             )
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         self.mean = torch.zeros(
             shape.layers, shape.heads, shape.groups, shape.head_dim, device=model.device
         )
@@ -61,7 +61,7 @@ class QueryMoments:
         start + future - 1.
         """
         positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
-        cos, sin = (x[0].mean(0) for x in decoder(model).rotary_emb(self.mean, positions))
+        cos, sin = (x[0].mean(0) for x in get_backbone(model).rotary_emb(self.mean, positions))
         mean = self.mean[layer]
         covariance = self.spread[layer] / max(self.count[layer], 1)
         for _ in range(2):  # C R^T transposed is R C, R C R^T transposed is itself

@@ -39,7 +39,7 @@ class Random(Evictor):
         observer: None = None,
     ) -> Tensor:
         """Returns (L, H, T) in [0, 1)."""
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         generator = torch.Generator().manual_seed(
             zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
         )

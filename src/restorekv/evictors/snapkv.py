@@ -24,7 +24,7 @@ from restorekv.evictors.attend import REDUCTIONS, iterate_attention_blocks, redu
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin_columns
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import read_only_view
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.shape import CacheShape, get_backbone
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SnapKV(Evictor):
         """Returns (L, H, T) with the window highest; of a budget smaller than the window, its
         latest columns stay.
         """
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         window = min(self.window, context.tokens)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         start = context.positions - window
@@ -80,7 +80,7 @@ class SnapKV(Evictor):
         if start > context.prefix:
             ids = context.ids[:, start:].to(model.device)
             with observe_layers(model, on_layer):
-                decoder(model)(
+                get_backbone(model)(
                     input_ids=ids, past_key_values=read_only_view(full, start), use_cache=True
                 )
         sinks = range(min(self.sinks, context.tokens - window))

@@ -47,7 +47,7 @@ class Streaming(Evictor):
         observer: None = None,
     ) -> Tensor:
         """Returns (L, H, T), whole numbers."""
-        shape = CacheShape.of(model)
+        shape = CacheShape.from_model(model)
         recency = torch.arange(
             context.prefix, context.positions, dtype=torch.float32, device=model.device
         )

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from restorekv.model.attention.triton_attend import (
     DTYPES,
-    contiguous_rows,
-    factor_type,
-    pairs_at_once,
-    resources,
+    choose_resources,
+    count_pairs_at_once,
+    get_factor_type,
+    make_rows_contiguous,
 )
 from restorekv.model.attention.triton_kernels import LOG2E
 
@@ -45,7 +45,7 @@ def attend_pass(
     >= sinks to `end`.
     """
     heads, groups, rows, width = query.shape
-    query, *pairs = map(contiguous_rows, (query, *own, *cached))
+    query, *pairs = map(make_rows_contiguous, (query, *own, *cached))
     output = query.new_empty(rows, heads, groups, width)
     lse = query.new_empty(heads, groups, rows, dtype=torch.float32)
     m, n, block_d, options = _choose_launch_sizes(query)
@@ -68,7 +68,7 @@ def attend_pass(
             m,
             n,
             block_d,
-            factor_type(query.dtype),
+            get_factor_type(query.dtype),
             **options,
         )
     return output.flatten(1, 2), lse
@@ -83,8 +83,8 @@ def find_maxima(
     neither does the row.
     """
     heads, groups, rows, width = query.shape
-    query = contiguous_rows(query)
-    keys = contiguous_rows(keys)
+    query = make_rows_contiguous(query)
+    keys = make_rows_contiguous(keys)
     lse = lse.contiguous()
     best = query.new_zeros(heads, groups, keys.shape[1], dtype=torch.float32)
     m, n, block_d, options = _choose_launch_sizes(query)
@@ -106,7 +106,7 @@ def find_maxima(
             m,
             n,
             block_d,
-            factor_type(query.dtype),
+            get_factor_type(query.dtype),
             **options,
         )
     return best
@@ -117,10 +117,10 @@ def _choose_launch_sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
     the launch.
     """
     block_d = max(triton.next_power_of_2(query.shape[-1]), 16)
-    m, warps, stages = resources(query.dtype, block_d, query.shape[2])
+    m, warps, stages = choose_resources(query.dtype, block_d, query.shape[2])
     return (
         m,
-        pairs_at_once(block_d, query.dtype),
+        count_pairs_at_once(block_d, query.dtype),
         block_d,
         {"num_warps": warps, "num_stages": stages},
     )

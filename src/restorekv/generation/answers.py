@@ -16,7 +16,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.sampling import GREEDY, Decoding, Row, first_stop, rows_of
-from restorekv.model.prompt import Context, question_ids
+from restorekv.model.prompt import Context, encode_question
 from restorekv.model.tokenize import TextStream
 
 Asked = tuple[Context, RaggedCache, str]
@@ -92,7 +92,7 @@ def ask_each(
     limits = generate.limits_of(max_new_tokens, len(asked))
     samples = decoding.samples
     prompts = [
-        question_ids(tokenizer, context, question, answer_prefix)[0]
+        encode_question(tokenizer, context, question, answer_prefix)[0]
         for context, _, question in asked
     ]
     repeated = [number for number in range(len(asked)) for _ in range(samples)]
@@ -144,7 +144,7 @@ def stream(
     context, cache, question = asked
     if decoding.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
-    prompt = question_ids(tokenizer, context, question, answer_prefix)[0]
+    prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
     stops = generate.stop_ids(model, tokenizer)
     rows = rows_of(
         decoding, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [decoding.seed], stops
@@ -195,7 +195,7 @@ class Growing:
 
     def rest(self) -> str:
         """Returns what is left at the end."""
-        text = self.shorten(self.stream.whole())
+        text = self.shorten(self.stream.get_text())
         return self.upto(text, len(text))
 
     def shorten(self, text: str) -> str:
@@ -231,7 +231,7 @@ def generate_inputs(
     placeholders stand for that, and positions say where the question goes on. The answer is
     result[:, input_ids.shape[1]:].
     """
-    asked = question_ids(tokenizer, context, question, answer_prefix)
+    asked = encode_question(tokenizer, context, question, answer_prefix)
     placeholder = tokenizer.pad_token_id or 0
     if plain:
         held = cache.layers[0].bounds[1] + cache.restore_length

@@ -30,16 +30,16 @@ from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of, pieces
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.sampling import Decoding, DecodingOptions, Row, first_stop
-from restorekv.model.load import longest
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import (
     Context,
-    between_turns,
     check_question,
-    encode,
-    system_text,
-    tell_beyond,
+    check_system_message,
+    encode_text,
+    render_between_turns,
+    warn_if_beyond_positions,
 )
+from restorekv.model.rope import count_positions
 from restorekv.model.support import refuse_beyond
 
 FORMAT = "restorekv-chat"
@@ -98,7 +98,7 @@ class Chat:
     folded: int = 0  # turns that are part of the document by now
 
     def __post_init__(self) -> None:
-        self.system = system_text(self.system)
+        self.system = check_system_message(self.system)
         self.cache = self.document.cache.fork()
         self.running = threading.Lock()
 
@@ -202,7 +202,9 @@ class Chat:
         written = []
         start = time.perf_counter()
         times = []
-        tell_beyond(document.model, self.cache.get_seq_length() + len(ids), "The conversation")
+        warn_if_beyond_positions(
+            document.model, self.cache.get_seq_length() + len(ids), "The conversation"
+        )
         ends = self.cache.get_seq_length() + len(ids) + limit
         refuse_beyond(document.model, ends, "The conversation with the longest answer allowed")
         said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
@@ -221,7 +223,7 @@ class Chat:
                 yield token
 
         yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
-        tell_beyond(document.model, self.cache.get_seq_length(), "The conversation")
+        warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
         if (
             decoding.stop
@@ -248,7 +250,7 @@ class Chat:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return conversation_ids(tokenizer, context, [], question, system).tolist()
         return self.after_answer(
-            encode(tokenizer, question, between_turns(tokenizer), context.suffix_text)
+            encode_text(tokenizer, question, render_between_turns(tokenizer), context.suffix_text)
         )
 
     def after_answer(self, ids: Tensor) -> list[int]:
@@ -330,7 +332,9 @@ class Chat:
         with self.alone():
             if not self.ids():
                 return
-            opening = encode(self.document.tokenizer, before=between_turns(self.document.tokenizer))
+            opening = encode_text(
+                self.document.tokenizer, before=render_between_turns(self.document.tokenizer)
+            )
             ids = torch.tensor([[*self.ids(), *self.after_answer(opening)]])
             document = self.document.grown(ids, between="", **options)
             cache = document.cache.fork()  # before anything changes, since Ctrl-C may come
@@ -405,8 +409,8 @@ def conversation_ids(
             asked = (
                 context.between + (system + (context.between or "\n\n") if system else "") + asked
             )
-        ids.append(encode(tokenizer, asked, before, context.suffix_text, answered))
-        before = between_turns(tokenizer)
+        ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
+        before = render_between_turns(tokenizer)
     return torch.cat(ids, -1)[0]
 
 
@@ -445,7 +449,7 @@ def check_length(path: str | Path, chat: Chat) -> None:
     file can have any.
     """
     first = chat.document.cache.get_seq_length()
-    limit = longest(chat.document.model.config)
+    limit = count_positions(chat.document.model.config)
     most = min(limit, POSITIONS) - first
     if (tokens := len(chat.ids())) > most:
         raise CacheFileError(

@@ -28,8 +28,8 @@ from restorekv.errors import RestoreKVError, summarize_error, warn
 from restorekv.generation import step_trials
 from restorekv.generation.sampling import Row, refuse_not_finite
 from restorekv.model.attention import proofs
-from restorekv.model.attention.naive import causal
-from restorekv.model.prompt import tell_beyond
+from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.prompt import warn_if_beyond_positions
 from restorekv.model.shape import CacheShape
 
 BATCH = 16
@@ -89,7 +89,9 @@ def tokens(
         each.get_seq_length() + len(ids) + limit
         for each, ids, limit in zip(caches, prompts, limits, strict=True)
     ]
-    tell_beyond(model, max(ends, default=0), "A question with the longest answer allowed")
+    warn_if_beyond_positions(
+        model, max(ends, default=0), "A question with the longest answer allowed"
+    )
     stops = stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)
@@ -224,7 +226,7 @@ class Group:
             return Block(count, queries, None)
         mask = self.visible[:, None, None]
         if queries > 1:
-            mask = mask & causal(queries, self.visible.shape[1], mask.device)
+            mask = mask & make_causal_mask(queries, self.visible.shape[1], mask.device)
         return Block(count, queries, mask)
 
     def advance(self, ids: Tensor) -> None:
@@ -344,9 +346,9 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
 
 def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
     """Returns whether steps of fixed work have proven themselves on a device."""
-    if not proofs.needed(device):
+    if not proofs.needs_proof(device):
         return True
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
 
 
@@ -547,7 +549,10 @@ class Steps:
         stream = torch.cuda.current_stream(self.ids.device)
         try:
             # Work of other threads must not end the capture; checks of theirs would.
-            with proofs.exclusive(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with (
+                proofs.exclude_checks(),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 self.step()
         except BaseException:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream in place
@@ -560,7 +565,7 @@ class Steps:
         self.can_capture = False
         NEVER_GRAPHED.add(self.model)
         warn(
-            f"{type(self.model).__name__} is not run as a CUDA graph on {proofs.describe(self.ids.device)}: {reason}. "
+            f"{type(self.model).__name__} is not run as a CUDA graph on {proofs.describe_device(self.ids.device)}: {reason}. "
             f"Steps are computed one by one, more slowly. Please {proofs.REPORT}."
         )
 

@@ -357,7 +357,7 @@ class Row:
         """Returns the text of the answer, control tokens included."""
         for token in self.answer[len(self.stream.ids) :]:
             self.stream.push(token)
-        return self.stream.whole()
+        return self.stream.get_text()
 
 
 def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model import attention
-from restorekv.model.attention.naive import causal
-from restorekv.model.attention.proofs import Component, Measured, Target, register
-from restorekv.model.attention.trials import LENGTHS, everywhere, ragged_layer
+from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
+from restorekv.model.attention.trials import LENGTHS, make_layer, require_nothing
 
 LAYERS = 2
 HIDDEN = 64
@@ -86,7 +86,7 @@ class SmallDecoder:
             key = turned(self.split(normal @ weights["key"], target.heads), angles)
             value = self.split(normal @ weights["value"], target.heads)
             pairs = layer.update(key, value)
-            output, _ = attention.attend(
+            output, _ = attention.attend_layer(
                 None, query, *pairs, attention_mask, scaling=target.dim**-0.5
             )
             states = states + output.flatten(2) @ weights["output"]
@@ -108,7 +108,7 @@ class SmallDecoder:
             edges = [sum(lengths[:head]) for head in range(target.heads + 1)]
             context = (self.draw(edges[-1], target.dim) for _ in range(2))
             tail = (self.draw(1, target.heads, restored, target.dim) for _ in range(2))
-            layer = ragged_layer(*context, edges, *tail, None)
+            layer = make_layer(*context, edges, *tail, None)
             layer.restore_keys, layer.restore_values, layer.seen = (
                 layer.keys,
                 layer.values,
@@ -129,11 +129,11 @@ def turned(states: Tensor, angles: Tensor) -> Tensor:
     )
 
 
-def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iterator[Measured]:
+def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iterator[Measurement]:
     """Compares the logits of every step with those of a plain pass, and the ids with those logits."""
     decoder = SmallDecoder(target)
     one, two = (decoder.make_cache(count, first) for first, count in enumerate(RESTORED))
-    with attention.undisturbed():
+    with attention.suspend_overrides():
         yield from measure_rows("one document", decoder, [one] * len(PROMPTS), make_steps, padded)
         yield from measure_rows("two documents", decoder, [one, one, two], make_steps, padded)
 
@@ -144,13 +144,13 @@ def measure_rows(
     caches: Sequence[RaggedCache],
     make_steps: MakeSteps,
     padded: Padded,
-) -> Iterator[Measured]:
+) -> Iterator[Measurement]:
     """Compares steps for a batch of rows, of which row i asks caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
     ids, positions, visible = padded(decoder, caches, prompts)
     plain = fork_caches(caches)
     fixed = fork_caches(caches)
-    mask = visible[:, None, None] & causal(ids.shape[1], visible.shape[1], ids.device)
+    mask = visible[:, None, None] & make_causal_mask(ids.shape[1], visible.shape[1], ids.device)
     for cache in (plain, fixed):
         logits = decoder(ids, mask, positions, cache).logits[:, -1]
     ids = logits.max(-1, keepdim=True).indices
@@ -161,11 +161,11 @@ def measure_rows(
         found = steps.logits.clone()
         visible = torch.nn.functional.pad(visible, (0, 1), value=True)
         wanted = decoder(ids, visible[:, None, None], positions, plain).logits[:, -1]
-        yield Measured(
+        yield Measurement(
             f"{name}, step {number + 1}", distance(found, wanted), allowed(decoder.dtype)
         )
         highest = found.amax(-1, keepdim=True)
-        yield Measured(
+        yield Measurement(
             f"{name}, ids of step {number + 1}", distance(found.gather(-1, chosen), highest), 0.0
         )
         ids = chosen
@@ -188,12 +188,12 @@ def allowed(dtype: torch.dtype) -> float:
 
 def register_all(make_steps: MakeSteps, padded: Padded) -> None:
     """Makes the component known."""
-    register(
+    register_component(
         Component(
             "graph",
             "Decoding with CUDA graphs",
             "Steps are computed one by one, more slowly",
-            everywhere,
+            require_nothing,
             partial(measure_steps, make_steps, padded),
         )
     )

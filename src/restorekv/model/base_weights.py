@@ -8,26 +8,21 @@ of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and
 
 import base64
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVError, make_printable, warn
-from restorekv.model import load
-from restorekv.model.shape import CacheShape
+from restorekv.model.identity import ModelIdentity, describe_weights, identify_model
 
-NUMBERS = 1024
 # The least similarity of one model's weights: below rounding to two bits, far above another
 # training.
-ALIKE = 0.9
-DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel, dict] = WeakKeyDictionary()  # of remembered models
+LEAST_SIMILARITY = 0.9
 
 
-class Record(Protocol):
+class BaseCard(Protocol):
     """What the records of adapters and gates share."""
 
     model: str
@@ -36,43 +31,16 @@ class Record(Protocol):
     weights: dict | None
 
 
-def describe(model: PreTrainedModel) -> dict[str, object]:
-    """Returns plain JSON values: the source of the weights if known, the architecture, and the
-    sketch in base64.
-
-    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the
-    order of the sorted names, without LoRA layers.
-    """
-    if model in DESCRIPTIONS:
-        return DESCRIPTIONS[model]
-    config = model.config.get_text_config()
-    names = ("model_type", "vocab_size", "intermediate_size")
-    matrices = [weight for _, weight in load.base_parameters(model) if weight.ndim > 1]
-    count = max(NUMBERS // len(matrices), 1)
-    values = torch.cat([load.samples(weight, count) for weight in matrices])
-    return {
-        "source": load.WEIGHTS.get(model),
-        "architecture": {name: getattr(config, name, None) for name in names}
-        | asdict(CacheShape.of(model)),
-        "sketch": base64.b64encode(values.view(torch.uint8).numpy().tobytes()).decode("ascii"),
-    }
-
-
-def remember(model: PreTrainedModel) -> None:
-    """Keeps fingerprint and description, which cannot be computed once the weights are sharded over
-    processes.
-    """
-    load.FINGERPRINTS[model], DESCRIPTIONS[model] = load.model_fingerprint(model), describe(model)
-
-
-def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | None) -> float:
+def measure_similarity(
+    one: Mapping[str, object] | None, other: Mapping[str, object] | None
+) -> float:
     """Returns the cosine similarity of two sketches, or 0 if one is missing or the architectures
     differ.
     """
     if not one or not other or one.get("architecture") != other.get("architecture"):
         return 0.0
     try:
-        first, second = (decoded(each["sketch"]) for each in (one, other))
+        first, second = (decode_sketch(each["sketch"]) for each in (one, other))
     except (KeyError, TypeError, ValueError, RuntimeError):
         return 0.0
     return (
@@ -80,46 +48,62 @@ def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | N
     )
 
 
-def decoded(sketch: str) -> Tensor:
+def decode_sketch(sketch: str) -> Tensor:
     """Returns the values of a sketch as float32."""
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
-def origin(model: PreTrainedModel) -> dict[str, object]:
-    """Returns what the record of an adapter or a gate says of the model that it is made for."""
-    name = load.model_name(model)
-    fingerprint = load.model_fingerprint(model)
-    rope = load.rope_fingerprint(model.config)
-    return {"model": name, "fingerprint": fingerprint, "rope": rope, "weights": describe(model)}
+def describe_base(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the card of an adapter or a gate says of the model that it is made for."""
+    identity = identify_model(model)
+    return {
+        "model": identity.name,
+        "fingerprint": identity.fingerprint,
+        "rope": identity.rope,
+        "weights": describe_weights(model),
+    }
 
 
-def check(
+def check_base(
     what: str,
-    card: Record,
+    card: BaseCard,
     model: PreTrainedModel,
     error: type[RestoreKVError],
     fix: str = "load that one",
+    identity: ModelIdentity | None = None,
 ) -> None:
-    """Refuses what was made for another model or another rotation of its keys; warns of other
-    weights of the model.
+    """Refuse what was made for another model or another RoPE; warn of other weights of the model.
+
+    Args:
+        what: the adapter or gate, for messages.
+        card: what it says of the model that it was made for.
+        model: the model that it is to be used with.
+        error: the class of the error for a refusal.
+        fix: what a user can do about another model.
+        identity: of `model`, if the caller has computed it.
+
+    Raises:
+        RestoreKVError: an `error`, if the card is of another model or another RoPE.
     """
-    if card.rope != (rope := load.rope_fingerprint(model.config)):
+    identity = identity or identify_model(model)
+    if card.rope != identity.rope:
         raise error(
-            f"The {what} was made with RoPE {make_printable(card.rope)}, the model has {rope}; "
+            f"The {what} was made with RoPE {make_printable(card.rope)}, the model has {identity.rope}; "
             "load the model with the same RoPE configuration."
         )
-    if card.fingerprint == load.model_fingerprint(model):
+    if card.fingerprint == identity.fingerprint:
         return
-    own = describe(model)
-    if not similarity(card.weights, own) >= ALIKE:
-        fix = (
-            "load it in float32 or bfloat16"
-            if model.dtype == torch.float16 and not card.weights
-            else fix
-        )
+    own = describe_weights(model)
+    # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
+    if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:
+        # float16 rounds otherwise than bfloat16, so it changes the fingerprint of a checkpoint.
+        if model.dtype == torch.float16 and not card.weights:
+            fix = "load it in float32 or bfloat16"
         raise error(f"The {what} was made for another model ({make_printable(card.model)}); {fix}.")
     message = f"The {what} was made for other weights of {make_printable(card.model)}"
     made = card.weights.get("source")
-    message += f", {make_printable(made)}" if made else ""
-    message += f", than these, {own['source']}" if own["source"] else ""
+    if made:
+        message += f", {make_printable(made)}"
+    if own["source"]:
+        message += f", than these, {own['source']}"
     warn(f"{message}; expect slightly worse answers.")

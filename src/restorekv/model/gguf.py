@@ -37,17 +37,21 @@ from restorekv.files import (
     remove_stale_files,
 )
 from restorekv.model import gguf_header, gguf_tokenizer
-from restorekv.model.model_folder import ADAPTER, NO_CODE, adapter_in
+from restorekv.model.model_folder import ADAPTER, NO_CODE, explain_adapter
 from restorekv.seal import digest_file
 
 MAGIC = b"GGUF"
 MARKER = "gguf.json"
 VERSION = 1
-OTHERS = stat.S_IWGRP | stat.S_IWOTH  # permissions of a file that others can change
-SMALL = 2**24  # bytes; of larger files in the cache only the size is checked
-NEWER = hasattr(transformers, "GgufConfig")  # versions that may keep weights packed by default
-UNPACKED = {"quantization_config": transformers.GgufConfig(dequantize=True)} if NEWER else {}
-ELSEWHERE = "give the model's own folder or hub id"
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # permissions of a file that others can change
+_HASHED_BYTES = 2**24  # bytes; of larger files in the cache only the size is checked
+_HAS_GGUF_CONFIG = hasattr(
+    transformers, "GgufConfig"
+)  # versions that may keep weights packed by default
+_UNPACKED = (
+    {"quantization_config": transformers.GgufConfig(dequantize=True)} if _HAS_GGUF_CONFIG else {}
+)
+_REMEDY = "give the model's own folder or hub id"
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Header:
         return self.fields.get(f"{self.fields.get('general.architecture')}.{key}")
 
 
-def find(name: str) -> Path | None:
+def find_file(name: str) -> Path | None:
     """Returns the GGUF file that `name` is or that the folder `name` holds; None for other models."""
     if os.path.exists(name) and not os.path.isdir(name):
         with reraise_as(ModelError), open_with_size(Path(name), name) as (file, _):
@@ -84,27 +88,27 @@ def find(name: str) -> Path | None:
     return None
 
 
-def installed(package: str) -> Path | None:
+def find_installed(package: str) -> Path | None:
     """Returns the GGUF file in a package's folder without importing the package."""
     spec = find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec else []
     return next((path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-def prepared(file: Path, name: str) -> Path:
+def prepare_folder(file: Path, name: str) -> Path:
     """Returns the transformers folder made from a GGUF file, now or before; messages call the model
     `name`.
     """
     with reraise_as(ModelError):
         key = f"{digest_file(file)[:16]}-{VERSION}"
     root = find_cache_folder()
-    if root is not None and is_private(root) and marker_of(root / key):
+    if root is not None and is_private_folder(root) and load_marker(root / key):
         return root / key
-    folder = private_folder() / key
+    folder = find_private_folder() / key
     try:
-        with alone(folder):
-            if not marker_of(folder):
-                make(file, name, folder)
+        with _folder_lock(folder):
+            if not load_marker(folder):
+                make_folder(file, name, folder)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"Cannot keep {name} in {folder.parent} ({summarize_error(error)}); free some space there or set "
@@ -113,21 +117,21 @@ def prepared(file: Path, name: str) -> Path:
     return folder
 
 
-def private_folder() -> Path:
+def find_private_folder() -> Path:
     """Returns the folder of prepared models, which nobody else can change; without one, a temporary
     one.
     """
     root = find_cache_folder()
-    problem = problem_of(root)
-    return Path(temporary(problem).name) if root is None or problem else root
+    problem = _find_problem(root)
+    return Path(make_temporary_folder(problem).name) if root is None or problem else root
 
 
-def description(folder: Path) -> str:
+def read_quantization(folder: Path) -> str:
     """Returns the quantization of the GGUF file that a folder was made from, such as "GGUF Q4_1"."""
     return read_record(folder / MARKER, str(folder / MARKER))["weights"]
 
 
-def problem_of(root: Path | None) -> str | None:
+def _find_problem(root: Path | None) -> str | None:
     """Returns why models cannot be kept in a folder, which is made if there is none; None for a
     good one.
     """
@@ -135,45 +139,47 @@ def problem_of(root: Path | None) -> str | None:
         return "There is no home folder"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if "RESTOREKV_CACHE" not in os.environ and own(root.stat()):
+        if "RESTOREKV_CACHE" not in os.environ and _is_own(root.stat()):
             # A proof that was kept first made it as the umask says.
-            root.chmod(root.stat().st_mode & ~OTHERS)
+            root.chmod(root.stat().st_mode & ~WRITABLE_BY_OTHERS)
         with tempfile.TemporaryFile(dir=root):
-            return None if is_private(root) else f"Others can change the cache folder {root}"
+            return None if is_private_folder(root) else f"Others can change the cache folder {root}"
     except OSError:
         return f"The cache folder {root} cannot be written"
 
 
-def is_private(root: Path) -> bool:
+def is_private_folder(root: Path) -> bool:
     """Returns whether nobody else can replace what this user keeps in a folder."""
     try:
         status = root.stat()
     except OSError:
         return False
-    return own(status) and (
-        not status.st_mode & OTHERS or bool(status.st_mode & stat.S_ISVTX) or os.name != "posix"
+    return _is_own(status) and (
+        not status.st_mode & WRITABLE_BY_OTHERS
+        or bool(status.st_mode & stat.S_ISVTX)
+        or os.name != "posix"
     )
 
 
-def own(status: os.stat_result) -> bool:
+def _is_own(status: os.stat_result) -> bool:
     """Returns whether a file belongs to this user or to the system's administrator."""
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
-def trusted(path: Path, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+def _is_trusted(path: Path, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
     """Returns whether nobody but this user and the administrator can have written a file, which is
     no link.
     """
     status = path.lstat()
     return (
         kind(status.st_mode)
-        and own(status)
-        and not (os.name == "posix" and status.st_mode & OTHERS)
+        and _is_own(status)
+        and not (os.name == "posix" and status.st_mode & WRITABLE_BY_OTHERS)
     )
 
 
 @cache
-def temporary(problem: str) -> tempfile.TemporaryDirectory:
+def make_temporary_folder(problem: str) -> tempfile.TemporaryDirectory:
     """Makes a folder that is removed when the process ends, and warns that nothing will be kept."""
     effect = (
         "the model is prepared again in every process; set RESTOREKV_CACHE to a folder of your own"
@@ -183,7 +189,7 @@ def temporary(problem: str) -> tempfile.TemporaryDirectory:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Lets one process at a time prepare a folder; the others wait."""
     while True:
         with file_lock(folder.with_name(f".{folder.name}.lock")) as acquired:
@@ -193,28 +199,31 @@ def alone(folder: Path) -> Iterator[None]:
         time.sleep(0.2)
 
 
-def marker_of(folder: Path) -> dict | None:
+def load_marker(folder: Path) -> dict | None:
     """Returns the marker of a folder that is whole and that nobody else can have written.
 
     Every file that the marker lists has the right size and, unless it is large, contents.
     """
     try:
-        if not (trusted(folder, stat.S_ISDIR) and trusted(folder / MARKER)):
+        if not (_is_trusted(folder, stat.S_ISDIR) and _is_trusted(folder / MARKER)):
             return None
         marker = read_record(folder / MARKER, str(folder / MARKER))
         sound = marker["version"] == VERSION
         for name, (size, expected) in marker["files"].items() if sound else ():
             path = folder / name
             sound = (
-                sound and Path(name).name == name and trusted(path) and path.stat().st_size == size
+                sound
+                and Path(name).name == name
+                and _is_trusted(path)
+                and path.stat().st_size == size
             )
-            sound = sound and (size > SMALL or digest_file(path) == expected)
+            sound = sound and (size > _HASHED_BYTES or digest_file(path) == expected)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return marker if sound else None
 
 
-def make(file: Path, name: str, folder: Path) -> None:
+def make_folder(file: Path, name: str, folder: Path) -> None:
     """Writes the folder under a temporary name and renames it, or leaves nothing."""
     if find_spec("gguf") is None:
         raise ModelError(describe_missing_extra(f"Reading {file}", "gguf", "gguf"))
@@ -224,29 +233,29 @@ def make(file: Path, name: str, folder: Path) -> None:
         file=sys.stderr,
         flush=True,
     )
-    header = read(file)
+    header = load_header(file)
     remove_stale_files(folder)
     prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
         fresh = Path(parent) / "model"
-        convert(file, header, fresh)
+        convert_file(file, header, fresh)
         with reraise_as(ModelError):
             digest = digest_file(file)
         # Else the folder would be kept as that of another file.
         if not folder.name.startswith(digest[:16]):
             raise ModelError(f"{file} changed while it was read; try again when nobody writes it.")
         for path in (fresh, *fresh.iterdir()):
-            path.chmod(path.stat().st_mode & ~OTHERS)
-        if os.path.lexists(folder) and not marker_of(folder):
-            remove(folder)
+            path.chmod(path.stat().st_mode & ~WRITABLE_BY_OTHERS)
+        if os.path.lexists(folder) and not load_marker(folder):
+            _remove(folder)
         try:
             fresh.rename(folder)
         except OSError:  # on a disk without locks, another process was first
-            if not marker_of(folder):
+            if not load_marker(folder):
                 raise
 
 
-def remove(place: Path) -> None:
+def _remove(place: Path) -> None:
     """Removes what is not a prepared model; of a link, the link alone."""
     if stat.S_ISDIR(place.lstat().st_mode):
         shutil.rmtree(place)
@@ -254,14 +263,14 @@ def remove(place: Path) -> None:
         place.unlink()
 
 
-def read(file: Path) -> Header:
+def load_header(file: Path) -> Header:
     """Reads the header; refuses damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
     with reraise_as(ModelError):
-        gguf_header.check(file)
+        gguf_header.check_header(file)
     if (file.parent / ADAPTER).exists():  # transformers would load the model that it names
-        raise ModelError(adapter_in(str(file.parent)))
+        raise ModelError(explain_adapter(str(file.parent)))
     try:
         reader = GGUFReader(file)
         fields = {key: field.contents() for key, field in reader.fields.items()}
@@ -271,7 +280,7 @@ def read(file: Path) -> Header:
         ) from error
     header = Header(fields, frozenset(tensor.name for tensor in reader.tensors))
     if (fields.get("split.count") or 1) > 1:
-        raise unreadable(
+        raise _conversion_error(
             file,
             f"it is one of {fields['split.count']} parts",
             "join them with llama-gguf-split --merge",
@@ -281,22 +290,22 @@ def read(file: Path) -> Header:
         "rope_freqs.weight",
         "rope_factors_long.weight",
     }:
-        raise unreadable(file, "transformers does not read its RoPE scaling from GGUF files")
+        raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
     return header
 
 
-def convert(file: Path, header: Header, folder: Path) -> None:
+def convert_file(file: Path, header: Header, folder: Path) -> None:
     """Writes model and tokenizer as transformers saves them, then MARKER."""
     longest = header.of_model("context_length") or 2048
     try:
-        tokenizer = gguf_tokenizer.build(header.fields, int(longest))
+        tokenizer = gguf_tokenizer.build_tokenizer(header.fields, int(longest))
         source = {
             "pretrained_model_name_or_path": str(file.parent),
             "gguf_file": file.name,
             "local_files_only": True,
             **NO_CODE,
         }
-        with hushed():
+        with _silence_transformers():
             config = AutoConfig.from_pretrained(**source)
             if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default
                 config.head_dim = header.of_model("attention.key_length") or config.head_dim
@@ -306,34 +315,39 @@ def convert(file: Path, header: Header, folder: Path) -> None:
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                **UNPACKED,
+                **_UNPACKED,
             )
     except Exception as error:  # transformers raises many kinds
-        raise unreadable(file, summarize_error(error)) from error
+        raise _conversion_error(file, summarize_error(error)) from error
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if wrong:  # transformers would draw them at random
-        raise unreadable(
+        raise _conversion_error(
             file, f"it lacks {min(wrong)} or has it in a shape that its header does not give"
         )
     # Newer versions would not save a model marked as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
-    with hushed():
+    with _silence_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     files = {
         path.name: (path.stat().st_size, digest_file(path)) for path in sorted(folder.iterdir())
     }
-    marker = {"version": VERSION, "file": file.name, "weights": weights(header), "files": files}
+    marker = {
+        "version": VERSION,
+        "file": file.name,
+        "weights": _name_quantization(header),
+        "files": files,
+    }
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 
 
-def unreadable(file: Path, reason: str, remedy: str = ELSEWHERE) -> ModelError:
+def _conversion_error(file: Path, reason: str, remedy: str = _REMEDY) -> ModelError:
     return ModelError(f"Cannot use the GGUF file {file}: {reason.rstrip('.')}; {remedy}.")
 
 
-def weights(header: Header) -> str:
+def _name_quantization(header: Header) -> str:
     """Returns the file's quantization, such as "GGUF Q4_1"."""
     from gguf import LlamaFileType
 
@@ -345,7 +359,7 @@ def weights(header: Header) -> str:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Silences the progress bars and messages of transformers, some of which no setting turns off."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()

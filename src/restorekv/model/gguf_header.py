@@ -104,7 +104,7 @@ class Cursor:
         self.skip(self.count("bytes in a text", min(TEXT_BYTES, self.left)))
 
 
-def check(path: Path) -> None:
+def check_header(path: Path) -> None:
     """Refuses a GGUF file whose header does not fit the file, or describes a model that it does not
     hold.
     """
@@ -123,9 +123,9 @@ def check(path: Path) -> None:
                 )
             tensors = cursor.count("tensors", min(TENSORS, cursor.left))
             fields = cursor.count("fields", min(FIELDS, cursor.left))
-            known = read_fields(cursor, fields)
-            shapes = read_tensors(cursor, tensors, size, known)
-            check_sizes(known, shapes)
+            known = _read_fields(cursor, fields)
+            shapes = _read_tensors(cursor, tensors, size, known)
+            _check_sizes(known, shapes)
         except ValueError as error:
             if isinstance(error, RestoreKVError):
                 raise
@@ -134,7 +134,7 @@ def check(path: Path) -> None:
             ) from error
 
 
-def read_fields(cursor: Cursor, count: int) -> dict[str, object]:
+def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
     """Returns the fields that are numbers or short texts, and the lengths of arrays as `KEY[]`."""
     known: dict[str, object] = {}
     elements = 0
@@ -146,7 +146,7 @@ def read_fields(cursor: Cursor, count: int) -> dict[str, object]:
         if kind == TEXT:
             known[key] = cursor.text()[:KEY_BYTES].decode("utf-8", "replace")
         elif kind == ARRAY:
-            known[f"{key}[]"] = length = skip_array(
+            known[f"{key}[]"] = length = _skip_array(
                 cursor, WORDS if key.startswith("tokenizer.") else LISTED
             )
             elements += length
@@ -159,7 +159,7 @@ def read_fields(cursor: Cursor, count: int) -> dict[str, object]:
     return known
 
 
-def skip_array(cursor: Cursor, most: int) -> int:
+def _skip_array(cursor: Cursor, most: int) -> int:
     """Returns the number of an array's elements and goes to its end."""
     kind = int(cursor.number("I"))
     length = cursor.count("elements in an array", most)
@@ -173,7 +173,7 @@ def skip_array(cursor: Cursor, most: int) -> int:
     return length
 
 
-def read_tensors(
+def _read_tensors(
     cursor: Cursor, count: int, size: int, known: Mapping[str, object]
 ) -> dict[str, Dimensions]:
     """Returns the dimensions of the tensors by their names; refuses tensors that the file has no
@@ -209,7 +209,7 @@ def read_tensors(
     return shapes
 
 
-def check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -> None:
+def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -> None:
     """Refuses a description of a larger model than the tensors are of, which transformers would
     make room for.
     """

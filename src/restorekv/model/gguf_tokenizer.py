@@ -49,7 +49,7 @@ SPLITS = {
 }
 
 
-def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast:
     """Builds it from the file's `tokenizer.*` fields, for texts of up to `longest` tokens.
 
     Raises ValueError, with the reason, for an unknown kind of vocabulary or of splitting.
@@ -61,7 +61,9 @@ def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast
         raise ValueError(
             f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama are known here"
         )
-    tokenizer = sentencepiece(own, tokens) if kind == "llama" else byte_level(own, tokens)
+    tokenizer = (
+        _build_sentencepiece(own, tokens) if kind == "llama" else _build_byte_level(own, tokens)
+    )
     for each, special in ((CONTROL, True), (USER_DEFINED, False)):
         chosen = [
             token
@@ -91,7 +93,7 @@ def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast
     )
 
 
-def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
+def _build_byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
     """Builds BPE over bytes, each written as one printable character, as in GPT-2, Llama 3 and
     Qwen.
     """
@@ -113,7 +115,7 @@ def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
+def _build_sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
     """Builds BPE over characters with bytes as a fallback, as in Llama 2, Mistral and Phi-3; scores
     order merges.
     """

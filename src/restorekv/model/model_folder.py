@@ -19,21 +19,21 @@ from restorekv.bounds import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
 from restorekv.errors import ModelError, make_printable, reraise_as, summarize_error
 from restorekv.files import check_elements, read_bytes
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
-SAFE = ".safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
+_SAFE = ".safetensors"
 ADAPTER = "adapter_config.json"
-TEMPLATES = "additional_chat_templates"  # the only folder in it from which transformers reads
-READ_WHOLE = (".json", ".jinja", ".txt", ".model")
-TOKENIZERS = ("tokenizer.json", "vocab.json")  # which may be larger than other JSON
+_TEMPLATES = "additional_chat_templates"  # the only folder in it from which transformers reads
+_READ_WHOLE = (".json", ".jinja", ".txt", ".model")
+_TOKENIZERS = ("tokenizer.json", "vocab.json")  # which may be larger than other JSON
 INDEX = "model.safetensors.index.json"  # which names the files of the weights
-TOKENIZER = "tokenizer_config.json"  # which may name files of the tokenizer
+TOKENIZER_CONFIG = "tokenizer_config.json"  # which may name files of the tokenizer
 # What every call that loads a model or a tokenizer is given: Python code of the model's own is
 # never run, and the user is never asked, for whatever answers may be a pipe.
 NO_CODE = {"trust_remote_code": False}
 NO_PICKLES = {"use_safetensors": True}
 
 
-def check(folder: Path, weights: bool = True) -> None:
+def check_folder(folder: Path, weights: bool = True) -> None:
     """Refuses a folder with special files, with an adapter or, if `weights` are to be loaded, with
     pickles alone.
 
@@ -41,24 +41,24 @@ def check(folder: Path, weights: bool = True) -> None:
     safetensors.
     """
     names = []
-    for place in (folder, folder / TEMPLATES):
+    for place in (folder, folder / _TEMPLATES):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
-            names += check_file(path)
+            names += _check_file(path)
     if ADAPTER in names:
-        raise ModelError(adapter_in(str(folder)))
-    if TOKENIZER in names:
-        check_tokenizer(folder)
+        raise ModelError(explain_adapter(str(folder)))
+    if TOKENIZER_CONFIG in names:
+        _check_tokenizer(folder)
     if weights and INDEX in names:
-        check_index(folder / INDEX, names)
-    pickle = next((name for name in names if name.endswith(PICKLES)), None)
-    if weights and pickle and not any(name.endswith(SAFE) for name in names):
+        _check_index(folder / INDEX, names)
+    pickle = next((name for name in names if name.endswith(_PICKLES)), None)
+    if weights and pickle and not any(name.endswith(_SAFE) for name in names):
         raise ModelError(
             f"{folder} has its weights in {pickle} alone, and loading a pickle may run code; convert them to "
             "safetensors, or give a folder that has them."
         )
 
 
-def check_file(path: Path) -> list[str]:
+def _check_file(path: Path) -> list[str]:
     """Returns the name of a regular file; nothing for a folder and for a link that leads nowhere."""
     try:
         status = path.stat()
@@ -72,35 +72,35 @@ def check_file(path: Path) -> list[str]:
         return []
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file, so its folder is no model; remove it.")
-    most = TEXT_BYTES if path.name in TOKENIZERS else JSON_BYTES
-    if path.suffix in READ_WHOLE and status.st_size > most:
+    most = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
+    if path.suffix in _READ_WHOLE and status.st_size > most:
         raise ModelError(
             f"{path} has {status.st_size:,} bytes, more than the {most:,} of such a file; fetch it again."
         )
     return [path.name]
 
 
-def check_index(path: Path, names: list[str] | None = None) -> None:
+def _check_index(path: Path, names: list[str] | None = None) -> None:
     """Refuses an index of weights that names anything but safetensors of its own folder, which
     holds `names`.
     """
-    weights = entries_of(path).get("weight_map")
+    weights = _load_entries(path).get("weight_map")
     if not isinstance(weights, dict):
         raise ModelError(f"{path} names no files of weights; fetch it again.")
     for name in weights.values():
-        inside = isinstance(name, str) and name.endswith(SAFE) and name == PurePosixPath(name).name
+        inside = isinstance(name, str) and name.endswith(_SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
             raise ModelError(
                 f"{path} names '{make_printable(name)}', which is no safetensors file beside it; fetch it again."
             )
 
 
-def check_tokenizer(folder: Path) -> None:
+def _check_tokenizer(folder: Path) -> None:
     """Refuses a tokenizer's config that names files of other folders, from which transformers would
     read.
     """
-    path = folder / TOKENIZER
-    entries = entries_of(path)
+    path = folder / TOKENIZER_CONFIG
+    entries = _load_entries(path)
     versions = entries.get("fast_tokenizer_files") or []
     named = {key: value for key, value in entries.items() if key.endswith("_file")}
     for value in [*(versions if isinstance(versions, list) else [versions]), *named.values()]:
@@ -109,7 +109,7 @@ def check_tokenizer(folder: Path) -> None:
         # Older tokenizers name places on their author's machine, which are nothing here, and so
         # nothing is read.
         elsewhere = not isinstance(value, str) or (
-            Path(value).name != value and leads_out(value, folder)
+            Path(value).name != value and _leads_out(value, folder)
         )
         if elsewhere:
             raise ModelError(
@@ -117,7 +117,7 @@ def check_tokenizer(folder: Path) -> None:
             )
 
 
-def leads_out(name: str, folder: Path) -> bool:
+def _leads_out(name: str, folder: Path) -> bool:
     """Returns whether transformers, which takes a name as it is or within the folder, would find a
     file elsewhere.
     """
@@ -131,7 +131,7 @@ def leads_out(name: str, folder: Path) -> bool:
         return True
 
 
-def entries_of(path: Path) -> dict[str, Any]:
+def _load_entries(path: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds; transformers writes 10^30 for no limit, which
     `read_json` refuses.
     """
@@ -154,17 +154,17 @@ def check_hub(name: str, local: bool) -> None:
     alone, like `check`.
     """
     if find_adapter_config_file(name, local_files_only=local) is not None:
-        raise ModelError(adapter_in(name))
+        raise ModelError(explain_adapter(name))
     found = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
     index = cached_file(name, INDEX, local_files_only=local, **found)
     if index is not None:
-        check_index(Path(index))
+        _check_index(Path(index))
 
 
-def adapter_in(name: str) -> str:
+def explain_adapter(name: str) -> str:
     return (
         f"{name} holds a LoRA adapter ({ADAPTER}), which names another model to be loaded; give that model, or a "
         "folder into which the adapter was merged."

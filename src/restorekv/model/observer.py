@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import current_observer, observing
-from restorekv.model.shape import decoder
+from restorekv.model.attention import get_observer, observe_attention
+from restorekv.model.shape import get_backbone
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LayerView:
 
 
 OnLayer = Callable[[LayerView], Tensor | None]
-HOOKS = threading.Lock()  # PyTorch numbers hooks without one
+HOOKS_LOCK = threading.Lock()  # PyTorch numbers hooks without one
 
 
 class Observer(Protocol):
@@ -66,7 +66,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     ) -> None:
         # Hooks see the passes of other threads too, and without kwargs while PyTorch is still
         # registering them.
-        if kwargs is not None and current_observer() is before_attention:
+        if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
     def before_attention(module, query, key, value, mask, scale) -> Tensor | None:
@@ -88,16 +88,16 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         )
         return None if output is None else output[None]
 
-    layers = decoder(model).layers
-    with HOOKS:
+    layers = get_backbone(model).layers
+    with HOOKS_LOCK:
         handles = [
             layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True)
             for layer in layers
         ]
     try:
-        with observing(before_attention):
+        with observe_attention(before_attention):
             yield
     finally:
-        with HOOKS:
+        with HOOKS_LOCK:
             for handle in handles:
                 handle.remove()

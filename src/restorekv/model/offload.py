@@ -40,16 +40,16 @@ from restorekv.model.shape import CacheShape
 Pair = tuple[Tensor, Tensor]  # keys and values (1, H, length, D)
 
 
-def offloaded(model: PreTrainedModel, columns: int) -> Cache:
+def make_offloaded_cache(model: PreTrainedModel, columns: int) -> Cache:
     """Returns an empty cache with room for S + T columns; it offloads nothing where no store has
     proven itself.
     """
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     size = shape.layers, (shape.heads, columns, shape.head_dim), model.dtype, model.device
-    if not proofs.needed(model.device):
+    if not proofs.needs_proof(model.device):
         return Cache(layers=make_store(*size).layers)
     key = model.device, shape.heads, shape.groups, shape.head_dim, model.dtype
-    if uses_streams(model.device) and proofs.is_proven("offload", *key):
+    if _uses_streams(model.device) and proofs.is_proven("offload", *key):
         return Cache(layers=make_store(*size).layers)
     if proofs.is_proven("offload-plain", *key):
         return Cache(layers=make_store(*size, streams=False).layers)
@@ -66,12 +66,12 @@ def make_store(
     """Returns the store for a device: files for a CPU, else the host's memory, with a second stream
     if there is one.
     """
-    if not proofs.needed(device):
+    if not proofs.needs_proof(device):
         return FileStore(count, size, dtype, device)
     return HostStore(count, size, dtype, device, streams)
 
 
-def uses_streams(device: torch.device) -> bool:
+def _uses_streams(device: torch.device) -> bool:
     """Returns whether copies can run on a second stream, from pinned memory."""
     return device.type == "cuda"
 
@@ -187,7 +187,7 @@ class FileStore(OffloadStore):
         if shutil.disk_usage(folder).free < needed:
             raise RestoreKVError(message)
         try:
-            self.maps |= {index: reserve_file(self.nbytes) for index in range(count)}
+            self.maps |= {index: _reserve_file(self.nbytes) for index in range(count)}
         except OSError as error:
             raise RestoreKVError(message) from error
 
@@ -237,7 +237,7 @@ class HostStore(OffloadStore):
         streams: bool = True,
     ) -> None:
         self.on_device: dict[int, Pair] = {}
-        self.cuda = streams and uses_streams(device)
+        self.cuda = streams and _uses_streams(device)
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         super().__init__(count, size, dtype, device)
 
@@ -296,7 +296,7 @@ class HostStore(OffloadStore):
         self.on_device.pop(layer.index, None)
 
 
-def reserve_file(nbytes: int) -> mmap.mmap:
+def _reserve_file(nbytes: int) -> mmap.mmap:
     """Maps an unnamed temporary file whose blocks are allocated now, where the system can do that.
 
     If the disk filled up later, the first write to a missing block would end the process with a
@@ -318,4 +318,4 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-offload_trials.register_all(make_store)
+offload_trials.register_stores(make_store)

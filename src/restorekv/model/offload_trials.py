@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from restorekv.model.attention.proofs import Component, Measured, Target, register
-from restorekv.model.attention.trials import everywhere
+from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
+from restorekv.model.attention.trials import require_nothing
 
 if TYPE_CHECKING:
     from restorekv.model.offload import OffloadStore
@@ -29,9 +29,9 @@ MakeStore = Callable[..., "OffloadStore"]
 Pair = tuple[Tensor, Tensor]
 
 
-def measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iterator[Measured]:
+def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iterator[Measurement]:
     """Measures the share of wrong numbers among those that readers get."""
-    columns = columns_of(target)
+    columns = _count_columns(target)
     size = target.heads, columns, target.dim
     options = {} if streams else {"streams": False}
     store = make_store(LAYERS, size, target.dtype, target.device, **options)
@@ -50,23 +50,23 @@ def measure_store(make_store: MakeStore, streams: bool, target: Target) -> Itera
         end = columns if number == len(STEPS) - 1 else start + max(int(columns * share), 1)
         for layer, pair in zip(store.layers, there, strict=True):
             found = layer.update(*(x[:, :, start:end].clone() for x in pair))
-            grown.append((layer.index, end, copied(found)))
+            grown.append((layer.index, end, _copy_pair(found)))
         start = end
     del there
-    wrong = sum(count_wrong(found, on_cpu[index], end) for index, end, found in grown)
-    yield Measured("a prefill", wrong, 0.0)
+    wrong = sum(_measure_wrong_share(found, on_cpu[index], end) for index, end, found in grown)
+    yield Measurement("a prefill", wrong, 0.0)
     for order in ORDERS:
         read = [
-            (index, copied((store.layers[index].keys, store.layers[index].values)))
+            (index, _copy_pair((store.layers[index].keys, store.layers[index].values)))
             for index in order
         ]
-        wrong = sum(count_wrong(found, on_cpu[index], columns) for index, found in read)
-        yield Measured(f"layers read in the order {', '.join(map(str, order))}", wrong, 0.0)
+        wrong = sum(_measure_wrong_share(found, on_cpu[index], columns) for index, found in read)
+        yield Measurement(f"layers read in the order {', '.join(map(str, order))}", wrong, 0.0)
     for layer in store.layers:
         layer.keys = None
 
 
-def columns_of(target: Target) -> int:
+def _count_columns(target: Target) -> int:
     """Returns the columns of a layer: many on a device with streams, whose copies should take a
     while.
     """
@@ -74,12 +74,12 @@ def columns_of(target: Target) -> int:
     return max(numbers // (target.heads * target.dim), 8)
 
 
-def copied(pair: Pair) -> Pair:
+def _copy_pair(pair: Pair) -> Pair:
     """Returns copies that the device makes now, as attention would read the pair now."""
     return tuple(x.clone() for x in pair)
 
 
-def count_wrong(found: Pair, wanted: Pair, end: int) -> float:
+def _measure_wrong_share(found: Pair, wanted: Pair, end: int) -> float:
     """Returns the share of numbers that differ; NaN differs."""
     return (
         sum(
@@ -90,30 +90,30 @@ def count_wrong(found: Pair, wanted: Pair, end: int) -> float:
     )
 
 
-def without_streams(device: torch.device, dtype: torch.dtype) -> str:
+def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
     """Says why there is no offloading without a second stream on a device, or nothing."""
     return "it is for GPUs; a CPU offloads into temporary files" if device.type == "cpu" else ""
 
 
-def register_all(make_store: MakeStore) -> None:
+def register_stores(make_store: MakeStore) -> None:
     """Makes both components known: with a second stream on a GPU, with files on a CPU; and without
     streams.
     """
-    register(
+    register_component(
         Component(
             "offload",
             "Offloading",
             "Copies of offloaded layers are waited for, which takes longer",
-            everywhere,
-            partial(measure_store, make_store, True),
+            require_nothing,
+            partial(_measure_store, make_store, True),
         )
     )
-    register(
+    register_component(
         Component(
             "offload-plain",
             "Offloading without a second stream",
             "The whole cache stays on the device",
-            without_streams,
-            partial(measure_store, make_store, False),
+            _require_gpu,
+            partial(_measure_store, make_store, False),
         )
     )

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.tail import CompressedLayer
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 
 CHUNK = 4096
 # Entries of a chunk's mask, so that it takes as much memory for a million tokens as for 16,384.
@@ -29,7 +29,7 @@ def prefill(
     full = DynamicCache() if into is None else into
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
     for piece in ids.to(model.device).split(chunk, dim=-1):
-        decoder(model)(input_ids=piece, past_key_values=full, use_cache=True)
+        get_backbone(model)(input_ids=piece, past_key_values=full, use_cache=True)
     return full
 
 
@@ -68,10 +68,10 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
 
     Of a ragged cache, these are columns of its tail; the context is always read whole.
     """
-    return Cache(layers=[read_only(layer, columns) for layer in full.layers])
+    return Cache(layers=[_view_layer(layer, columns) for layer in full.layers])
 
 
-def read_only(
+def _view_layer(
     layer: DynamicLayer | RaggedLayer, columns: int | None
 ) -> ReadOnlyLayer | RaggedLayer:
     """Returns one layer of such a cache."""

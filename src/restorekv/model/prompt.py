@@ -20,9 +20,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import AROUND_LETTERS, AROUND_TOKENS
 from restorekv.errors import RestoreKVError, TextTooLongError, check_choice, warn
-from restorekv.model.load import longest
-from restorekv.model.support import refuse_beyond, support_of
-from restorekv.model.tokenize import check_unicode, control_tokens, refuse, text_ids
+from restorekv.model.rope import count_positions
+from restorekv.model.support import get_support, refuse_beyond
+from restorekv.model.tokenize import (
+    check_unicode,
+    find_control_tokens,
+    refuse_control_tokens,
+    tokenize_text,
+)
 
 SEPARATOR = "<restorekv-separator>"
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
@@ -59,7 +64,7 @@ class Context:
         return self.ids.shape[-1]
 
 
-def default_between(tokenizer: Tokenizer) -> str:
+def get_default_between(tokenizer: Tokenizer) -> str:
     """Returns what separates document and question: `between` of the tokenizer's config, or a blank
     line.
     """
@@ -76,20 +81,22 @@ def make_context(
     the system message before the text; without one, the template may have its own.
     """
     check_unicode(system)
-    refuse(control_tokens(tokenizer).values(), system, "system message", "the chat template")
-    before, after = around(tokenizer, system)
-    prefix = encode(tokenizer, before=before)
+    refuse_control_tokens(
+        find_control_tokens(tokenizer).values(), system, "system message", "the chat template"
+    )
+    before, after = split_template(tokenizer, system)
+    prefix = encode_text(tokenizer, before=before)
     if isinstance(text, str):
         if not text.strip():
             raise RestoreKVError("The context is empty; give a text with at least one word.")
-        ids = encode(tokenizer, text, before)
+        ids = encode_text(tokenizer, text, before)
     else:
-        ids = torch.cat([prefix, token_ids(tokenizer, text)], -1)
+        ids = torch.cat([prefix, check_token_ids(tokenizer, text)], -1)
     if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError(
             "The context has no tokens besides the chat template; give a longer text."
         )
-    suffix = encode(tokenizer, after=after)
+    suffix = encode_text(tokenizer, after=after)
     if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
             f"The chat template puts {len(between):,} and {len(after):,} characters around every question, and files "
@@ -98,7 +105,7 @@ def make_context(
     return Context(ids, prefix.shape[-1], suffix, after, between)
 
 
-def system_text(system: object) -> str:
+def check_system_message(system: object) -> str:
     """Returns a system message, of which None is the empty one; refuses what is no text."""
     if not isinstance(system, str | None):
         raise RestoreKVError(
@@ -107,7 +114,7 @@ def system_text(system: object) -> str:
     return system or ""
 
 
-def fit(
+def fit_context(
     model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0
 ) -> tuple[Context, int]:
     """Returns the context and how many tokens of its end were cut, so that ROOM of the model's
@@ -117,7 +124,7 @@ def fit(
     positions.
     """
     check_choice("max_context", too_long, TOO_LONG)
-    limit = usable_positions(model)
+    limit = count_usable_positions(model)
     most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
     over = context.tokens - most
     if over <= 0:
@@ -129,8 +136,8 @@ def fit(
     if too_long == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
         fix = "stretch the model's RoPE (--yarn 2)"
-        if limit < longest(model.config):
-            room = f"there is room for {most:,} and a question, because {support_of(model).beyond}"
+        if limit < count_positions(model.config):
+            room = f"there is room for {most:,} and a question, because {get_support(model).beyond}"
             fix = "use another model"
         error = TextTooLongError(
             f"The context has {context.tokens:,} tokens, and {room}; shorten it, cut its end (--max-context cut) "
@@ -141,23 +148,23 @@ def fit(
     return replace(context, ids=context.ids[:, : context.prefix + most]), over
 
 
-def usable_positions(model: PreTrainedModel) -> int:
+def count_usable_positions(model: PreTrainedModel) -> int:
     """Returns how many positions the model was made for and sees whole (support.py)."""
-    return min(longest(model.config), support_of(model).positions)
+    return min(count_positions(model.config), get_support(model).positions)
 
 
-def tell_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
+def warn_if_beyond_positions(model: PreTrainedModel, positions: int, what: str) -> None:
     """Refuses `what` where the model would see it otherwise (support.py); warns where it is beyond
     its positions.
     """
     refuse_beyond(model, positions, what)
-    if positions > (limit := longest(model.config)):
+    if positions > (limit := count_positions(model.config)):
         warn(
             f"{what} reaches beyond the model's {limit:,} positions; expect bad answers, or shorten it."
         )
 
 
-def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
+def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
     """Returns ids (T,) as (1, T) long; refuses what is no sequence of the tokenizer's ids."""
     if isinstance(ids, list | tuple) and all(type(each) is int for each in ids):
         ids = torch.tensor(ids, dtype=torch.long)
@@ -172,7 +179,7 @@ def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
     return ids.detach().cpu().long()[None]
 
 
-def question_ids(
+def encode_question(
     tokenizer: Tokenizer,
     context: Context,
     question: str,
@@ -185,7 +192,7 @@ def question_ids(
     `empty` allows an empty question, for a context that ends with what is asked.
     """
     check_question(question, empty)
-    return encode(
+    return encode_text(
         tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix
     )
 
@@ -200,31 +207,33 @@ def check_question(question: object, empty: bool = False) -> None:
         raise RestoreKVError("The question is empty; ask something.")
 
 
-def template_hash(tokenizer: Tokenizer) -> str:
+def hash_template(tokenizer: Tokenizer) -> str:
     """Returns 16 hex digits of the template's text around the user's words."""
-    return hashlib.sha256("\0".join(around(tokenizer)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(split_template(tokenizer)).encode()).hexdigest()[:16]
 
 
-def around(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
+def split_template(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
     """Returns the template's text before and after the user's words; without a template, BOS and a
     newline.
     """
     if not tokenizer.chat_template:
         return (tokenizer.bos_token or "") + (f"{system}\n" if system else ""), "\n"
-    before, after = rendered(tokenizer, ["user"], system)
+    before, after = _render_parts(tokenizer, ["user"], system)
     return before, after
 
 
-def between_turns(tokenizer: Tokenizer) -> str:
+def render_between_turns(tokenizer: Tokenizer) -> str:
     """Returns the template's text between an answer and the user's next words; without a template,
     a newline.
     """
     return (
-        rendered(tokenizer, ["user", "assistant", "user"])[2] if tokenizer.chat_template else "\n"
+        _render_parts(tokenizer, ["user", "assistant", "user"])[2]
+        if tokenizer.chat_template
+        else "\n"
     )
 
 
-def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
+def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
     """Returns the template's text around and between messages of these roles, after a system
     message if given.
     """
@@ -254,8 +263,8 @@ def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> li
     return parts
 
 
-def encode(
+def encode_text(
     tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = ""
 ) -> Tensor:
     """Returns the ids (1, length) int64 of `text_ids`."""
-    return torch.tensor([text_ids(tokenizer, text, before, after, more)], dtype=torch.long)
+    return torch.tensor([tokenize_text(tokenizer, text, before, after, more)], dtype=torch.long)

@@ -1,22 +1,83 @@
-"""Keys as if their tokens stood at other positions: RoPE depends on differences of positions alone."""
+"""RoPE: its settings, how many positions it is made for, and keys moved to other positions.
 
+Keys can be moved because RoPE depends on differences of positions alone.
+"""
+
+import json
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
-from restorekv.model.shape import decoder
+from restorekv.model.shape import get_backbone
 
 # The kinds of RoPE whose frequencies do not change with the length of the text.
 SHIFTABLE = ("default", "linear", "yarn", "llama3")
+# The kinds of RoPE that already reach beyond the positions of the training.
+STRETCHED = ("yarn", "longrope", "dynamic", "linear", "llama3")
+MOST_YARN = 64  # the largest factor of YaRN that is accepted
+NO_LIMIT = sys.maxsize  # positions of a model that names no limit
+
+
+def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what determines the rotation of keys, YaRN included, as plain JSON values."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        rope = {"rope_theta": getattr(config, "rope_theta", None)}
+        rope |= getattr(config, "rope_scaling", None) or {}
+    plain = {key: value for key, value in rope.items() if value is not None}
+    return json.loads(json.dumps(plain, sort_keys=True, default=str))
+
+
+def count_positions(config: PretrainedConfig) -> int:
+    """Return how many positions the model was made for, NO_LIMIT if its config does not say.
+
+    A stretched RoPE (YaRN) multiplies the original number.
+    """
+    config = config.get_text_config()
+    rope = get_rope_settings(config)
+    configured = getattr(config, "max_position_embeddings", None) or 0
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        original = original or configured
+    stretched = float(rope.get("factor") or 0) * float(original or 0)
+    return max(configured, int(stretched)) or NO_LIMIT
+
+
+def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -> None:
+    """Change the RoPE of a config and its number of positions.
+
+    A mapping changes entries of the RoPE; a number is the factor of a YaRN over the model's
+    positions.
+    """
+    text = config.get_text_config()
+    if not isinstance(rope, Mapping):
+        if not 1 < rope <= MOST_YARN:
+            raise RestoreKVError(
+                f"YaRN's factor is more than 1 and at most {MOST_YARN}, not {rope:g}."
+            )
+        if get_rope_settings(text).get("rope_type") in STRETCHED:
+            raise RestoreKVError(
+                "The model's RoPE is stretched already; give all of its settings to load_model."
+            )
+        rope = {
+            "rope_type": "yarn",
+            "factor": float(rope),
+            "original_max_position_embeddings": count_positions(text),
+        }
+    text.rope_parameters = {**get_rope_settings(text), **rope}
+    text.max_position_embeddings = count_positions(text)
 
 
 def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     """Return keys (..., D) as if their tokens stood `positions` later, computed in float64."""
-    rotary = getattr(decoder(model), "rotary_emb", None)
+    rotary = getattr(get_backbone(model), "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if kind not in SHIFTABLE:
         raise RestoreKVError(
@@ -25,7 +86,9 @@ def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     frequencies = rotary.inv_freq.double()
     shifted = _rotate_pairs(keys.double(), frequencies * positions)
     _check_layout(model, rotary)
-    support.check_moves(model, lambda own, count: _rotate_pairs(own.double(), frequencies * count))
+    support.check_keys_movable(
+        model, lambda own, count: _rotate_pairs(own.double(), frequencies * count)
+    )
     return shifted.to(keys.dtype)
 
 

@@ -10,7 +10,7 @@ from restorekv.errors import ModelError, summarize_error
 
 # Kinds of layers that see a whole text, the latter two up to the length of a window; support.py
 # finds out which.
-SEEING_WHOLE = {"full_attention", "sliding_attention", "chunked_attention"}
+_WHOLE_TEXT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class CacheShape:
     hidden: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "CacheShape":
+    def from_model(cls, model: PreTrainedModel) -> "CacheShape":
         config = model.config.get_text_config()
-        others = set(getattr(config, "layer_types", None) or ()) - SEEING_WHOLE
+        others = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
         if others:
             raise ModelError(
                 f"{config.model_type} has {min(others)} layers; "
@@ -48,14 +48,14 @@ class CacheShape:
             ) from error
 
 
-def decoder(model: PreTrainedModel) -> nn.Module:
+def get_backbone(model: PreTrainedModel) -> nn.Module:
     """Returns the backbone, which outputs hidden states and skips the LM head."""
     found = model.get_decoder()
     # Llama 4 returns itself.
     return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
-def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and
     Gemma do.
     """

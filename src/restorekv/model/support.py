@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicLayer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
-from restorekv.model.shape import CacheShape, decoder, logits
+from restorekv.model.shape import CacheShape, compute_logits, get_backbone
 
 UNLIMITED = sys.maxsize
 # Tokens that are read; the first and the third are one token at two positions.
@@ -72,7 +72,7 @@ HARMLESS = {
     "labels",
     "input_ids",
 }
-WHICH = "use a decoder with RoPE whose layers all attend to the whole text"
+REMEDY = "use a decoder with RoPE whose layers all attend to the whole text"
 
 _known: dict[tuple[type, str], Support | RestoreKVError] = {}
 _moves: dict[tuple[type, str], bool] = {}  # whether cached keys can be moved
@@ -94,7 +94,7 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What the attention function got from one layer."""
 
     module: nn.Module
@@ -107,32 +107,32 @@ class Call:
 
 
 @dataclass
-class Record:
+class PassRecord:
     """The calls of a pass, and the functions of the masks that were made for it, by the masks'
     identity.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
     masks: list[tuple[Tensor, Callable]] = field(default_factory=list)
 
 
-def install(model: PreTrainedModel) -> None:
+def prepare_model(model: PreTrainedModel) -> None:
     """Routes attention through `restorekv.model.attention`; raises ModelError for a model that is
     not supported.
     """
-    support_of(model)
-    attention.install(model)
+    get_support(model)
+    attention.install_attention(model)
 
 
-def support_of(model: PreTrainedModel) -> Support:
+def get_support(model: PreTrainedModel) -> Support:
     """Returns what is known of the model's class and config, which is found out once; raises
     ModelError.
     """
-    key = type(model), description(model.config)
+    key = type(model), _describe_config(model.config)
     with _probing:
         if key not in _known:
             try:
-                _known[key] = probe(model)
+                _known[key] = probe_model(model)
             except RestoreKVError as error:
                 _known[key] = error
         found = _known[key]
@@ -141,7 +141,7 @@ def support_of(model: PreTrainedModel) -> Support:
     return found
 
 
-def description(config: PretrainedConfig) -> str:
+def _describe_config(config: PretrainedConfig) -> str:
     """Returns what decides a config's computation, as text."""
     entries = {
         name: value
@@ -153,10 +153,10 @@ def description(config: PretrainedConfig) -> str:
 
 def refuse_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
     """Refuses what needs more positions than are exact."""
-    support = support_of(model)
+    support = get_support(model)
     if positions > support.positions:
         raise ModelError(
-            f"{what} needs {positions:,} positions, and {support.beyond} of {name_of(model)}; shorten it, or {WHICH}."
+            f"{what} needs {positions:,} positions, and {support.beyond} of {_class_name(model)}; shorten it, or {REMEDY}."
         )
 
 
@@ -166,105 +166,109 @@ def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
 
     A window does not matter here: the scorer computes attention over the whole text itself.
     """
-    support = support_of(model)
+    support = get_support(model)
     if support.changes_keys and positions > support.positions:
         raise ModelError(
-            f"Scoring this text reads it again up to position {positions:,}, and {support.beyond} of {name_of(model)}; "
+            f"Scoring this text reads it again up to position {positions:,}, and {support.beyond} of {_class_name(model)}; "
             "shorten the text, or use an evictor that reads it once, such as snapkv."
         )
 
 
-def name_of(model: PreTrainedModel) -> str:
+def _class_name(model: PreTrainedModel) -> str:
     """Returns the class's name."""
     return type(model).__name__
 
 
-def probe(model: PreTrainedModel) -> Support:
+def probe_model(model: PreTrainedModel) -> Support:
     """Returns what the model computes; raises ModelError for what RestoreKV does not."""
-    shape = CacheShape.of(model)
-    check_layers(model)
-    attention.install(model)
+    shape = CacheShape.from_model(model)
+    _check_layers(model)
+    attention.install_attention(model)
     try:
         with torch.no_grad():
-            return probe_passes(model, shape)
+            return _probe_passes(model, shape)
     except RestoreKVError:
         raise
     except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
-        why = f"{name_of(model)} does not run over a compressed cache ({summarize_error(error)})"
-        raise ModelError(f"{why}; {WHICH}.") from error
+        why = (
+            f"{_class_name(model)} does not run over a compressed cache ({summarize_error(error)})"
+        )
+        raise ModelError(f"{why}; {REMEDY}.") from error
 
 
-def check_layers(model: PreTrainedModel) -> None:
+def _check_layers(model: PreTrainedModel) -> None:
     """Refuses a model whose layers are not where observers look for them, or that is no decoder."""
-    layers = getattr(decoder(model), "layers", None)
+    layers = getattr(get_backbone(model), "layers", None)
     if isinstance(layers, nn.ModuleList) and all(hasattr(layer, "self_attn") for layer in layers):
         return
-    embeds = [path for path, module in model.named_modules() if is_table(path, module)]
+    embeds = [path for path, module in model.named_modules() if _is_position_table(path, module)]
     if embeds:
         raise ModelError(
-            f"{name_of(model)} has no RoPE: it adds positions to embeddings ({embeds[0]}); {WHICH}."
+            f"{_class_name(model)} has no RoPE: it adds positions to embeddings ({embeds[0]}); {REMEDY}."
         )
     if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
-        raise ModelError(f"{name_of(model)} is a class for ALiBi, not for RoPE alone; {WHICH}.")
+        raise ModelError(
+            f"{_class_name(model)} is a class for ALiBi, not for RoPE alone; {REMEDY}."
+        )
     raise ModelError(
-        f"{name_of(model)} has no decoder layers with a module 'self_attn' each; {WHICH}."
+        f"{_class_name(model)} has no decoder layers with a module 'self_attn' each; {REMEDY}."
     )
 
 
-def is_table(path: str, module: nn.Module) -> bool:
+def _is_position_table(path: str, module: nn.Module) -> bool:
     """Returns whether a module is a table of embeddings of positions."""
     name = path.rpartition(".")[2].lower()
     table = "position" in name and isinstance(getattr(module, "weight", None), Tensor)
     return name == "wpe" or (table and name != "embed_positions")  # which RoFormer rotates with
 
 
-def probe_passes(model: PreTrainedModel, shape: CacheShape) -> Support:
+def _probe_passes(model: PreTrainedModel, shape: CacheShape) -> Support:
     """Reads the tokens three times."""
     ids = torch.tensor([IDS], device=model.device) % model.get_input_embeddings().weight.shape[0]
     positions = torch.arange(START, START + len(IDS), device=model.device)[None]
     cache = DynamicCache()
-    with recorded(name_of(model)) as record:
-        output = decoder(model)(
+    with _record_pass(_class_name(model)) as record:
+        output = get_backbone(model)(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
         )
-    check_calls(model, shape, record, cache)
-    check_positions(model, cache)
-    check_ragged(model, ids, positions, cache, output.last_hidden_state)
+    _check_calls(model, shape, record, cache)
+    _check_positions(model, cache)
+    _check_ragged(model, ids, positions, cache, output.last_hidden_state)
     limits = [
-        window_limit(model, record),
-        cache_limit(model),
-        rotation_limit(model, ids, positions, cache),
+        _find_window_limit(model, record),
+        _find_cache_limit(model),
+        _find_rotation_limit(model, ids, positions, cache),
     ]
     return min(limits, key=lambda limit: limit.positions)
 
 
 @contextmanager
-def recorded(name: str) -> Iterator[Record]:
+def _record_pass(name: str) -> Iterator[PassRecord]:
     """Records the calls of the attention function and of the masks' maker in the block; masks are
     never left out.
     """
-    record = Record()
+    record = PassRecord()
 
     def on_call(*arguments: object) -> None:
-        call = Call(*arguments)
-        check_options(name, call)  # before attention is computed, which fails with some of them
+        call = AttentionCall(*arguments)
+        _check_options(name, call)  # before attention is computed, which fails with some of them
         record.calls.append(call)
 
-    with attention.inspecting(on_call, lambda *made: record.masks.append(made)):
+    with attention.inspect_attention(on_call, lambda *made: record.masks.append(made)):
         yield record
 
 
-def check_calls(
-    model: PreTrainedModel, shape: CacheShape, record: Record, cache: DynamicCache
+def _check_calls(
+    model: PreTrainedModel, shape: CacheShape, record: PassRecord, cache: DynamicCache
 ) -> None:
     """Refuses attention that is not each layer's softmax over plain keys and values."""
-    name = name_of(model)
+    name = _class_name(model)
     called = [getattr(call.module, "layer_idx", None) for call in record.calls]
     if called != list(range(shape.layers)) or len(cache.layers) != shape.layers:
         why = "does not compute attention through AttentionInterface"
         if called and len(cache.layers) == shape.layers:
             why = f"calls its attention {len(called)} times for {shape.layers} layers"
-        raise ModelError(f"{name} {why}; {WHICH}.")
+        raise ModelError(f"{name} {why}; {REMEDY}.")
     plain = (1, shape.heads, len(IDS), shape.head_dim)
     for call, layer in zip(record.calls, cache.layers, strict=True):
         shapes = [tuple(x.shape) for x in (call.key, call.value)]
@@ -272,39 +276,39 @@ def check_calls(
             (_, heads, _, size), (_, others, _, width) = shapes
             raise ModelError(
                 f"{name} has {heads} key heads of {size} and {others} value heads of {width} numbers, where "
-                f"{shape.heads} of {shape.head_dim} are expected, as latent attention or unequal layers do; {WHICH}."
+                f"{shape.heads} of {shape.head_dim} are expected, as latent attention or unequal layers do; {REMEDY}."
             )
         if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
             raise ModelError(
-                f"{name} attends to other keys or values than its cache holds; {WHICH}."
+                f"{name} attends to other keys or values than its cache holds; {REMEDY}."
             )
-        check_eager(name, call)
+        _check_eager(name, call)
 
 
-def check_options(name: str, call: Call) -> None:
+def _check_options(name: str, call: AttentionCall) -> None:
     """Refuses settings of a layer's attention that the ragged attention lacks."""
     others = [
         key for key, value in call.options.items() if key not in HARMLESS and value is not None
     ]
     if others:
         raise ModelError(
-            f"{name} computes its attention with {', '.join(sorted(others))}; {WHICH}."
+            f"{name} computes its attention with {', '.join(sorted(others))}; {REMEDY}."
         )
     if call.options.get("is_causal") is False:
-        raise ModelError(f"{name} has layers that see later tokens; {WHICH}.")
+        raise ModelError(f"{name} has layers that see later tokens; {REMEDY}.")
     if call.mask is not None and call.mask.dtype != torch.bool:
         raise ModelError(
-            f"{name} adds a bias to the logits of its attention, as ALiBi does; {WHICH}."
+            f"{name} adds a bias to the logits of its attention, as ALiBi does; {REMEDY}."
         )
 
 
-def check_eager(name: str, call: Call) -> None:
+def _check_eager(name: str, call: AttentionCall) -> None:
     """Refuses a layer whose class's eager attention is not the causal softmax of random queries and
     keys.
     """
     own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
     if own is None:
-        raise ModelError(f"{name} has no eager attention to compare with; {WHICH}.")
+        raise ModelError(f"{name} has no eager attention to compare with; {REMEDY}.")
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(like.shape, generator=generator).to(like.device)
@@ -323,42 +327,42 @@ def check_eager(name: str, call: Call) -> None:
     weights = (query @ keys.mT * call.scale + bias).softmax(-1)
     if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
         raise ModelError(
-            f"{name} computes its attention in a way of its own, such as with sinks or a cap; {WHICH}."
+            f"{name} computes its attention in a way of its own, such as with sinks or a cap; {REMEDY}."
         )
 
 
-def check_positions(model: PreTrainedModel, cache: DynamicCache) -> None:
+def _check_positions(model: PreTrainedModel, cache: DynamicCache) -> None:
     """Refuses positions in the embeddings: one token has one value in the first layer, wherever it
     is.
     """
     first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
-    if not close(first, third, model.dtype, strict=True):
+    if not _is_close(first, third, model.dtype, strict=True):
         raise ModelError(
-            f"{name_of(model)} has no RoPE: it adds positions to embeddings or values; {WHICH}."
+            f"{_class_name(model)} has no RoPE: it adds positions to embeddings or values; {REMEDY}."
         )
 
 
-def check_ragged(
+def _check_ragged(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache, hidden: Tensor
 ) -> None:
     """Refuses a model that computes other hidden states or logits over a ragged cache than at once."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     keep = torch.ones(shape.layers, shape.heads, CACHED, dtype=torch.bool)
     first = DynamicCache()
     for index, layer in enumerate(cache.layers):
         first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
     ragged = RaggedCache.from_dense(first, keep, offset=START)
     last = {"input_ids": ids[:, CACHED:], "position_ids": positions[:, CACHED:], "use_cache": True}
-    with attention.using("naive"):
+    with attention.force_backend("naive"):
         answered = model(**last, past_key_values=ragged).logits
-    expected = logits(model, hidden[:, CACHED:])
-    if not close(answered, expected, model.dtype):
+    expected = compute_logits(model, hidden[:, CACHED:])
+    if not _is_close(answered, expected, model.dtype):
         raise ModelError(
-            f"{name_of(model)} computes other logits over a compressed cache than without; {WHICH}."
+            f"{_class_name(model)} computes other logits over a compressed cache than without; {REMEDY}."
         )
 
 
-def close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = False) -> bool:
+def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = False) -> bool:
     """Returns whether two results of the model are equal up to the rounding of its dtype."""
     exact = torch.finfo(dtype).eps
     tolerance = max(exact * (8 if strict else 32), 1e-4)
@@ -367,7 +371,7 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = False) 
     )
 
 
-def window_limit(model: PreTrainedModel, record: Record) -> Support:
+def _find_window_limit(model: PreTrainedModel, record: PassRecord) -> Support:
     """Returns up to where every layer sees the whole text, from the masks and from windows that
     layers name.
     """
@@ -376,34 +380,36 @@ def window_limit(model: PreTrainedModel, record: Record) -> Support:
     for call in record.calls:
         own = [function for mask, function in record.masks if mask is call.mask]
         if call.mask is not None and not own:  # it may hide pairs of a longer text
-            raise ModelError(f"{name_of(model)} makes a mask of its own; {WHICH}.")
+            raise ModelError(f"{_class_name(model)} makes a mask of its own; {REMEDY}.")
         used += own
         window = call.options.get("sliding_window")
         limits.append(UNLIMITED if window is None else int(window))
-    limits += [seen_whole(model, function) for function in set(used)]
-    return window_of(min(limits))
+    limits += [_count_seen_whole(model, function) for function in set(used)]
+    return _window_support(min(limits))
 
 
-def window_of(limit: int) -> Support:
+def _window_support(limit: int) -> Support:
     """Returns a limit that is a window's."""
     return Support(limit, f"layers see at most {limit:,} positions" if limit < UNLIMITED else "")
 
 
-def seen_whole(model: PreTrainedModel, function: Callable) -> int:
+def _count_seen_whole(model: PreTrainedModel, function: Callable) -> int:
     """Returns how many positions a mask function lets see all before them, UNLIMITED if nothing
     ever hides them.
     """
-    named = [each + step for each in numbers(model.config.to_dict()) for step in (-1, 0, 1)]
+    named = [
+        each + step for each in _collect_integers(model.config.to_dict()) for step in (-1, 0, 1)
+    ]
     later = sorted(
         each
         for each in {*named, *(1 << power for power in range(18, 31))}
         if DISTANCES <= each < 1 << 31
     )
     far = torch.cat([torch.arange(DISTANCES), torch.tensor(later)])
-    sees_first = visible(model, function, far, torch.zeros_like(far))
+    sees_first = _compute_visible(model, function, far, torch.zeros_like(far))
     limit = UNLIMITED if bool(sees_first.all()) else int(far[sees_first.long().argmin()])
     if limit <= 1:
-        raise ModelError(f"{name_of(model)} makes a mask of its own; {WHICH}.")
+        raise ModelError(f"{_class_name(model)} makes a mask of its own; {REMEDY}.")
     # Before the limit the mask is exactly causal: near the start, near the limit, and at random.
     generator = torch.Generator().manual_seed(0)
     end = min(limit, DISTANCES)
@@ -413,12 +419,16 @@ def seen_whole(model: PreTrainedModel, function: Callable) -> int:
     queries = torch.cat([queries, near, torch.arange(min(end, 64)).repeat_interleave(8)])
     keys = torch.cat([keys, near + torch.arange(8).repeat(len(near) // 8) - 4])
     keys = torch.cat([keys, torch.arange(min(end, 64) * 8) % min(end, 64)]).clamp(0, end - 1)
-    if not torch.equal(visible(model, function, queries, keys), keys <= queries):
-        raise ModelError(f"{name_of(model)} hides or shows pairs in a way of its own; {WHICH}.")
+    if not torch.equal(_compute_visible(model, function, queries, keys), keys <= queries):
+        raise ModelError(
+            f"{_class_name(model)} hides or shows pairs in a way of its own; {REMEDY}."
+        )
     return limit
 
 
-def visible(model: PreTrainedModel, function: Callable, queries: Tensor, keys: Tensor) -> Tensor:
+def _compute_visible(
+    model: PreTrainedModel, function: Callable, queries: Tensor, keys: Tensor
+) -> Tensor:
     """Returns which of the queries at these positions see which keys: one bool for each pair."""
     zero = torch.zeros((), dtype=torch.long, device=model.device)
     queries = queries.to(model.device)
@@ -427,7 +437,7 @@ def visible(model: PreTrainedModel, function: Callable, queries: Tensor, keys: T
     return torch.as_tensor(shown, device=model.device).expand(len(queries)).cpu()
 
 
-def cache_limit(model: PreTrainedModel) -> Support:
+def _find_cache_limit(model: PreTrainedModel) -> Support:
     """Returns the window of the cache that transformers makes for the model; refuses states that
     are not pairs.
     """
@@ -437,12 +447,12 @@ def cache_limit(model: PreTrainedModel) -> Support:
             limits.append(int(layer.sliding_window))
         elif type(layer) is not DynamicLayer:
             raise ModelError(
-                f"{name_of(model)} keeps {type(layer).__name__} besides keys and values; {WHICH}."
+                f"{_class_name(model)} keeps {type(layer).__name__} besides keys and values; {REMEDY}."
             )
-    return window_of(min(limits))
+    return _window_support(min(limits))
 
 
-def rotation_limit(
+def _find_rotation_limit(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache
 ) -> Support:
     """Returns up to which position RoPE rotates keys as it did before: dynamic and longrope change
@@ -450,36 +460,40 @@ def rotation_limit(
     """
     first = ids[:, :CACHED]
     try:
-        keys = keys_with(model, first, positions[:, :CACHED], FAR)
+        keys = _compute_keys(model, first, positions[:, :CACHED], FAR)
     except Exception:  # a table of positions that ends
         keys = None
     own = [layer.keys[0, :, :CACHED].float() for layer in cache.layers]
     if keys is not None:
         moved = any(
-            not close(a[:, -1], b[:, -1], model.dtype) for a, b in zip(own, keys, strict=True)
+            not _is_close(a[:, -1], b[:, -1], model.dtype) for a, b in zip(own, keys, strict=True)
         )
         if not moved:
             raise ModelError(
-                f"{name_of(model)} has no RoPE that follows the positions it is given; {WHICH}."
+                f"{_class_name(model)} has no RoPE that follows the positions it is given; {REMEDY}."
             )
-        if unchanged(own, keys, model.dtype):
+        if _are_keys_unchanged(own, keys, model.dtype):
             return Support()
     lengths = sorted(
-        each for each in numbers(model.config.to_dict()) if START + CACHED < each < FAR
+        each for each in _collect_integers(model.config.to_dict()) if START + CACHED < each < FAR
     )
-    exact = [each for each in lengths if holds(model, first, positions[:, :CACHED], own, each)]
+    exact = [
+        each for each in lengths if _keeps_keys(model, first, positions[:, :CACHED], own, each)
+    ]
     if not exact or exact != lengths[: len(exact)]:
         raise ModelError(
-            f"{name_of(model)} rotates keys in a way that depends on what follows them; {WHICH}."
+            f"{_class_name(model)} rotates keys in a way that depends on what follows them; {REMEDY}."
         )
     limit = exact[-1]
     # After a longer text dynamic RoPE keeps its frequencies at exactly the limit, and changes them
     # back below it.
     if keys is not None:
-        keys_with(model, first, positions[:, :CACHED], FAR)
-    if not holds(model, first, positions[:, :CACHED], own, limit):
+        _compute_keys(model, first, positions[:, :CACHED], FAR)
+    if not _keeps_keys(model, first, positions[:, :CACHED], own, limit):
         limit -= 1
-    keys_with(model, first, positions[:, :CACHED], START + CACHED)  # the first frequencies again
+    _compute_keys(
+        model, first, positions[:, :CACHED], START + CACHED
+    )  # the first frequencies again
     return Support(
         limit,
         f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens",
@@ -487,44 +501,46 @@ def rotation_limit(
     )
 
 
-def check_moves(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> None:
+def check_keys_movable(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> None:
     """Refuses a model whose cached keys cannot be moved: turn(keys, p) has to give those of p
     positions later.
 
     Layers without RoPE beside others with it do not rotate theirs, and some models scale queries by
     their position.
     """
-    install(model)
-    key = type(model), description(model.config)
+    prepare_model(model)
+    key = type(model), _describe_config(model.config)
     if key not in _moves:
-        _moves[key] = all_move(model, turn)
+        _moves[key] = _do_keys_move(model, turn)
     if not _moves[key]:
         raise RestoreKVError(
-            f"{name_of(model)} has layers that do not rotate keys and queries by RoPE alone, so its keys cannot be "
+            f"{_class_name(model)} has layers that do not rotate keys and queries by RoPE alone, so its keys cannot be "
             "moved; compress the whole text at once, or use a model that rotates all of them alike."
         )
 
 
 @torch.no_grad()
-def all_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> bool:
+def _do_keys_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> bool:
     """Returns whether one token's keys turn with its position in every layer, and its queries keep
     their lengths.
     """
     ids = torch.tensor([IDS[:1]], device=model.device)
-    first, near, far = (one_token(model, ids, position) for position in (0, START, FAR))
+    first, near, far = (_run_one_token(model, ids, position) for position in (0, START, FAR))
     for (keys, query), (turned, _), (_, later) in zip(first, near, far, strict=True):
-        if not close(turn(keys, START).float(), turned.float(), model.dtype):
+        if not _is_close(turn(keys, START).float(), turned.float(), model.dtype):
             return False
-        if not close(query.float().norm(dim=-1), later.float().norm(dim=-1), model.dtype):
+        if not _is_close(query.float().norm(dim=-1), later.float().norm(dim=-1), model.dtype):
             return False
     return True
 
 
-def one_token(model: PreTrainedModel, ids: Tensor, position: int) -> list[tuple[Tensor, Tensor]]:
+def _run_one_token(
+    model: PreTrainedModel, ids: Tensor, position: int
+) -> list[tuple[Tensor, Tensor]]:
     """Returns every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a token that stands
     alone.
     """
-    backbone = decoder(model)
+    backbone = get_backbone(model)
     positions = torch.tensor([[position]], device=model.device)
     given = {
         "input_ids": ids,
@@ -535,46 +551,52 @@ def one_token(model: PreTrainedModel, ids: Tensor, position: int) -> list[tuple[
     # By which transformers 5.2 scales queries.
     if "cache_position" in inspect.signature(backbone.forward).parameters:
         given["cache_position"] = positions[0]
-    with recorded(name_of(model)) as record:
+    with _record_pass(_class_name(model)) as record:
         backbone(**given)
-    layers = CacheShape.of(model).layers
+    layers = CacheShape.from_model(model).layers
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(
-            f"{name_of(model)} called its attention {len(record.calls)} times for {layers} layers."
+            f"{_class_name(model)} called its attention {len(record.calls)} times for {layers} layers."
         )
     return [(call.key, call.query) for call in record.calls]
 
 
-def holds(
+def _keeps_keys(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, own: list[Tensor], length: int
 ) -> bool:
     """Returns whether a text of that length leaves the keys of its first tokens as they are."""
     try:
-        return unchanged(own, keys_with(model, ids, positions, length - 1), model.dtype)
+        return _are_keys_unchanged(
+            own, _compute_keys(model, ids, positions, length - 1), model.dtype
+        )
     except Exception:  # a table of positions that ends
         return False
 
 
-def unchanged(own: list[Tensor], other: list[Tensor], dtype: torch.dtype) -> bool:
+def _are_keys_unchanged(own: list[Tensor], other: list[Tensor], dtype: torch.dtype) -> bool:
     """Returns whether all keys but the last token's are equal."""
     return all(
-        close(b[:, :-1], a[:, :-1], dtype, strict=True) for a, b in zip(own, other, strict=True)
+        _is_close(b[:, :-1], a[:, :-1], dtype, strict=True) for a, b in zip(own, other, strict=True)
     )
 
 
-def keys_with(model: PreTrainedModel, ids: Tensor, positions: Tensor, last: int) -> list[Tensor]:
+def _compute_keys(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, last: int
+) -> list[Tensor]:
     """Returns every layer's keys (H, CACHED, D) where the last token's position is `last`."""
     positions = positions.clone()
     positions[:, -1] = last
     cache = DynamicCache()
-    decoder(model)(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    get_backbone(model)(
+        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+    )
     return [layer.keys[0].float() for layer in cache.layers]
 
 
-def numbers(value: object) -> set[int]:
+def _collect_integers(value: object) -> set[int]:
     """Returns the whole numbers anywhere in a config."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return set().union(*(numbers(each) for each in value))
+        return set().union(*(_collect_integers(each) for each in value))
     return {value} if type(value) is int else set()

@@ -23,12 +23,12 @@ from transformers import PreTrainedTokenizerFast
 
 from restorekv.errors import RestoreKVError
 
-COPIES: WeakKeyDictionary[Tokenizer, tuple[tuple, "Renamed"]] = WeakKeyDictionary()
+_SAFE_TOKENIZERS: WeakKeyDictionary[Tokenizer, tuple[tuple, "SafeTokenizer"]] = WeakKeyDictionary()
 REPLACEMENT = "\ufffd"  # of bytes that make no character
-CONTROL: WeakKeyDictionary[Tokenizer, tuple[tuple, dict[int, str]]] = WeakKeyDictionary()
+_CONTROL_TOKENS: WeakKeyDictionary[Tokenizer, tuple[tuple, dict[int, str]]] = WeakKeyDictionary()
 
 
-def text_ids(
+def tokenize_text(
     tokenizer: Tokenizer, text: str, before: str = "", after: str = "", more: str = ""
 ) -> list[int]:
     """Returns the ids of before + text + after + more, tokenized as one, without BOS and EOS.
@@ -37,24 +37,25 @@ def text_ids(
     """
     check_unicode(text + more)
     ids = tokenizer.encode(before + text + after + more, add_special_tokens=False, verbose=False)
-    control = control_tokens(tokenizer)
+    control = find_control_tokens(tokenizer)
     written = [
-        control_of(tokenizer.encode(part, add_special_tokens=False), control)
+        _pick_control_ids(tokenizer.encode(part, add_special_tokens=False), control)
         for part in (before, after)
     ]
-    if control_of(ids, control) == [*written[0], *written[1]]:
+    if _pick_control_ids(ids, control) == [*written[0], *written[1]]:
         return ids
-    copy = renamed(tokenizer)
+    copy = get_safe_tokenizer(tokenizer)
     if copy is not None:
         before, after = (
-            copy.named(part, own) for part, own in zip((before, after), written, strict=True)
+            copy.escape_control_tokens(part, own)
+            for part, own in zip((before, after), written, strict=True)
         )
         return copy.backend.encode(before + text + after + more, add_special_tokens=False).ids
-    refuse(control.values(), text + more)
+    refuse_control_tokens(control.values(), text + more)
     return ids  # an unknown character, whose id is a control token's
 
 
-def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
+def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     """Returns where each token of a user's text starts and ends in it, in characters."""
     if not tokenizer.is_fast:
         raise RestoreKVError(
@@ -62,7 +63,11 @@ def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
         )
     check_unicode(text)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    copy = renamed(tokenizer) if control_of(found["input_ids"], control_tokens(tokenizer)) else None
+    copy = (
+        get_safe_tokenizer(tokenizer)
+        if _pick_control_ids(found["input_ids"], find_control_tokens(tokenizer))
+        else None
+    )
     return (
         copy.backend.encode(text, add_special_tokens=False).offsets
         if copy
@@ -85,7 +90,9 @@ class TextStream:
         self.certain = ""  # the text up to the last id with which all its characters were whole
         self.pending = False  # whether ids after that have added nothing to it yet
         self.stream = (
-            DecodeStream(skip_special_tokens=skip_special_tokens) if can_stream(tokenizer) else None
+            DecodeStream(skip_special_tokens=skip_special_tokens)
+            if _can_stream(tokenizer)
+            else None
         )
 
     def push(self, token: int) -> str:
@@ -118,7 +125,7 @@ class TextStream:
         if piece and REPLACEMENT in piece and self.certain != self.decode_all():
             self.stream = None
 
-    def whole(self) -> str:
+    def get_text(self) -> str:
         """Return the text of all ids, exactly as the tokenizer decodes them."""
         return self.decode_all() if self.pending else self.certain
 
@@ -126,7 +133,7 @@ class TextStream:
         return self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens)
 
 
-def can_stream(tokenizer: Tokenizer) -> bool:
+def _can_stream(tokenizer: Tokenizer) -> bool:
     """Return whether `decode` is the tokenizers library's own, with nothing done to the text
     afterwards.
     """
@@ -139,7 +146,7 @@ def can_stream(tokenizer: Tokenizer) -> bool:
     )
 
 
-def decoded(payload: bytes, what: str) -> str:
+def decode_utf8(payload: bytes, what: str) -> str:
     """Returns UTF-8 bytes as a text, without a byte order mark; `what` begins the sentence of an
     error.
     """
@@ -164,11 +171,11 @@ def check_unicode(text: str) -> None:
         ) from None
 
 
-def control_of(ids: Iterable[int], control: dict[int, str]) -> list[int]:
+def _pick_control_ids(ids: Iterable[int], control: dict[int, str]) -> list[int]:
     return [each for each in ids if each in control]
 
 
-def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+def find_control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Returns the control tokens by their ids."""
 
     def find() -> dict[int, str]:
@@ -179,17 +186,17 @@ def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
             if token.special or (re.search(r"[^\w\s]", token.content) and token.content in template)
         }
 
-    return remembered(CONTROL, tokenizer, find)
+    return _remember(_CONTROL_TOKENS, tokenizer, find)
 
 
 @dataclass(frozen=True)
-class Renamed:
+class SafeTokenizer:
     """A copy of a tokenizer with the same ids, whose control tokens have secret names."""
 
     backend: tokenizers.Tokenizer
     names: dict[int, tuple[str, str]]  # the usual name and the secret one
 
-    def named(self, text: str, ids: Iterable[int]) -> str:
+    def escape_control_tokens(self, text: str, ids: Iterable[int]) -> str:
         """Returns a text of the template with the secret names of those control tokens that the
         tokenizer sees in it.
 
@@ -204,20 +211,20 @@ class Renamed:
         )
 
 
-def renamed(tokenizer: Tokenizer) -> Renamed | None:
+def get_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer | None:
     """Returns such a copy, which is made once, or None where the tokenizer is not a fast one."""
     return (
-        remembered(COPIES, tokenizer, lambda: rename(tokenizer))
+        _remember(_SAFE_TOKENIZERS, tokenizer, lambda: _make_safe_tokenizer(tokenizer))
         if getattr(tokenizer, "is_fast", False)
         else None
     )
 
 
-def rename(tokenizer: Tokenizer) -> Renamed:
+def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
     """Renames added tokens, words and merges alike, so that neither the splitter nor the model
     finds an old name.
     """
-    control = control_tokens(tokenizer)
+    control = find_control_tokens(tokenizer)
     names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     # They add tokens and remove some.
@@ -241,10 +248,10 @@ def rename(tokenizer: Tokenizer) -> Renamed:
         raise RestoreKVError(
             "The text has control tokens, which this tokenizer cannot spell; take them out."
         )
-    return Renamed(backend, {number: (old, names[old]) for number, old in control.items()})
+    return SafeTokenizer(backend, {number: (old, names[old]) for number, old in control.items()})
 
 
-def remembered(
+def _remember(
     memory: WeakKeyDictionary, tokenizer: Tokenizer, make: Callable[[], object]
 ) -> object:
     """Returns what `make` returned for this tokenizer, unless tokens were added or the template
@@ -256,7 +263,7 @@ def remembered(
     return memory[tokenizer][1]
 
 
-def refuse(
+def refuse_control_tokens(
     control: Iterable[str], text: str, what: str = "text", whose: str = "a slow tokenizer"
 ) -> None:
     """Refuses a text that spells a control token, where it cannot be encoded as characters."""

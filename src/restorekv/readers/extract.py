@@ -10,7 +10,7 @@ import threading
 from pathlib import Path, PurePath
 
 from restorekv.errors import RestoreKVError, describe_missing_extra
-from restorekv.model.tokenize import decoded
+from restorekv.model.tokenize import decode_utf8
 from restorekv.readers.program import MISSING
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -37,7 +37,7 @@ def extract_text(name: str, content: bytes) -> str:
     """Returns the text of a file by its name's ending; refuses what has none."""
     kind = find_kind(name)
     name = printable_name(name)
-    text = decoded(content, name) if kind not in ("pdf", "docx") else ""
+    text = decode_utf8(content, name) if kind not in ("pdf", "docx") else ""
     if kind in KINDS.values():
         text = run_program(kind, name, text.encode() or content)
     if not text.strip():

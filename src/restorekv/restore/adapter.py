@@ -23,8 +23,8 @@ from transformers.cache_utils import Cache
 
 from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
-from restorekv.model.load import NAMES, hub_name, model_name
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.names import NAMES, get_model_name, to_hub_id
+from restorekv.model.shape import CacheShape, get_backbone
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
@@ -97,7 +97,7 @@ class RestoreAdapter(nn.Module):
             lora_dropout=0.0,
             bias="none",
             task_type="CAUSAL_LM",
-            base_model_name_or_path=hub_name(model_name(model)),
+            base_model_name_or_path=to_hub_id(get_model_name(model)),
             inference_mode=True,
         )
         # Itself and not its matrix: Gemma's scales what it looks up.
@@ -130,13 +130,13 @@ class RestoreAdapter(nn.Module):
         folder = publish.fetch_adapter(name, revision, token, cache_dir)
         stored = adapter_file.read_adapter(folder)
         n, hidden = stored.embeddings.shape
-        if hidden != CacheShape.of(model).hidden:
+        if hidden != CacheShape.from_model(model).hidden:
             raise AdapterError(
-                f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.of(model).hidden}; "
+                f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.from_model(model).hidden}; "
                 "load the model that it was trained for."
             )
         if stored.card is not None:
-            base_weights.check(f"adapter {name}", stored.card, model, AdapterError)
+            base_weights.check_base(f"adapter {name}", stored.card, model, AdapterError)
         card = publish.with_origin(
             stored.card or make_card(model, n), name, folder, bare=stored.card is None
         )
@@ -190,7 +190,7 @@ class RestoreAdapter(nn.Module):
         embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
-        decoder(self.adapted_model)(
+        get_backbone(self.adapted_model)(
             inputs_embeds=embeddings[None],
             position_ids=positions[None],
             past_key_values=full,
@@ -354,6 +354,6 @@ class RestoreAdapter(nn.Module):
 
 def make_card(model: PreTrainedModel, n: int) -> AdapterCard:
     """Returns the card of an untrained adapter of `model`."""
-    name = model_name(model)
+    name = get_model_name(model)
     local = name not in NAMES and Path(name).exists()
-    return AdapterCard(restore_tokens=n, local=local, **base_weights.origin(model))
+    return AdapterCard(restore_tokens=n, local=local, **base_weights.describe_base(model))

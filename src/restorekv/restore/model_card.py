@@ -21,7 +21,7 @@ from peft import LoraConfig
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes
-from restorekv.model.load import hub_name
+from restorekv.model.names import to_hub_id
 from restorekv.restore.adapter_file import AdapterCard
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -209,7 +209,7 @@ def make_front_matter(card: AdapterCard, config: LoraConfig) -> ModelCardData:
         license = "other"
         license_name = "-".join("".join(letters).lower().split())
     tags = ["restorekv", "kv-cache", "long-context", *["lora"] * bool(config.target_modules)]
-    base = hub_name(card.model) if is_on_hub(card) else None
+    base = to_hub_id(card.model) if is_on_hub(card) else None
     return ModelCardData(
         library_name="peft", base_model=base, tags=tags, license=license, license_name=license_name
     )
@@ -220,7 +220,7 @@ def is_on_hub(card: AdapterCard) -> bool:
     disk decides.
     """
     local = Path(card.model).exists() if card.local is None else card.local
-    return not local and is_hub_name(hub_name(card.model))
+    return not local and is_hub_name(to_hub_id(card.model))
 
 
 def is_hub_name(name: str) -> bool:

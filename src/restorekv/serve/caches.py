@@ -28,8 +28,8 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of
 from restorekv.generation.sampling import Row
-from restorekv.model.load import model_fingerprint
-from restorekv.model.prompt import template_hash, usable_positions
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.prompt import count_usable_positions, hash_template
 from restorekv.pipeline import compress
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size, told_to_clients
@@ -99,7 +99,7 @@ class Caches:
         self.making = ("", "")
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         more = (f"{name}={value}" for name, value in self.more.items())
-        self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer), *more
+        self.made_with = fingerprint_model(model), str(model.dtype), hash_template(tokenizer), *more
         self.lock = threading.Lock()
         self.loading = threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
@@ -233,7 +233,7 @@ class Caches:
         """Compresses a text; loads a cache file from a path."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
-        check_size(content, self.tokenizer, usable_positions(self.model))
+        check_size(content, self.tokenizer, count_usable_positions(self.model))
         try:
             with told_to_clients():
                 made = compress(

@@ -25,9 +25,9 @@ from restorekv.generation.chat import conversation_ids
 from restorekv.generation.sampling import rows_of
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
-from restorekv.model.observer import HOOKS
-from restorekv.model.prompt import usable_positions
-from restorekv.model.shape import decoder
+from restorekv.model.observer import HOOKS_LOCK
+from restorekv.model.prompt import count_usable_positions
+from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import JOIN, Asked, Caches
 from restorekv.serve.documents import check_size
 from restorekv.serve.engine import ENDING, AwayError, BusyError, Question, settle
@@ -75,9 +75,10 @@ class Embedded(Caches):
             threading.Thread(target=self.prepare_all, name="restorekv-prepare", daemon=True)
             for _ in range(PREPARING)
         ]
-        with HOOKS:
+        with HOOKS_LOCK:
             self.hooks = [
-                layer.register_forward_pre_hook(self.give_way) for layer in decoder(model).layers
+                layer.register_forward_pre_hook(self.give_way)
+                for layer in get_backbone(model).layers
             ]
 
     def start(self) -> None:
@@ -102,7 +103,7 @@ class Embedded(Caches):
         super().close()
         self.ready.put(None)
         self.answering.join(JOIN)
-        with HOOKS:
+        with HOOKS_LOCK:
             for hook in self.hooks:
                 hook.remove()
 
@@ -252,7 +253,7 @@ class Embedded(Caches):
         started = time.perf_counter()
         contexts = [self.context(each) for each in question.documents]
         whole = compose(contexts) if len(contexts) > 1 else contexts[0]
-        most = usable_positions(self.model)
+        most = count_usable_positions(self.model)
         said = "".join(
             (question.system, question.text, *(text for turn in question.turns for text in turn))
         )

@@ -32,8 +32,8 @@ from restorekv.generation.chat import conversation_ids
 from restorekv.generation.sampling import Decoding, Row
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
-from restorekv.model.load import model_fingerprint
-from restorekv.model.prompt import Context, default_between, fit, make_context
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import Asked, Caches
 from restorekv.serve.documents import told_to_clients
@@ -100,8 +100,8 @@ class Vllm(Caches):
             self.side: Side = Elsewhere(url, self.portables.folder, vocabulary)
         else:
             dtype = str(model.dtype).removeprefix("torch.")
-            fingerprint = model_fingerprint(model)
-            place = folder_of(model, tokenizer, gguf.private_folder() / "vllm", fingerprint)
+            fingerprint = fingerprint_model(model)
+            place = folder_of(model, tokenizer, gguf.find_private_folder() / "vllm", fingerprint)
             self.side = Inside(place, dtype, self.portables.folder, fingerprint, options or {})
 
     @staticmethod
@@ -151,8 +151,9 @@ class Vllm(Caches):
             if isinstance(text, Path):
                 return None
             with told_to_clients():
-                known, _ = fit(
-                    self.model, make_context(self.tokenizer, text, default_between(self.tokenizer))
+                known, _ = fit_context(
+                    self.model,
+                    make_context(self.tokenizer, text, get_default_between(self.tokenizer)),
                 )
             self.whole[sha256] = known
             while len(self.whole) > READ:
@@ -323,7 +324,7 @@ def joined(contexts: Sequence[Context]) -> Context:
 
 def full_size(model: PreTrainedModel, positions: int) -> tuple[int, int]:
     """Returns pairs and bytes of a full cache."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     pairs = shape.layers * shape.heads * positions
     return pairs, 2 * pairs * shape.head_dim * model.dtype.itemsize
 

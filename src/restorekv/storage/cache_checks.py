@@ -35,7 +35,8 @@ from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact
 from restorekv.compression.prepared import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
-from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.seal import largest_number
 
@@ -166,20 +167,20 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
     """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file
     was made with.
     """
-    if manifest.rope != rope_fingerprint(model.config):
+    if manifest.rope != get_rope_settings(model.config):
         raise CacheFileError(
-            f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has {rope_fingerprint(model.config)}; "
+            f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has {get_rope_settings(model.config)}; "
             "load the model with the same RoPE configuration."
         )
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
         raise CacheFileError(
             f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
         )
-    if manifest.fingerprint != model_fingerprint(model):
+    if manifest.fingerprint != fingerprint_model(model):
         raise CacheFileError(
             f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
         )
-    if manifest.shape != vars(CacheShape.of(model)):
+    if manifest.shape != vars(CacheShape.from_model(model)):
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )

@@ -117,7 +117,7 @@ class Portable:
         """Returns the answer to a question, or those to several, in batches, as
         `CompressedContext.ask` gives them.
         """
-        support.install(model)
+        support.prepare_model(model)
         cache = RaggedCache.from_full_cache(self.cache())
         several = [questions] if isinstance(questions, str) else questions
         said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)

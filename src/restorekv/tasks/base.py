@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
-from restorekv.model.tokenize import text_ids
+from restorekv.model.tokenize import tokenize_text
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Returns a function that counts the tokens of a text, without special tokens and without a
     warning if long.
     """
-    return lambda text: len(text_ids(tokenizer, text))
+    return lambda text: len(tokenize_text(tokenizer, text))
 
 
 def digest(samples: Iterable[Sample]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from restorekv.bounds import TEXT_BYTES
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes
-from restorekv.model.tokenize import text_ids
+from restorekv.model.tokenize import tokenize_text
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
 from restorekv.tasks.metrics import contains
@@ -56,7 +56,7 @@ class Needle(Benchmark):
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the same haystack for every length and depth, with the needle after a full stop."""
         lengths = sorted({int(length) for length in self.lengths.split("+")})
-        needle = text_ids(tokenizer, NEEDLE)
+        needle = tokenize_text(tokenizer, NEEDLE)
         if lengths[0] <= len(needle):
             raise RestoreKVError(
                 f"A length of {lengths[0]} ids has no room for the needle, which has {len(needle)}."
@@ -127,9 +127,9 @@ def first_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
     ids = []
     while len(ids) < size:
         text += (part := next(parts))
-        expected += len(text_ids(tokenizer, part))
+        expected += len(tokenize_text(tokenizer, part))
         if expected >= size:
-            ids = text_ids(tokenizer, text)  # fewer than expected if ids merge across parts
+            ids = tokenize_text(tokenizer, text)  # fewer than expected if ids merge across parts
             expected = len(ids)
     return ids
 

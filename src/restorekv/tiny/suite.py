@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.model.tokenize import text_ids
+from restorekv.model.tokenize import tokenize_text
 from restorekv.tiny.world import KINDS, Document, document
 
 SHARES = (12, 12, 12, 16)  # of every 52 documents, by kind
@@ -43,7 +43,7 @@ def documents(
 
 def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Returns a cached counter of a sentence's ids in running text; filler repeats itself."""
-    return lru_cache(maxsize=20000)(lambda sentence: len(text_ids(tokenizer, " " + sentence)))
+    return lru_cache(maxsize=20000)(lambda sentence: len(tokenize_text(tokenizer, " " + sentence)))
 
 
 def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]) -> Document:

@@ -8,7 +8,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.prefill import read_only_view
-from restorekv.model.shape import logits
+from restorekv.model.shape import compute_logits
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.examples import StepSample
 from restorekv.train.loss import compute_divergence, compute_hidden_divergence, run_answers
@@ -66,7 +66,9 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
         output = model(
             input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1
         )
-        plain.append(compute_divergence(logits(model, target.hidden), output.logits[0, :-1]))
+        plain.append(
+            compute_divergence(compute_logits(model, target.hidden), output.logits[0, :-1])
+        )
     full = float(torch.cat(plain).mean())
     if not full < tolerance:
         raise RestoreKVError(
@@ -76,7 +78,7 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
     restored = prepared.with_restore_cache(adapter)
     base = loss(prepared.evict(ratio))
     none = loss(restored.evict(ratio, 0))
-    with attention.using("naive"):
+    with attention.force_backend("naive"):
         defined = loss(prepared.evict(ratio))
     for what, other in (
         ("with no restore tokens", none),

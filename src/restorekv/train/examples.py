@@ -17,8 +17,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.files import iterate_values
 from restorekv.data.mixture import read_mixture, summarize_sources
 from restorekv.errors import RestoreKVError, warn
-from restorekv.model.prompt import default_between, encode, make_context, usable_positions
-from restorekv.model.shape import decoder
+from restorekv.model.prompt import (
+    count_usable_positions,
+    encode_text,
+    get_default_between,
+    make_context,
+)
+from restorekv.model.shape import get_backbone
 from restorekv.restore.model_card import KNOWN, normalize_license
 from restorekv.spec import split_specs
 from restorekv.tiny.suite import documents
@@ -104,7 +109,7 @@ def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> l
     """
     if path.is_dir():
         return _read_mixture_examples(path, model, tokenizer)
-    between = default_between(tokenizer)  # as `ask` puts it between document and question
+    between = get_default_between(tokenizer)  # as `ask` puts it between document and question
     return [
         replace(each, questions=tuple(between + text for text in each.questions))
         for each in _read_line_examples(path)
@@ -279,13 +284,13 @@ def check_example_lengths(
     over processes needs a restore token at every ratio: without one there is no backward pass, and
     the others would wait for its shards.
     """
-    limit = usable_positions(model)
+    limit = count_usable_positions(model)
     few = 0
     conventions = config.make_evictions()[0].conventions
-    ratio = config.ratio_min if is_sharded(decoder(model)) else config.ratio_max
+    ratio = config.ratio_min if is_sharded(get_backbone(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
-        asked = max(encode(tokenizer, question).shape[-1] for question in example.questions)
+        asked = max(encode_text(tokenizer, question).shape[-1] for question in example.questions)
         answer = (
             max(map(len, example.answer_ids), default=0)
             if example.answer_ids

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import evictors, seal
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
-from restorekv.model.load import model_fingerprint
+from restorekv.model.identity import fingerprint_model
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, fit, make_context
+from restorekv.model.prompt import Context, fit_context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind, Sizes
 
@@ -82,12 +82,12 @@ def collect_features(
             f"{folder} holds features already; use them with --resume or name another --features."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    support.install(model)
-    shape = CacheShape.of(model)
-    facts = [model_fingerprint(model), str(model.dtype), target, tokens, seed]
+    support.prepare_model(model)
+    shape = CacheShape.from_model(model)
+    facts = [fingerprint_model(model), str(model.dtype), target, tokens, seed]
     parts = []
     for index, text in enumerate(texts):
-        context = fit(model, make_context(tokenizer, text))[0]
+        context = fit_context(model, make_context(tokenizer, text))[0]
         path = folder / f"{index:05d}.safetensors"
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
@@ -122,7 +122,7 @@ def observe_context(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, target: str, columns: Tensor
 ) -> dict[str, Tensor]:
     """Returns attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     columns = columns.to(model.device)
     hidden = torch.empty(
         shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device

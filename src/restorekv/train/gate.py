@@ -111,7 +111,7 @@ def train_gate(
             "A gate needs at least two contexts, one of them to check it on; give more."
         )
     target = TARGETS[config.kind]
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     config = config.resolve(shape)
     data = collect_features(
         model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress

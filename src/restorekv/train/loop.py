@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, import_extra
 from restorekv.files import folder_lock, open_without_links
-from restorekv.model.prompt import default_between, encode
+from restorekv.model.prompt import encode_text, get_default_between
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
 from restorekv.train.checkpoint import TrainingRun
@@ -238,7 +238,7 @@ def make_initial_adapter(
     settings' shape.
     """
     if not config.init:
-        fixed = int(encode(tokenizer, "\n")[0, -1]) if config.embeddings == "fixed" else None
+        fixed = int(encode_text(tokenizer, "\n")[0, -1]) if config.embeddings == "fixed" else None
         return RestoreAdapter.create(
             model,
             config.restore_tokens,
@@ -292,7 +292,7 @@ def _save_adapter(
         restore_from=config.restore_from,
         settings=json.loads(config.to_json()) | {"processes": group.size},
         data=own + (inherited if config.init else []),
-        between=default_between(teachers.tokenizer),
+        between=get_default_between(teachers.tokenizer),
     )
     if group.rank == 0:
         adapter.save_pretrained(folder / "adapter")

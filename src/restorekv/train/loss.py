@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.model.shape import decoder, logits
+from restorekv.model.shape import compute_logits, get_backbone
 
 Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]
@@ -53,7 +53,7 @@ def compute_hidden_divergence(
     rows = max(LOGITS_AT_ONCE // model.config.get_text_config().vocab_size, 1)
 
     def block(own: Tensor, other: Tensor) -> Tensor:
-        return compute_divergence(logits(model, own), logits(model, other), kl)
+        return compute_divergence(compute_logits(model, own), compute_logits(model, other), kl)
 
     if len(student) <= rows:
         return block(teacher, student)
@@ -121,7 +121,7 @@ def run_answers(
     chosen = mark_answer_positions(lengths, width).to(model.device)
     with record_states(model, chosen, record) as states:
         # Padding is to the right of every answer, so the causal mask alone hides it.
-        hidden = decoder(model)(
+        hidden = get_backbone(model)(
             input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True
         ).last_hidden_state
     return AnswerPass(
@@ -133,7 +133,7 @@ def compute_answer_logits(
     model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]
 ) -> Tensor:
     """Returns the logits (M, V) that predict the answers."""
-    return logits(model, run_answers(model, cache, rows, answers).hidden)
+    return compute_logits(model, run_answers(model, cache, rows, answers).hidden)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def record_states(
 
     handles = [
         (layer if name == HIDDEN else layer.self_attn).register_forward_hook(collect(name))
-        for layer in decoder(model).layers
+        for layer in get_backbone(model).layers
         for name in names
     ]
     try:

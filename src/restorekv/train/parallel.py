@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVError
-from restorekv.model import base_weights
-from restorekv.model.load import usable_device
-from restorekv.model.shape import decoder
+from restorekv.model.identity import remember_identity
+from restorekv.model.load import parse_device
+from restorekv.model.shape import get_backbone
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 LAUNCH = "`accelerate launch -m restorekv train`"
@@ -114,7 +114,7 @@ class ProcessGroup:
         With shards, a process announces every pass, and idle ones join it. Counting the passes and
         making up for them later would be too late: a pass waits for its shards at once.
         """
-        backbone = decoder(model)
+        backbone = get_backbone(model)
         if self.size == 1 or not is_sharded(backbone):
             yield
             return
@@ -151,13 +151,13 @@ def count_processes() -> int:
 def select_own_device(device: str) -> torch.device:
     """Returns the device of this process; of several on a machine each takes its own GPU."""
     if count_processes() == 1:
-        return usable_device(device)
+        return parse_device(device)
     kind = device.partition(":")[0]
     if kind not in BACKENDS or device != kind:
         raise RestoreKVError(
             f"Several processes train on --device cuda, each on its own GPU, or cpu, not {device}."
         )
-    return usable_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
+    return parse_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
 
 
 def wants_shards(asked: bool) -> bool:
@@ -205,8 +205,8 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    base_weights.remember(model)
-    backbone = decoder(model)
+    remember_identity(model)
+    backbone = get_backbone(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in backbone.layers:
         fully_shard(layer, mesh=mesh)

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.prepared import ScoredContext
 from restorekv.generation.generate import BATCH, answer_ids, stop_ids
-from restorekv.model.prompt import encode, question_ids
-from restorekv.model.shape import logits
+from restorekv.model.prompt import encode_question, encode_text
+from restorekv.model.shape import compute_logits
 from restorekv.train.examples import Example
 from restorekv.train.loss import States, run_answers
 
@@ -58,7 +58,7 @@ class Teacher:
         """
         cache = prepared.evict(1)
         asked = [
-            question_ids(self.tokenizer, prepared.context, text, empty=True)[0]
+            encode_question(self.tokenizer, prepared.context, text, empty=True)[0]
             for text in example.questions
         ]
         if example.answer_ids is not None:
@@ -91,7 +91,7 @@ class Teacher:
     def _close_draft(self, draft: str, stop: int) -> Tensor:
         """Returns a draft's ids and an EOS id, cut off at the limit."""
         return torch.tensor(
-            [*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens]
+            [*encode_text(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens]
         )
 
     def _assess_answers(
@@ -116,7 +116,7 @@ class Teacher:
                 part = slice(start, start := start + count)
                 hidden = output.hidden[part].clone()
                 states = {name: value[:, part].clone() for name, value in output.states.items()}
-                best = logits(self.model, hidden).argmax(-1).cpu()
+                best = compute_logits(self.model, hidden).argmax(-1).cpu()
                 if {int(best[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
                     row = torch.cat([row[:-1], best[-1:]])
                 targets.append(

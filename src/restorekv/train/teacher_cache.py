@@ -26,9 +26,10 @@ from restorekv.data.manifest import hash_tokenizer
 from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.generate import stop_ids
 from restorekv.model import support
-from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.identity import fingerprint_model
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, make_context, question_ids, template_hash
+from restorekv.model.prompt import Context, encode_question, hash_template, make_context
+from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
@@ -139,7 +140,7 @@ class TeacherCache:
         self.kept: dict[tuple[int, int], Prepared] = {}
         # The context that further draws ask for.
         self.latest: tuple[tuple[int, int], Prepared] | None = None
-        support.install(model)
+        support.prepare_model(model)
 
     @torch.no_grad()
     def get_context(self, index: int, evictor: int = 0) -> Prepared:
@@ -166,7 +167,7 @@ class TeacherCache:
             return eviction.prepare(self.model, self.tokenizer, context)
         text = {"ids": _hash_ids(context.ids)}
         key = text | {"evictor": eviction.identity(self.model)}
-        shape = CacheShape.of(self.model)
+        shape = CacheShape.from_model(self.model)
         size = {"scores": (torch.float32, (shape.layers, shape.heads, context.tokens))}
         full = None
 
@@ -211,7 +212,7 @@ class TeacherCache:
             "watch": list(self.teacher.record),
         }
         asked = [
-            question_ids(self.tokenizer, prepared.context, text, empty=True)[0]
+            encode_question(self.tokenizer, prepared.context, text, empty=True)[0]
             for text in example.questions
         ]
         whole = partial(_are_targets, asked=asked, model=self.model, record=self.teacher.record)
@@ -231,13 +232,13 @@ def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, 
         key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT_SETTINGS
     }
     return {
-        "model": model_fingerprint(model),
+        "model": fingerprint_model(model),
         "dtype": str(model.dtype),
-        "rope": rope_fingerprint(model.config),
+        "rope": get_rope_settings(model.config),
         "config": hashlib.sha256(
             json.dumps(config, sort_keys=True, default=str).encode()
         ).hexdigest()[:16],
-        "template": template_hash(tokenizer),
+        "template": hash_template(tokenizer),
         "tokenizer": hash_tokenizer(tokenizer),
         "stops": sorted(stop_ids(model, tokenizer)),
     }
@@ -284,7 +285,7 @@ def _are_targets(
     tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]
 ) -> bool:
     """Returns whether these are this model's targets for the questions whose ids are `asked`."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     sizes = {}
     vocabulary = model.get_input_embeddings().num_embeddings
     for number, question in enumerate(asked):

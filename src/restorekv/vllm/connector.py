@@ -29,7 +29,7 @@ from vllm.distributed.parallel_state import (
 )
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.load import rope_fingerprint
+from restorekv.model.rope import get_rope_settings
 from restorekv.vllm.store import MEMORY, Document, Expected, Store, heads_of
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def expected_of(vllm_config: VllmConfig, fingerprint: str | None) -> Expected:
         config.num_hidden_layers,
         heads,
         model.get_head_size(),
-        rope_fingerprint(config),
+        get_rope_settings(config),
         str(model.dtype).removeprefix("torch."),
         config.vocab_size,
         fingerprint,

@@ -112,7 +112,7 @@ def test_frozen_in_every_shape_and_dtype(case, block):
     tolerance = TOLERANCE[query.dtype]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frozen, "BLOCK", 1 << block)
-        found = frozen.attend(query, layer, mask, query.shape[-1] ** -0.5)
+        found = frozen.attend_ragged(query, layer, mask, query.shape[-1] ** -0.5)
         ours = [found, *torch.autograd.grad(found, leaves, gradient)]
     assert all(x.dtype == case["dtype"] for x in ours)
     wished = defined(query, layer, mask)

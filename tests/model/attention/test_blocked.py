@@ -28,7 +28,7 @@ def run(query, own, context, scale, inside=()):
         weights.fill_(math.nan)  # free to be changed
 
     pairs = [x.unbind(0) for x in context]
-    return blocked.attend(
+    return blocked.attend_pass(
         query, own, lambda head: tuple(x[head] for x in pairs), scale, inside, see
     ), seen
 
@@ -68,7 +68,7 @@ def test_tiles_of_what_takes_no_part(monkeypatch):
         columns = [column for part in inside for column in range(part.start, part.stop)]
         rest = [
             column
-            for part in blocked.outside(inside, 60)
+            for part in blocked.split_outside(inside, 60)
             for column in range(part.start, part.stop)
         ]
         assert sorted(columns + rest) == list(range(60))
@@ -119,7 +119,7 @@ def test_memory_is_bounded_by_the_block(monkeypatch):
     query, own, context = make(2, 3, 500, 9000, 8, torch.float32, 0)
     pairs = [tuple(x[head].clone() for x in context) for head in range(2)]
     with Largest(*own, *pairs[0], *pairs[1]) as largest:
-        blocked.attend(query, own, pairs.__getitem__, 1.0, [slice(0, 300)])
+        blocked.attend_pass(query, own, pairs.__getitem__, 1.0, [slice(0, 300)])
     assert largest.entries <= max(20_000, query.numel()) < pairs[0][0].numel() / 2
 
 
@@ -137,7 +137,7 @@ def test_a_pass_behind_a_cache(tiny_model, held):
             else None
         )
         nothing = [view.key[:, :0], view.value[:, :0]]
-        return blocked.attend(
+        return blocked.attend_pass(
             view.query,
             (view.key, view.value),
             lambda head: tuple(x[head] for x in columns or nothing),

@@ -16,7 +16,7 @@ from tests.helpers.ragged_layers import TOLERANCE, build, cases, defined
 def check(case):
     query, layer, mask = build(case)
     with patch.object(torch, "get_num_threads", lambda: case["threads"]):
-        found = cascade.attend(query, layer, mask, case["dim"] ** -0.5)
+        found = cascade.attend_ragged(query, layer, mask, case["dim"] ** -0.5)
     assert found.dtype == case["dtype"] and found.shape == query.shape
     tolerance = TOLERANCE[case["dtype"]]
     torch.testing.assert_close(
@@ -27,7 +27,7 @@ def check(case):
 @settings(max_examples=120, deadline=None)
 @given(cases())
 def test_equals_the_definition(case):
-    with patch.object(cascade, "LEAST", 8):
+    with patch.object(cascade, "_LEAST_ROWS", 8):
         check(case)
 
 
@@ -43,7 +43,7 @@ def test_pieces_as_long_as_the_kernel_takes(dtype, bias):
         "dtype": dtype,
         "bias": bias,
     }
-    with patch.object(cascade, "fused", wraps=cascade.fused) as fused:
+    with patch.object(cascade, "attend_fused", wraps=cascade.attend_fused) as fused:
         check(case)
     read = [call.args[1].shape[1:3] for call in fused.call_args_list]
     assert read == [(1, 1), (1, 513), (3, 533), (1, 1), (4, 4)]  # the last is the tail
@@ -68,18 +68,18 @@ CASE = {
 def test_long_heads_are_cut_into_pieces_that_are_views():
     """Every row is read once, where it lies, by all queries at once."""
     query, layer, mask = build(CASE)
-    seen, fused = [], cascade.fused
+    seen, fused = [], cascade.attend_fused
 
     def watched(query, keys, values, **more):
         seen.append((tuple(query.shape), keys))
         return fused(query, keys, values, **more)
 
     with (
-        patch.object(cascade, "LEAST", 8),
+        patch.object(cascade, "_LEAST_ROWS", 8),
         patch.object(torch, "get_num_threads", lambda: 4),
-        patch.object(cascade, "fused", watched),
+        patch.object(cascade, "attend_fused", watched),
     ):
-        cascade.attend(query, layer, mask, 0.3)
+        cascade.attend_ragged(query, layer, mask, 0.3)
     pieces = [(shape[1], keys.shape[2]) for shape, keys in seen]
     assert pieces == [
         (3, 10),
@@ -99,17 +99,17 @@ def test_many_queries_leave_heads_whole():
     """The kernel shares out blocks of queries by itself."""
     query, layer, mask = build(CASE | {"queries": 60, "tail": 60})
     with (
-        patch.object(cascade, "LEAST", 8),
+        patch.object(cascade, "_LEAST_ROWS", 8),
         patch.object(torch, "get_num_threads", lambda: 4),
-        patch.object(cascade, "fused", wraps=cascade.fused) as fused,
+        patch.object(cascade, "attend_fused", wraps=cascade.attend_fused) as fused,
     ):
-        cascade.attend(query, layer, mask, 0.3)
+        cascade.attend_ragged(query, layer, mask, 0.3)
     assert [call.args[1].shape[1:3] for call in fused.call_args_list] == [(1, 31), (1, 90), (2, 60)]
 
 
 def test_gradients_and_mixed_dtypes_are_refused():
     query, layer, mask = build(CASE)
     with pytest.raises(RestoreKVError, match="cascade"):
-        cascade.attend(query.requires_grad_(), layer, mask, 0.3)
+        cascade.attend_ragged(query.requires_grad_(), layer, mask, 0.3)
     with pytest.raises(RestoreKVError, match="cascade"), torch.no_grad():
-        cascade.attend(query.bfloat16(), layer, mask, 0.3)
+        cascade.attend_ragged(query.bfloat16(), layer, mask, 0.3)

@@ -26,7 +26,7 @@ from restorekv.model.attention import (
     stored,
     trials,
 )
-from restorekv.model.attention.proofs import Component, Measured, Target
+from restorekv.model.attention.proofs import Component, Measurement, Target
 from tests.helpers import fake_device
 
 SHAPE = (3, 2, 16)
@@ -40,7 +40,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setitem(attention.LADDER, "triton", None)
     monkeypatch.delitem(attention.LADDER, "triton")
     yield monkeypatch
-    proofs.forget()
+    proofs.forget_proofs()
 
 
 def target(dtype=torch.float32, shape=SHAPE):
@@ -53,7 +53,7 @@ def sample(dtype=torch.float32, trial=trials.TRIALS[1]):
 
 def answer(given):
     """What attention answers, through the function that transformers calls."""
-    return attention.attend(
+    return attention.attend_layer(
         None, given.query.flatten(1, 2), given.layer, given.layer, given.mask, scaling=given.scale
     )[0]
 
@@ -73,7 +73,7 @@ def dropped_tail(attend, query, layer, mask, scale):
     """The last column is never read."""
     hidden = torch.ones(len(query), 1, query.shape[3], layer.columns, dtype=torch.bool)
     mask = (
-        naive.causal(query.shape[3], layer.columns, query.device) & hidden
+        naive.make_causal_mask(query.shape[3], layer.columns, query.device) & hidden
         if mask is None
         else mask.clone()
     )
@@ -107,14 +107,14 @@ def dropped_pair(attend, query, layer, mask, scale):
         else layer.bias.clone()
     )
     bias[ends] = -1e4
-    plain = trials.ragged_layer(
+    plain = trials.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
     )
     return attend(query, plain, mask, scale)
 
 
 def forgotten_bias(attend, query, layer, mask, scale):
-    plain = trials.ragged_layer(
+    plain = trials.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, None
     )
     return attend(query, plain, mask, scale)
@@ -159,13 +159,13 @@ FAULTS = [
 
 def break_backend(monkeypatch, module, fault):
     """Gives a module's backend a fault; returns how often it was called."""
-    attend, calls = module.attend, []
+    attend, calls = module.attend_ragged, []
 
     def broken(*args):
         calls.append(1)
         return fault(attend, *args)
 
-    monkeypatch.setattr(module, "attend", broken)
+    monkeypatch.setattr(module, "attend_ragged", broken)
     return calls
 
 
@@ -186,7 +186,7 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
     assert len(calls) == checked, "a backend that is wrong was called again"
     assert found.equal(again) and found.equal(attended_by(frozen, given))
     error = given.error(found.transpose(1, 2).unflatten(1, given.query.shape[1:3]), given.defined())
-    assert error <= proofs.tolerance(dtype, given.largest)
+    assert error <= proofs.compute_tolerance(dtype, given.largest)
 
 
 def one_small_number(attend, query, layer, mask, scale):
@@ -201,21 +201,22 @@ def one_small_number(attend, query, layer, mask, scale):
 
 def test_a_number_that_is_wrong_in_a_long_row_is_found(fake):
     break_backend(fake, cascade, one_small_number)
-    found = proofs.check(proofs.COMPONENTS["cascade"], target(torch.float16, (1, 4, 32)))
+    found = proofs.check_component(proofs.COMPONENTS["cascade"], target(torch.float16, (1, 4, 32)))
     assert not found.right
 
 
 def test_a_wrong_number_of_a_pass_is_found(fake):
-    attend = blocked.attend
+    attend = blocked.attend_pass
 
     def wrong(*args):
         found = attend(*args).contiguous()
         found.view(-1)[-1] += 0.005
         return found
 
-    fake.setattr(blocked, "attend", wrong)
+    fake.setattr(blocked, "attend_pass", wrong)
     worst = max(
-        proofs.closeness(each) for each in pass_trials.measure_blocked(target(torch.float16))
+        proofs.compute_closeness(each)
+        for each in pass_trials.measure_blocked(target(torch.float16))
     )
     assert worst > 1
 
@@ -253,11 +254,11 @@ def test_a_fault_that_only_one_form_of_a_question_has_is_found(fake, form):
         return found
 
     break_backend(fake, cascade, wrong_last_number)
-    assert not proofs.check(proofs.COMPONENTS["cascade"], target(torch.float16)).right
+    assert not proofs.check_component(proofs.COMPONENTS["cascade"], target(torch.float16)).right
 
 
 def attended_by(module, given):
-    found = module.attend(given.query, given.layer, given.mask, given.scale)
+    found = module.attend_ragged(given.query, given.layer, given.mask, given.scale)
     return found.flatten(1, 2).transpose(1, 2).contiguous()
 
 
@@ -272,23 +273,23 @@ def test_the_definition_answers_where_all_else_is_wrong(fake, fault):
 
 
 def test_a_wrong_gradient_counts(fake):
-    backward = frozen.Frozen.backward
+    backward = frozen.FrozenAttention.backward
 
     def wrong(ctx, gradient):
         first, *others = backward(ctx, gradient)
         return first, others[0] * 1.01, *others[1:]
 
-    fake.setattr(frozen.Frozen, "backward", staticmethod(wrong))
-    found = proofs.check(proofs.COMPONENTS["frozen"], target())
+    fake.setattr(frozen.FrozenAttention, "backward", staticmethod(wrong))
+    found = proofs.check_component(proofs.COMPONENTS["frozen"], target())
     assert not found.right and found.trial == "gradients of keys"
 
 
 def test_a_device_that_computes_nothing_right_is_refused(fake):
     for module in (cascade, frozen, naive):
-        attend = module.attend
+        attend = module.attend_ragged
         fake.setattr(
             module,
-            "attend",
+            "attend_ragged",
             lambda q, *more, attend=attend: attend(q, *more) * (1 + (q.dtype != torch.double)),
         )
     with (
@@ -306,29 +307,29 @@ def test_the_kernels_of_triton_are_right_and_one_that_does_not_compile_is_told(f
     fake.setattr(trials, "TRIALS", trials.TRIALS[:2])
     fake.setattr(attention, "LADDER", {"triton": triton_attend, **attention.LADDER})
     small = trials.make_sample(target(shape=(2, 1, 8)), trials.TRIALS[1])
-    assert attention.choose(small.query, small.layer) is triton_attend.attend
+    assert attention.choose_backend(small.query, small.layer) is triton_attend.attend_ragged
 
     class Kernel:
         def __getitem__(self, grid):
             raise RuntimeError("CompilationError: at 3:0")
 
-    proofs.forget()
+    proofs.forget_proofs()
     fake.setenv("RESTOREKV_CACHE", os.environ["RESTOREKV_CACHE"] + "/other")
     fake.setattr(triton_attend, "attend_tile", Kernel())
     with pytest.warns(RestoreKVWarning, match="Triton kernels of attention.*CompilationError"):
-        assert attention.choose(small.query, small.layer) is cascade.attend
+        assert attention.choose_backend(small.query, small.layer) is cascade.attend_ragged
 
 
 def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
     break_backend(fake, cascade, wrong_scale)
     with (
         pytest.raises(RestoreKVError, match=r"cascade.*off by.*leave the choice"),
-        attention.using("cascade"),
+        attention.force_backend("cascade"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", RestoreKVWarning)
         answer(sample())
-    with attention.using("frozen"):
+    with attention.force_backend("frozen"):
         answer(sample())
 
 
@@ -344,7 +345,7 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
     packed = quantized.quantize(
         given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
     )
-    layer = trials.ragged_layer(
+    layer = trials.make_layer(
         *packed, list(given.layer.bounds), *given.layer.pair, given.layer.bias
     )
     given = trials.Sample(given.query, layer, given.mask, given.scale, given.largest)
@@ -375,10 +376,10 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
     with fake.context() as here:
         here.setattr(quantized, "quantize", wrong)
-        assert not proofs.check(proofs.COMPONENTS["int8"], target()).right
+        assert not proofs.check_component(proofs.COMPONENTS["int8"], target()).right
         with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
-            proofs.is_proven("int8", *attention.proof_key(given.query))
-    attention.store(cache, "int8", given.query.shape[2])
+            proofs.is_proven("int8", *attention._get_proof_key(given.query))
+    attention.store_context(cache, "int8", given.query.shape[2])
     assert given.layer.context_keys.codes.equal(right[0].codes)
 
 
@@ -392,12 +393,12 @@ def counted(fake):
 
     def measure(target):
         calls.append(target)
-        yield Measured("the only one", told[0], 0.1)
+        yield Measurement("the only one", told[0], 0.1)
 
     fake.setitem(
         proofs.COMPONENTS,
         "counted",
-        Component("counted", "Counting", "None", trials.everywhere, measure),
+        Component("counted", "Counting", "None", trials.require_nothing, measure),
     )
     return told, calls
 
@@ -415,7 +416,7 @@ def test_a_check_is_made_once_and_its_file_read_by_the_next_process(counted, err
         assert [proofs.is_proven("counted", *KEY) for _ in range(3)] == [right] * 3 and len(
             calls
         ) == 1
-        proofs.forget()  # as in a new process
+        proofs.forget_proofs()  # as in a new process
         assert proofs.is_proven("counted", *KEY) is right and len(calls) == 1
         for changed in ((KEY[0], 4, *KEY[2:]), (*KEY[:4], torch.bfloat16)):
             before = len(calls)
@@ -427,8 +428,8 @@ def test_a_check_is_made_once_and_its_file_read_by_the_next_process(counted, err
 def test_another_version_is_checked_again(counted, fake, name):
     _, calls = counted
     proofs.is_proven("counted", *KEY)
-    proofs.forget()
-    fake.setitem(proofs.identify.known, name, "another")
+    proofs.forget_proofs()
+    fake.setitem(proofs.identify_device.known, name, "another")
     proofs.is_proven("counted", *KEY)
     assert len(calls) == 2
 
@@ -451,14 +452,14 @@ def sealed_lie(path):
     record = json.loads(path.read_text())
     record["proof"]["right"] = "yes"
     record.pop("sum")
-    path.write_text(json.dumps({**record, "sum": proof_files.digest(record)}))
+    path.write_text(json.dumps({**record, "sum": proof_files.digest_record(record)}))
 
 
 def of_another_key(path):
     record = json.loads(path.read_text())
     record["key"]["heads"] = 9
     record.pop("sum")
-    path.write_text(json.dumps({**record, "sum": proof_files.digest(record)}))
+    path.write_text(json.dumps({**record, "sum": proof_files.digest_record(record)}))
 
 
 def writable_by_others(path):
@@ -487,13 +488,14 @@ def test_a_damaged_file_is_made_again(counted, harm):
     path = the_file()
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     harm(path)
-    proofs.forget()
+    proofs.forget_proofs()
     with pytest.warns(RestoreKVWarning):
         assert not proofs.is_proven("counted", *KEY)
     assert len(calls) == 2
     if harm is not fifo:
         assert (
-            proof_files.load({**target().key(), "component": "counted"}, proofs.Proof) is not None
+            proof_files.load_proof({**target().key(), "component": "counted"}, proofs.Proof)
+            is not None
         )
 
 
@@ -511,21 +513,21 @@ def test_what_ended_its_process_is_not_tried_again(counted, fake):
     key = {**target().key(), "component": "counted"}
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    with proof_files.marking(key):
+    with proof_files.mark_check(key):
         text = the_file().read_text()
         # This process is alive, so the mark says nothing.
-        assert proof_files.load(key, proofs.Proof) is None
+        assert proof_files.load_proof(key, proofs.Proof) is None
         record = json.loads(text)
     assert not list((proof_files.find_cache_folder() / proof_files.FOLDER).iterdir())
     record["process"] = f"{proof_files.HOST}-{gone.pid}"
     record.pop("sum")
-    path = proof_files.path_of(key)
-    path.write_text(json.dumps({**record, "sum": proof_files.digest(record)}))
+    path = proof_files.locate_proof(key)
+    path.write_text(json.dumps({**record, "sum": proof_files.digest_record(record)}))
     path.chmod(0o600)
     with pytest.warns(RestoreKVWarning, match="end of the process that checked it"):
         assert not proofs.is_proven("counted", *KEY)
     assert not calls
-    assert proofs.prove("counted", target(), again=True).right and len(calls) == 1
+    assert proofs.prove_component("counted", target(), again=True).right and len(calls) == 1
 
 
 def test_too_little_memory_is_forgotten_with_the_process(fake):
@@ -536,7 +538,7 @@ def test_too_little_memory_is_forgotten_with_the_process(fake):
     fake.setitem(
         proofs.COMPONENTS,
         "greedy",
-        Component("greedy", "Greed", "None", trials.everywhere, measure),
+        Component("greedy", "Greed", "None", trials.require_nothing, measure),
     )
     with pytest.warns(RestoreKVWarning, match="out of memory"):
         assert not proofs.is_proven("greedy", *KEY)
@@ -564,12 +566,12 @@ def test_threads_that_come_first_together_make_one_check(counted):
 
 def test_a_check_that_needs_itself_ends(fake):
     def measure(target):
-        yield Measured("inner", float(proofs.is_proven("circular", *KEY)), 0.0)
+        yield Measurement("inner", float(proofs.is_proven("circular", *KEY)), 0.0)
 
     fake.setitem(
         proofs.COMPONENTS,
         "circular",
-        Component("circular", "A circle", "None", trials.everywhere, measure),
+        Component("circular", "A circle", "None", trials.require_nothing, measure),
     )
     assert proofs.is_proven("circular", *KEY)
 
@@ -577,7 +579,7 @@ def test_a_check_that_needs_itself_ends(fake):
 def test_nothing_is_checked_while_a_graph_is_captured(counted, fake):
     _, calls = counted
     with fake.context() as capturing:
-        capturing.setattr(proofs, "is_capturing", lambda device: True)
+        capturing.setattr(proofs, "_is_capturing", lambda device: True)
         assert not proofs.is_proven("counted", *KEY) and not calls
     assert proofs.is_proven("counted", *KEY) and len(calls) == 1
 
@@ -586,7 +588,7 @@ def test_a_check_disturbs_neither_random_numbers_nor_observers_nor_modes(fake):
     seen, given = [], sample()
     state = torch.get_rng_state()
     with (
-        attention.observing(lambda *args: seen.append(args)),
+        attention.observe_attention(lambda *args: seen.append(args)),
         torch.inference_mode(),
         torch.autocast("cpu"),
     ):
@@ -615,19 +617,19 @@ def test_a_device_that_a_check_broke_is_refused_with_a_sentence(fake):
     with fake.context() as broken:
         broken.setattr(torch, "ones", lost)
         with pytest.raises(RestoreKVError, match=r"stopped answering.*start again"):
-            attention.choose(given.query, given.layer)
-    proofs.forget()
+            attention.choose_backend(given.query, given.layer)
+    proofs.forget_proofs()
     # Remembered: the next process does not try.
     with pytest.warns(RestoreKVWarning, match="illegal memory access"):
-        assert attention.choose(given.query, given.layer) is frozen.attend
+        assert attention.choose_backend(given.query, given.layer) is frozen.attend_ragged
 
 
 def test_a_cpu_proves_nothing(monkeypatch):
-    monkeypatch.setattr(proofs, "prove", lambda *_: pytest.fail("a check on a CPU"))
+    monkeypatch.setattr(proofs, "prove_component", lambda *_: pytest.fail("a check on a CPU"))
     monkeypatch.setattr(proofs, "is_proven", lambda *_: pytest.fail("a question on a CPU"))
     given = sample()
     answer(given)
-    assert attention.choose(given.query, given.layer) is cascade.attend
+    assert attention.choose_backend(given.query, given.layer) is cascade.attend_ragged
 
 
 @pytest.mark.slow
@@ -635,7 +637,9 @@ def test_the_compiler_takes_a_verdict_for_a_constant(fake):
     given = sample()
 
     def ask(query):
-        return attention.choose(query, given.layer)(query, given.layer, given.mask, given.scale)
+        return attention.choose_backend(query, given.layer)(
+            query, given.layer, given.mask, given.scale
+        )
 
     torch._dynamo.reset()
     compiled = torch.compile(ask, backend="eager", fullgraph=True)
@@ -647,6 +651,6 @@ def test_the_compiler_takes_a_verdict_for_a_constant(fake):
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 80), (9, 1, 33)])
 @pytest.mark.parametrize("name", ["naive", "cascade", "frozen", *quantized.STORAGE_DTYPES])
 def test_what_is_right_proves_itself_in_every_shape(name, shape, dtype):
-    found = proofs.check(proofs.COMPONENTS[name], target(dtype, shape))
+    found = proofs.check_component(proofs.COMPONENTS[name], target(dtype, shape))
     assert found.right, found
     assert found.error <= found.tolerance and found.trials >= 6

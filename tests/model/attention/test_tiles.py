@@ -115,10 +115,10 @@ def check(case):
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN then
     try:
         with patch.object(triton_attend, "WANTED_ELSEWHERE", wanted):
-            found = triton_attend.attend(query, layer, mask, 0.2)
+            found = triton_attend.attend_ragged(query, layer, mask, 0.2)
     finally:
         torch.use_deterministic_algorithms(False)
-    wished = naive.attend(query.double(), exactly(layer), mask, 0.2)
+    wished = naive.attend_ragged(query.double(), exactly(layer), mask, 0.2)
     assert found.dtype == query.dtype and found.shape == query.shape and found.isfinite().all()
     tolerance = TOLERANCE[query.dtype]
     torch.testing.assert_close(found.double(), wished, rtol=tolerance, atol=tolerance)
@@ -182,9 +182,9 @@ def test_many_rows_take_blocks_of_their_own():
 @given(st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 500, 1000]), min_size=1, max_size=9))
 def test_every_list_covers_every_row_once(lengths):
     bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
-    made = tiles.cut(bounds)
+    made = tiles.cut_tiles(bounds)
     assert made.entries.dtype == made.first.dtype == torch.int32
-    spans = [tiles.BASE << level for level in range(len(made.counts))]
+    spans = [tiles.TILE_ROWS << level for level in range(len(made.counts))]
     assert spans[-1] >= max(lengths) and all(span < max(lengths) for span in spans[:-1])
     for span, first, entries in zip(
         spans, made.first.tolist(), made.entries.split(made.counts), strict=True
@@ -201,9 +201,9 @@ def test_every_list_covers_every_row_once(lengths):
 
 
 def test_many_queries_take_longer_tiles():
-    made = tiles.cut((0, 1000, 1000, 1064))
+    made = tiles.cut_tiles((0, 1000, 1000, 1064))
     assert made.counts == (17, 9, 5, 3, 2)
-    assert [tiles.choose(made.counts, blocks, 17) for blocks in (1, 2, 3, 4, 8, 100)] == [
+    assert [tiles.choose_list(made.counts, blocks, 17) for blocks in (1, 2, 3, 4, 8, 100)] == [
         0,
         2,
         2,
@@ -220,24 +220,30 @@ def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
     context = Context(torch.arange(30)[None], 0, torch.arange(3))
     before = {name: x.shape for name, x in cache_file.pack(cache, context).items()}
     fork, bare = cache.fork(2), cache.nbytes
-    tiles.plan(fork.layers)
+    tiles.plan_tiles(fork.layers)
     assert {name: x.shape for name, x in cache_file.pack(cache, context).items()} == before
-    lists = [x for layer in cache.layers for x in (tiles.of(layer).entries, tiles.of(layer).first)]
+    lists = [
+        x
+        for layer in cache.layers
+        for x in (tiles.get_tiles(layer).entries, tiles.get_tiles(layer).first)
+    ]
     assert cache.nbytes == bare + sum(x.nbytes for x in lists)
-    held = [tiles.of(layer) for layer in cache.layers]
-    with patch.object(tiles, "cut", side_effect=AssertionError("made twice")):
+    held = [tiles.get_tiles(layer) for layer in cache.layers]
+    with patch.object(tiles, "cut_tiles", side_effect=AssertionError("made twice")):
         assert all(
-            tiles.of(layer) is plan for layer, plan in zip(cache.fork().layers, held, strict=True)
+            tiles.get_tiles(layer) is plan
+            for layer, plan in zip(cache.fork().layers, held, strict=True)
         )
         assert all(
-            tiles.of(layer) is plan for layer, plan in zip(fork.fork(3).layers, held, strict=True)
+            tiles.get_tiles(layer) is plan
+            for layer, plan in zip(fork.fork(3).layers, held, strict=True)
         )
     assert all(tuple(plan.first[-1].diff().tolist()) == (1, 1) for plan in held)
 
 
 def test_lists_are_small():
     """A thousandth of the keys and values of a long context."""
-    made = tiles.cut(tuple(range(0, 8 * 4096 + 1, 4096)))
+    made = tiles.cut_tiles(tuple(range(0, 8 * 4096 + 1, 4096)))
     assert made.nbytes <= 0.0012 * 8 * 4096 * 2 * 128 * 2
 
 
@@ -250,41 +256,41 @@ def example(dtype=torch.float32, batch=2, queries=2, masked=True):
 def test_a_query_that_sees_nothing_gets_zero():
     query, layer, mask = example()
     mask[0, :, 0] = False
-    found = triton_attend.attend(query, layer, mask, 0.3)
+    found = triton_attend.attend_ragged(query, layer, mask, 0.3)
     assert found.isfinite().all() and not found[0, 1, :, 0].any() and found[0, 0, :, 0].all()
 
 
 def test_the_same_bits_twice():
     query, layer, mask = example()
-    one, two = (triton_attend.attend(query, layer, mask, 0.3) for _ in range(2))
+    one, two = (triton_attend.attend_ragged(query, layer, mask, 0.3) for _ in range(2))
     assert torch.equal(one, two)
 
 
 def test_questions_do_not_see_each_other():
     """A batch answers as each question alone, to the last few bits."""
     query, layer, mask = example(batch=3)
-    together = triton_attend.attend(query, layer, mask, 0.3)
+    together = triton_attend.attend_ragged(query, layer, mask, 0.3)
     for row in range(3):
         alone = layer.fork()
         alone.keys, alone.values = layer.keys[row : row + 1], layer.values[row : row + 1]
-        found = triton_attend.attend(query[row : row + 1], alone, mask[row : row + 1], 0.3)
+        found = triton_attend.attend_ragged(query[row : row + 1], alone, mask[row : row + 1], 0.3)
         torch.testing.assert_close(found, together[row : row + 1], rtol=1e-5, atol=1e-6)
 
 
 def test_one_mask_may_serve_all_questions_and_a_tail_may_be_a_view():
     """As of a buffer of fixed size, whose unused rows the mask hides."""
     query, layer, _ = example(masked=False)
-    wished = triton_attend.attend(query, layer, None, 0.3)
+    wished = triton_attend.attend_ragged(query, layer, None, 0.3)
     keys, values = (torch.full((2, 3, 9, 16), 1e4, device=DEVICE) for _ in range(2))
     keys[:, :, :6], values[:, :, :6] = layer.keys, layer.values
     mask = torch.zeros(1, 1, 2, 9, dtype=torch.bool, device=DEVICE)
     mask[..., :6] = torch.ones(2, 6, device=DEVICE).tril(4).bool()
     layer.keys, layer.values = keys, values
     torch.testing.assert_close(
-        triton_attend.attend(query, layer, mask, 0.3), wished, rtol=1e-5, atol=1e-6
+        triton_attend.attend_ragged(query, layer, mask, 0.3), wished, rtol=1e-5, atol=1e-6
     )
     layer.keys, layer.values = keys[:, :, :6], values[:, :, :6]
-    assert torch.equal(triton_attend.attend(query, layer, None, 0.3), wished)
+    assert torch.equal(triton_attend.attend_ragged(query, layer, None, 0.3), wished)
 
 
 @pytest.mark.parametrize("width", [7, 16, 32])
@@ -296,13 +302,13 @@ def test_a_context_may_be_a_view(width):
     query = make_query(draw, 2, 3, 2, 1, width)
     layer.context_keys = draw(17, 2 * width)[:, :width]
     layer.context_values, layer.bias = draw(width, 17).T, draw(34)[::2]
-    found = triton_attend.attend(query, layer, None, 0.3)
-    wished = naive.attend(query.double(), exactly(layer), None, 0.3)
+    found = triton_attend.attend_ragged(query, layer, None, 0.3)
+    wished = naive.attend_ragged(query.double(), exactly(layer), None, 0.3)
     torch.testing.assert_close(found.double(), wished, rtol=2e-5, atol=2e-5)
 
 
 def arguments(query, layer, mask):
-    plan = tiles.of(layer)
+    plan = tiles.get_tiles(layer)
     return (
         query,
         layer.context_keys,
@@ -348,7 +354,7 @@ def test_a_step_reads_nothing_from_the_device():
             return lambda *args, **options: launched.append(grid)
 
     with patch.multiple(triton_attend, attend_tile=Kernel(), merge=Kernel()), Heard() as heard:
-        triton_attend.launch(*given_arguments)
+        triton_attend.launch_kernels(*given_arguments)
     assert len(launched) == 2 and heard.names <= {"aten::new_empty", "aten::empty.memory_format"}
     with FakeTensorMode() as mode:
         unreal = [
@@ -367,8 +373,10 @@ def test_a_compiled_model_answers_alike_in_one_graph(family, monkeypatch):
     full = prefill(model, torch.randint(320, (1, 30), generator=generator).to(DEVICE))
     keep = torch.rand(1, 2, 30, generator=generator) < 0.5
     cache = RaggedCache.from_dense(full, keep)
-    tiles.plan(cache.layers)
-    monkeypatch.setattr(attention, "choose", lambda query, layer: triton_attend.attend)
+    tiles.plan_tiles(cache.layers)
+    monkeypatch.setattr(
+        attention, "choose_backend", lambda query, layer: triton_attend.attend_ragged
+    )
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     forks, ids = (cache.fork(), cache.fork()), torch.tensor([[5, 6, 7]], device=DEVICE)
@@ -385,13 +393,13 @@ def test_what_it_cannot_do_is_refused_and_never_chosen():
     query, layer, mask = example()
     for strange in (query.double(), query.clone().requires_grad_()):
         with pytest.raises(RestoreKVError, match="float16, bfloat16 or float32"):
-            triton_attend.attend(strange, layer, mask, 0.3)
-    assert attention.choose(query, layer) is (
-        cascade.attend if DEVICE == "cpu" else triton_attend.attend
+            triton_attend.attend_ragged(strange, layer, mask, 0.3)
+    assert attention.choose_backend(query, layer) is (
+        cascade.attend_ragged if DEVICE == "cpu" else triton_attend.attend_ragged
     )
     with (
         pytest.raises(RestoreKVError, match="no attention backend 'best'"),
-        attention.using("best"),
+        attention.force_backend("best"),
     ):
         pass
 
@@ -416,8 +424,8 @@ def test_kernels_compile_for_gpus_without_spilling():
 
 def test_all_lists_are_made_up_front_where_they_will_be_used():
     _, layer, _ = example()
-    attention.prepare([layer])
+    attention.plan_kernels([layer])
     assert (tiles.PLAN in layer.plans) == (DEVICE == "cuda")
     layer.device = torch.device("cuda")
-    attention.prepare([layer])
+    attention.plan_kernels([layer])
     assert layer.plans[tiles.PLAN].counts == (3, 2)

@@ -46,7 +46,7 @@ from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
-from restorekv.model.prompt import Context, encode, make_context
+from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 
@@ -118,8 +118,8 @@ class AttentionMatching(Compressor):
         if offload:
             raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out offload.")
         tell = progress or (lambda phase: None)
-        support.install(model)
-        shape = CacheShape.of(model)
+        support.prepare_model(model)
+        shape = CacheShape.from_model(model)
         conventions = replace(
             self.conventions, allocation=HeadShares.of(self.heads, shape.layers, shape.heads)
         )
@@ -133,7 +133,7 @@ class AttentionMatching(Compressor):
         with timed(seconds, "score"):
             article = context.ids[:, context.prefix :]
             ids = torch.cat(
-                [encode(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1
+                [encode_text(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1
             )
             chosen = subset(ids.shape[-1] * shape.groups, self.queries, self.seed)
             columns = slice(context.prefix, context.positions)

@@ -39,12 +39,12 @@ Pairs = Tensor | RaggedLayer
 Callback = Callable[[nn.Module, Tensor, Pairs, Pairs, Tensor | None, float], Tensor | None]
 Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 BACKENDS: dict[str, Backend] = {
-    "naive": naive.attend,
-    "cascade": cascade.attend,
-    "frozen": frozen.attend,
+    "naive": naive.attend_ragged,
+    "cascade": cascade.attend_ragged,
+    "frozen": frozen.attend_ragged,
 }
 if triton_attend is not None:
-    BACKENDS["triton"] = triton_attend.attend
+    BACKENDS["triton"] = triton_attend.attend_ragged
 LADDER = {  # on a device that is not a CPU: the first that can answer and has proven itself
     **({} if triton_attend is None else {"triton": triton_attend}),
     "cascade": cascade,
@@ -61,7 +61,7 @@ _open: list[str] = []  # open blocks of `observing` and `using` in all threads
 
 
 @contextmanager
-def observing(callback: Callback) -> Iterator[None]:
+def observe_attention(callback: Callback) -> Iterator[None]:
     """Calls callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's
     attention.
 
@@ -69,23 +69,23 @@ def observing(callback: Callback) -> Iterator[None]:
     or both are the RaggedLayer, whose result is computed in any case.
     `model.observer.observe_layers` is easier to use.
     """
-    with setting(_callback, callback):
+    with _set_variable(_callback, callback):
         yield
 
 
 @contextmanager
-def using(backend: str) -> Iterator[None]:
+def force_backend(backend: str) -> Iterator[None]:
     """Forces one of BACKENDS for ragged layers, instead of the one that `choose` picks."""
     if backend not in BACKENDS:
         raise RestoreKVError(
             f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}."
         )
-    with setting(_backend, backend):
+    with _set_variable(_backend, backend):
         yield
 
 
 @contextmanager
-def inspecting(
+def inspect_attention(
     on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]
 ) -> Iterator[None]:
     """Shows every call of `attend` and every mask that transformers makes, with the function it is
@@ -93,21 +93,25 @@ def inspecting(
 
     on_call(module, query, key, value, mask, scale, options) is called before a layer's attention.
     """
-    with setting(_inspectors, (on_call, on_mask)):
+    with _set_variable(_inspectors, (on_call, on_mask)):
         yield
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def suspend_overrides() -> Iterator[None]:
     """Runs the block without the observer and the forced backend of the blocks around it, as a
     proof does.
     """
-    with setting(_callback, None), setting(_backend, None), setting(_inspectors, None):
+    with (
+        _set_variable(_callback, None),
+        _set_variable(_backend, None),
+        _set_variable(_inspectors, None),
+    ):
         yield
 
 
 @contextmanager
-def setting(variable: ContextVar, value: object) -> Iterator[None]:
+def _set_variable(variable: ContextVar, value: object) -> Iterator[None]:
     """Sets a variable in the block. torch.compile cannot read it, so it is read only while some
     block is open.
     """
@@ -120,55 +124,61 @@ def setting(variable: ContextVar, value: object) -> Iterator[None]:
         variable.reset(token)
 
 
-def current(variable: ContextVar) -> object | None:
+def _get_variable(variable: ContextVar) -> object | None:
     """Returns the value that an open block has set, or None."""
     return variable.get() if variable.name in _open else None
 
 
-def current_observer() -> Callback | None:
+def get_observer() -> Callback | None:
     """Returns the callback of this thread's innermost `observing` block."""
-    return current(_callback)
+    return _get_variable(_callback)
 
 
-def choose(query: Tensor, layer: RaggedLayer) -> Backend:
+def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
     """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has
     gradients everywhere.
     """
-    if name := current(_backend):
-        if proofs.needed(query.device):
-            proofs.require(name, *proof_key(query))
+    if name := _get_variable(_backend):
+        if proofs.needs_proof(query.device):
+            proofs.require_proof(name, *_get_proof_key(query))
         return BACKENDS[name]
     if stored.is_packed(layer):
-        return stored.attend
-    if proofs.needed(query.device):
-        return choose_proven(query, layer)
-    return cascade.attend if cascade.usable(query, layer) else frozen.attend
+        return stored.attend_ragged
+    if proofs.needs_proof(query.device):
+        return _choose_proven(query, layer)
+    return cascade.attend_ragged if cascade.can_answer(query, layer) else frozen.attend_ragged
 
 
-def choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
+def _choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
     """Returns the fastest backend that can answer and has proven itself on the query's device."""
     for name, module in LADDER.items():
-        usable = getattr(module, "usable", None)
-        if (usable is None or usable(query, layer)) and proofs.is_proven(name, *proof_key(query)):
-            return module.attend
+        usable = getattr(module, "can_answer", None)
+        if (usable is None or usable(query, layer)) and proofs.is_proven(
+            name, *_get_proof_key(query)
+        ):
+            return module.attend_ragged
     raise RestoreKVError(
-        f"{proofs.describe(query.device)} computes attention wrongly even with PyTorch's own operations; use another "
+        f"{proofs.describe_device(query.device)} computes attention wrongly even with PyTorch's own operations; use another "
         f"device, and {proofs.REPORT}."
     )
 
 
-def proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
+def _get_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
     """query (B, H, G, Q, D) -> what a proof has to hold for, as `proofs.is_proven` takes it."""
     return query.device, query.shape[1], query.shape[2], query.shape[4], query.dtype
 
 
-def store(cache: RaggedCache, storage: str, groups: int) -> None:
+def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
     """Stores the context of a cache in 8 bits, on the CPU where its device has not proven that it
     can.
     """
     first = cache.layers[0]
     key = first.device, first.heads, groups, first.restore_keys.shape[-1], first.dtype
-    if storage == "model" or not proofs.needed(first.device) or proofs.is_proven(storage, *key):
+    if (
+        storage == "model"
+        or not proofs.needs_proof(first.device)
+        or proofs.is_proven(storage, *key)
+    ):
         cache.quantize(storage)
         return
     for layer in cache.layers:
@@ -177,7 +187,7 @@ def store(cache: RaggedCache, storage: str, groups: int) -> None:
         layer.context_keys, layer.context_values = (each.to(first.device) for each in packed)
 
 
-def unpacked(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
+def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     """Returns a layer for one call: an 8-bit context is unpacked if the backend cannot read it (see
     `unpacks`).
 
@@ -185,12 +195,14 @@ def unpacked(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     """
     if not stored.is_packed(layer):
         return layer
-    if proofs.needed(query.device) and not proofs.is_proven(storage_of(layer), *proof_key(query)):
-        return stored.unpacked(layer, torch.device("cpu"))
-    return stored.unpacked(layer) if unpacks(layer) else layer
+    if proofs.needs_proof(query.device) and not proofs.is_proven(
+        _get_storage(layer), *_get_proof_key(query)
+    ):
+        return stored.unpack_layer(layer, torch.device("cpu"))
+    return stored.unpack_layer(layer) if _is_unpacked_whole(layer) else layer
 
 
-def storage_of(layer: RaggedLayer) -> str:
+def _get_storage(layer: RaggedLayer) -> str:
     """Returns the name of a packed layer's storage."""
     codes: QuantizedRows = layer.context_keys
     return next(
@@ -198,25 +210,27 @@ def storage_of(layer: RaggedLayer) -> str:
     )
 
 
-def prepare(layers: Sequence[RaggedLayer]) -> None:
+def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
     """Makes the GPU backend's work lists for all layers and their forks, before a CUDA graph
     records a step.
     """
     if triton_attend is not None and layers[0].device.type == "cuda":
-        tiles.plan(layers)
+        tiles.plan_tiles(layers)
 
 
-def unpacks(layer: RaggedLayer) -> bool:
+def _is_unpacked_whole(layer: RaggedLayer) -> bool:
     """Returns whether to unpack a whole 8-bit context: for a forced backend, and on a GPU if
     WORKSPACE suffices.
     """
     if not stored.is_packed(layer):
         return False
     nbytes = 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
-    return current(_backend) is not None or (layer.device.type != "cpu" and nbytes <= WORKSPACE)
+    return _get_variable(_backend) is not None or (
+        layer.device.type != "cpu" and nbytes <= WORKSPACE
+    )
 
 
-def attend(
+def attend_layer(
     module: nn.Module,
     query: Tensor,
     key: Pairs | MultiContextLayer | FlatLayer,
@@ -232,20 +246,23 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, FlatLayer):
         parts = [
-            attend(module, rows, own, own, mask, scaling=scale)[0]
+            attend_layer(module, rows, own, own, mask, scaling=scale)[0]
             for own, rows, mask in key.split_query(query)
         ]
         flat = [part.flatten(0, 1) for part in parts]
         return (flat[0] if len(flat) == 1 else torch.cat(flat))[None], None
-    if (inspectors := current(_inspectors)) is not None:
+    if (inspectors := _get_variable(_inspectors)) is not None:
         inspectors[0](module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
         parts = key.split_query(query, attention_mask)
         return torch.cat(
-            [attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in parts]
+            [
+                attend_layer(module, rows, own, own, mask, scaling=scale)[0]
+                for own, rows, mask in parts
+            ]
         ), None
     ragged = isinstance(key, RaggedLayer)
-    if (callback := current(_callback)) is not None:
+    if (callback := _get_variable(_callback)) is not None:
         result = callback(module, query, key, value, attention_mask, scale)
         if result is not None and not ragged:
             return result, None
@@ -257,10 +274,10 @@ def attend(
                 f"The model sees at most {window:,} positions, and the cache has {key.get_seq_length():,}; ask less."
             )
         grouped = query.unflatten(1, (key.heads, -1))
-        layer = unpacked(grouped, key)
-        result = choose(grouped, layer)(grouped, layer, attention_mask, scale)
+        layer = _unpack_for_call(grouped, key)
+        result = choose_backend(grouped, layer)(grouped, layer, attention_mask, scale)
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
-    if attention_mask is not None and shares_heads(query, dropout, kwargs):
+    if attention_mask is not None and _shares_heads(query, dropout, kwargs):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
@@ -268,7 +285,7 @@ def attend(
     )
 
 
-def shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
+def _shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
     """Returns whether SDPA can read a KV head once for all its query heads under a mask, as its CPU
     kernel does.
 
@@ -278,7 +295,7 @@ def shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> b
     return query.device.type == "cpu" and not torch.is_grad_enabled() and not dropout and plain
 
 
-def install(model: PreTrainedModel) -> None:
+def install_attention(model: PreTrainedModel) -> None:
     """Routes every attention layer of `model` through `attend`; dense layers give the same result
     as with SDPA.
     """
@@ -296,12 +313,12 @@ def make_mask(*args: object, **options: object) -> Tensor | None:
     """Returns what transformers' mask for SDPA is; while somebody inspects, plain causal masks are
     made too.
     """
-    if (inspectors := current(_inspectors)) is None:
+    if (inspectors := _get_variable(_inspectors)) is None:
         return sdpa_mask(*args, **options)
     mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
     inspectors[1](mask, options.get("mask_function", causal_mask_function))
     return mask
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(NAME, attend_layer)
 AttentionMaskInterface.register(NAME, make_mask)

@@ -28,7 +28,7 @@ Part = tuple[Tensor, Tensor]  # averages (..., R, D) and log-sum-exps (..., R, 1
 OnWeights = Callable[[int, int, int, Tensor], None]
 
 
-def attend(
+def attend_pass(
     query: Tensor,
     own: Pairs,
     cached: Callable[[int], Pairs],
@@ -53,22 +53,24 @@ def attend(
             for x, mine in zip(pairs, own, strict=True)
         )
         keys = keys.to(exact)
-        others = [tuple(x[part] for x in pairs) for part in outside(inside, len(pairs[0]))]
+        others = [tuple(x[part] for x in pairs) for part in split_outside(inside, len(pairs[0]))]
         scaled = query[head].to(exact) * (scale * math.log2(math.e))
         step = max(BLOCK // (groups * max(len(keys), TILE if others else 1)), 1)
         for low in range(0, rows, step):
             high = min(low + step, rows)
             part = scaled[:, low:high].flatten(0, 1)
             last = len(keys) - rows + high
-            weights, near = average(part, keys[:last], values[:last], high - low)
-            far = (average(part, key.to(exact), value)[1] for key, value in others)
-            mean = reduce(merged, far, near)[0]
+            weights, near = _average_values(part, keys[:last], values[:last], high - low)
+            far = (_average_values(part, key.to(exact), value)[1] for key, value in others)
+            mean = reduce(merge_parts, far, near)[0]
             output[low:high, head] = mean.unflatten(0, (groups, -1)).transpose(0, 1)
             on_weights(head, low, high, weights.unflatten(0, (groups, -1)))
     return output.flatten(1, 2)
 
 
-def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[Tensor, Part]:
+def _average_values(
+    rows: Tensor, keys: Tensor, values: Tensor, own: int = 0
+) -> tuple[Tensor, Part]:
     """rows (G * r, D) over K pairs, the last `own` = r causally -> weights (G * r, K), average and
     log-sum-exp.
     """
@@ -82,13 +84,13 @@ def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[T
     return weights, (weights.to(values.dtype) @ values, (top + total.log2()) * math.log(2))
 
 
-def merged(one: Part, two: Part) -> Part:
+def merge_parts(one: Part, two: Part) -> Part:
     """Returns the average over two disjoint sets of pairs, and its log-sum-exp."""
     lse = torch.logaddexp(one[1], two[1])
     return (one[1] - lse).exp() * one[0] + (two[1] - lse).exp() * two[0], lse
 
 
-def outside(inside: Sequence[slice], count: int) -> list[slice]:
+def split_outside(inside: Sequence[slice], count: int) -> list[slice]:
     """Returns the columns of [0, count) that are not in `inside`, in tiles."""
     edges = [0, *(edge for part in inside for edge in (part.start, part.stop)), count]
     gaps = zip(edges[::2], edges[1::2], strict=True)

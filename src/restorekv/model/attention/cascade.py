@@ -18,13 +18,13 @@ from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
-from restorekv.model.attention.naive import causal
+from restorekv.model.attention.naive import make_causal_mask
 
-LEAST = 512  # rows of a piece, as many as the kernel reads at a time
-BLOCK = 32  # queries for one thread
+_LEAST_ROWS = 512  # rows of a piece, as many as the kernel reads at a time
+_QUERY_BLOCK = 32  # queries for one thread
 
 
-def usable(query: Tensor, layer: RaggedLayer) -> bool:
+def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
     """Returns whether this backend can answer: on a CPU, with one dtype, without gradients."""
     tensors = query, layer.keys, layer.values
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -35,35 +35,44 @@ def usable(query: Tensor, layer: RaggedLayer) -> bool:
     )
 
 
-def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+def attend_ragged(
+    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no
     gradients.
     """
-    if not usable(query, layer):
+    if not can_answer(query, layer):
         raise RestoreKVError(
-            "The backend 'cascade' runs on a CPU without gradients; leave out attention.using(...)."
+            "The backend 'cascade' runs on a CPU without gradients; leave out attention.force_backend(...)."
         )
     batch, heads, groups, queries, width = query.shape
     # With one row the kernel multiplies differently, at half the speed.
     if batch * groups * queries == 1:
-        return attend(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
+        return attend_ragged(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
     rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
-    most = max(min(layer.longest_head // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
+    most = max(
+        min(
+            layer.longest_head // _LEAST_ROWS, _count_threads() // -(-rows.shape[1] // _QUERY_BLOCK)
+        ),
+        1,
+    )
     # One for each piece, one for the remaining rows, one for the tail.
     outputs = query.new_zeros(most + 2, *rows.shape)
-    lses = rows.new_full(outputs.shape[:-1], torch.finfo(exact(query)).min, dtype=exact(query))
+    lses = rows.new_full(
+        outputs.shape[:-1], torch.finfo(_get_exact_dtype(query)).min, dtype=_get_exact_dtype(query)
+    )
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
-        pieces = max(min((end - start) // LEAST, most), 1)
+        pieces = max(min((end - start) // _LEAST_ROWS, most), 1)
         middle = end - (end - start) % pieces
         for low, high, slots in (
             (start, middle, slice(pieces)),
             (middle, end, slice(most, most + 1)),
         ):
             if low < high:
-                outputs[slots, head], lses[slots, head] = attend_rows(
+                outputs[slots, head], lses[slots, head] = _attend_rows(
                     rows[head], layer, low, high, slots, scale
                 )
-    tail, lse = attend_tail(query.flatten(2, 3), layer, tail_mask, groups, scale)
+    tail, lse = _attend_tail(query.flatten(2, 3), layer, tail_mask, groups, scale)
     outputs[-1], lses[-1] = (
         tail.transpose(0, 1).reshape(rows.shape),
         lse.transpose(0, 1).reshape(rows.shape[:-1]),
@@ -72,7 +81,7 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     return output.view(heads, batch, groups, queries, width).transpose(0, 1)
 
 
-def attend_rows(
+def _attend_rows(
     rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: slice, scale: float
 ) -> tuple:
     """rows (R, D) over the pairs start:end of a head -> averages (pieces, R, D) and log-sum-exps
@@ -82,12 +91,14 @@ def attend_rows(
     keys, values = (x[start:end].view(shape) for x in (layer.context_keys, layer.context_values))
     bias = None
     if layer.bias is not None:
-        bias = layer.bias[start:end].to(exact(rows)).view(1, shape[1], 1, -1)
-    output, lse = fused(rows.expand(*shape[:2], -1, -1), keys, values, attn_mask=bias, scale=scale)
+        bias = layer.bias[start:end].to(_get_exact_dtype(rows)).view(1, shape[1], 1, -1)
+    output, lse = attend_fused(
+        rows.expand(*shape[:2], -1, -1), keys, values, attn_mask=bias, scale=scale
+    )
     return output[0], lse[0]
 
 
-def attend_tail(
+def _attend_tail(
     rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float
 ) -> tuple:
     """rows (B, H, G*Q, D) -> averages over the tail, of the same shape, and log-sum-exps (B, H,
@@ -95,19 +106,21 @@ def attend_tail(
     """
     queries = rows.shape[2] // groups
     if mask is None and queries > 1:
-        mask = causal(queries, layer.columns, rows.device)[None, None]
+        mask = make_causal_mask(queries, layer.columns, rows.device)[None, None]
     # The lowest finite number: a padding query may see nothing, and NaN would spread.
     if mask is not None:
-        lowest = torch.finfo(exact(rows)).min
+        lowest = torch.finfo(_get_exact_dtype(rows)).min
         mask = (
-            torch.zeros_like(mask, dtype=exact(rows))
+            torch.zeros_like(mask, dtype=_get_exact_dtype(rows))
             .masked_fill(~mask, lowest)
             .repeat(1, 1, groups, 1)
         )
-    return fused(rows, layer.keys, layer.values, attn_mask=mask, scale=scale)
+    return attend_fused(rows, layer.keys, layer.values, attn_mask=mask, scale=scale)
 
 
-def fused(query: Tensor, keys: Tensor, values: Tensor, **more: object) -> tuple[Tensor, Tensor]:
+def attend_fused(
+    query: Tensor, keys: Tensor, values: Tensor, **more: object
+) -> tuple[Tensor, Tensor]:
     """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R), which SDPA
     does not return.
     """
@@ -115,11 +128,11 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, **more: object) -> tuple[
 
 
 @torch.compiler.assume_constant_result
-def threads() -> int:
+def _count_threads() -> int:
     """Returns the number of threads as a constant, since torch.compile cannot trace the call."""
     return torch.get_num_threads()
 
 
-def exact(rows: Tensor) -> torch.dtype:
+def _get_exact_dtype(rows: Tensor) -> torch.dtype:
     """Returns the dtype of masks and sums."""
     return torch.promote_types(rows.dtype, torch.float32)

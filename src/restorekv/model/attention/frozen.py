@@ -15,21 +15,27 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention.naive import causal
+from restorekv.model.attention.naive import make_causal_mask
 
 BLOCK = 1 << 22  # logits of a block; three such tensors exist at once, 48 MiB in float32
 Pairs = tuple[Tensor, Tensor]  # one head's keys, or its values: context (N, D) and tail (B, t, D)
 
 
-def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+def attend_ragged(
+    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
     if tail_mask is None:
-        tail_mask = causal(query.shape[-2], layer.keys.shape[-2], query.device)[None, None]
+        tail_mask = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)[
+            None, None
+        ]
     context = (layer.context_keys, layer.context_values, layer.bias)
-    return Frozen.apply(query, layer.keys, layer.values, tail_mask, *context, layer.bounds, scale)
+    return FrozenAttention.apply(
+        query, layer.keys, layer.values, tail_mask, *context, layer.bounds, scale
+    )
 
 
-class Frozen(torch.autograd.Function):
+class FrozenAttention(torch.autograd.Function):
     """Gives gradients to the query and the tail; the context is referenced, never copied."""
 
     @staticmethod
@@ -38,8 +44,8 @@ class Frozen(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         query = tensors[0]
         output = torch.empty_like(query)
-        for head, rows, _, _, values, weights in blocks(*inputs):
-            output[:, head, :, rows] = mix(weights, values)
+        for head, rows, _, _, values, weights in iterate_blocks(*inputs):
+            output[:, head, :, rows] = _mix_pairs(weights, values)
         return output
 
     @staticmethod
@@ -49,15 +55,15 @@ class Frozen(torch.autograd.Function):
         exact = torch.promote_types(query.dtype, torch.float32)
         for_query = torch.empty_like(query)
         for_keys, for_values = (torch.zeros_like(x, dtype=exact) for x in (tail_keys, tail_values))
-        for head, rows, scaled, keys, values, weights in blocks(
+        for head, rows, scaled, keys, values, weights in iterate_blocks(
             *ctx.saved_tensors, ctx.bounds, ctx.scale
         ):
             arriving = gradient[:, head, :, rows].to(exact)
             kept = len(keys[0])
-            slopes = products(arriving, values)
+            slopes = _multiply_pairs(arriving, values)
             slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
             slopes[..., kept:].masked_fill_(~mask[:, :, rows], 0)
-            for_query[:, head, :, rows] = mix(slopes, keys) * ctx.scale
+            for_query[:, head, :, rows] = _mix_pairs(slopes, keys) * ctx.scale
             for_keys[:, head] += slopes[..., kept:].flatten(1, 2).mT @ scaled.flatten(1, 2)
             for_values[:, head] += weights[..., kept:].flatten(1, 2).mT @ arriving.flatten(1, 2)
         return (
@@ -68,7 +74,7 @@ class Frozen(torch.autograd.Function):
         )
 
 
-def blocks(
+def iterate_blocks(
     query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale
 ) -> Iterator[tuple]:
     """Yields (head, rows, scaled query, keys, values, weights) for every head and as many queries
@@ -86,20 +92,20 @@ def blocks(
         for low in range(0, queries, step):
             rows = slice(low, low + step)
             scaled = query[:, head, :, rows].to(exact) * scale
-            logits = products(scaled, keys)
+            logits = _multiply_pairs(scaled, keys)
             if bias is not None:
                 logits[..., : end - start] += bias[start:end]
             logits[..., end - start :].masked_fill_(~mask[:, :, rows], torch.finfo(exact).min)
             yield head, rows, scaled, keys, values, logits.softmax(-1)
 
 
-def products(rows: Tensor, pairs: Pairs) -> Tensor:
+def _multiply_pairs(rows: Tensor, pairs: Pairs) -> Tensor:
     """Multiplies (B, G, q, D) by the keys or values of every pair: (B, G, q, N + t)."""
     context, tail = pairs
     return torch.cat([rows @ context.mT, rows @ tail[:, None].mT], -1)
 
 
-def mix(weights: Tensor, pairs: Pairs) -> Tensor:
+def _mix_pairs(weights: Tensor, pairs: Pairs) -> Tensor:
     """Sums all pairs with weights (B, G, q, N + t): (B, G, q, D)."""
     context, tail = pairs
     return weights[..., : len(context)] @ context + weights[..., len(context) :] @ tail[:, None]

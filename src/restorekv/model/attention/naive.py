@@ -14,20 +14,24 @@ from restorekv.cache.ragged import RaggedLayer
 ROWS = 64  # rows of a pass whose weights exist at once
 
 
-def causal(queries: int, keys: int, device: torch.device) -> Tensor:
+def make_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """Returns (Q, K) bool: the last query sees every key, the one before it all but the last, and
     so on.
     """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+def attend_ragged(
+    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
     batch, heads, _, queries, _ = query.shape
     tail = layer.keys.shape[-2]
     exact = torch.promote_types(query.dtype, torch.float32)
     if tail_mask is None:
-        tail_mask = causal(queries, tail, query.device)[None, None].expand(batch, 1, -1, -1)
+        tail_mask = make_causal_mask(queries, tail, query.device)[None, None].expand(
+            batch, 1, -1, -1
+        )
     outputs = []
     for head in range(heads):
         rows = slice(layer.bounds[head], layer.bounds[head + 1])

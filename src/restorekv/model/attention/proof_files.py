@@ -35,20 +35,22 @@ FOLDER = "proofs"
 DIED = object()  # a check that began in a process that is gone, and never ended
 
 
-def path_of(key: Mapping[str, object]) -> Path | None:
+def locate_proof(key: Mapping[str, object]) -> Path | None:
     """Returns the file of a key, or None without a cache folder."""
     root = find_cache_folder()
-    return root and root / FOLDER / f"{hashlib.sha256(canonical(key)).hexdigest()[:32]}.json"
+    return (
+        root and root / FOLDER / f"{hashlib.sha256(_to_canonical_json(key)).hexdigest()[:32]}.json"
+    )
 
 
-def load(key: Mapping[str, object], kind: type) -> object | None:
+def load_proof(key: Mapping[str, object], kind: type) -> object | None:
     """Returns the proof of a key as a `kind`, DIED, or None if there is none that can be trusted."""
-    path = path_of(key)
-    record = path and read_record(path)
+    path = locate_proof(key)
+    record = path and _load_record(path)
     if not record or record["key"] != key:
         return None
     if record["proof"] is None:
-        return DIED if has_died(record["process"]) else None
+        return DIED if _has_died(record["process"]) else None
     proof = record["proof"]
     hints = get_type_hints(kind)
     if set(proof) != set(hints) or not all(
@@ -58,31 +60,31 @@ def load(key: Mapping[str, object], kind: type) -> object | None:
     return kind(**proof)
 
 
-def save(key: Mapping[str, object], proof: object) -> None:
+def save_proof(key: Mapping[str, object], proof: object) -> None:
     """Keeps a proof, where files can be written."""
-    write_record(key, asdict(proof))
+    _save_record(key, asdict(proof))
 
 
 @contextmanager
-def marking(key: Mapping[str, object]) -> Iterator[None]:
+def mark_check(key: Mapping[str, object]) -> Iterator[None]:
     """Keeps a mark that a check has begun, until the block ends in any way but the end of the
     process.
     """
-    write_record(key, None)
+    _save_record(key, None)
     try:
         yield
     finally:
-        path = path_of(key)
+        path = locate_proof(key)
         if path is not None:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
-def read_record(path: Path) -> dict | None:
+def _load_record(path: Path) -> dict | None:
     """Returns what a file holds, or None if it is damaged or anybody else may have written it."""
     try:
         with open_with_size(path, str(path)) as (file, size):
-            if size > LIMIT or not is_private(os.fstat(file.fileno())):
+            if size > LIMIT or not _is_private(os.fstat(file.fileno())):
                 return None
             record = parse_json(file.read(LIMIT), str(path), LIMIT)
     except RestoreKVError:
@@ -95,12 +97,12 @@ def read_record(path: Path) -> dict | None:
         or record["format"] != FORMAT
     ):
         return None
-    return record if record.pop("sum") == digest(record) else None
+    return record if record.pop("sum") == digest_record(record) else None
 
 
-def write_record(key: Mapping[str, object], proof: Mapping[str, object] | None) -> None:
+def _save_record(key: Mapping[str, object], proof: Mapping[str, object] | None) -> None:
     """Writes a file that only this user can change, or nothing."""
-    path = path_of(key)
+    path = locate_proof(key)
     if path is None:
         return
     record = {
@@ -109,7 +111,7 @@ def write_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
         "proof": proof,
         "process": f"{HOST}-{os.getpid()}",
     }
-    text = json.dumps({**record, "sum": digest(record)}, indent=1)
+    text = json.dumps({**record, "sum": digest_record(record)}, indent=1)
     with suppress(OSError, RestoreKVError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.parent.chmod(0o700)
@@ -124,13 +126,13 @@ def write_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
                 file.write(text)
 
 
-def has_died(process: str) -> bool:
+def _has_died(process: str) -> bool:
     """Returns whether a process of this machine, HOST-ID, is gone."""
     host, _, number = process.rpartition("-")
     return host == HOST and number.isdecimal() and not is_process_alive(int(number))
 
 
-def is_private(status: os.stat_result) -> bool:
+def _is_private(status: os.stat_result) -> bool:
     """Returns whether a file belongs to this user, and nobody else may write it; Windows has no
     such modes.
     """
@@ -139,11 +141,11 @@ def is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def digest(record: Mapping[str, object]) -> str:
+def digest_record(record: Mapping[str, object]) -> str:
     """Returns the SHA-256 of a record."""
-    return hashlib.sha256(canonical(record)).hexdigest()
+    return hashlib.sha256(_to_canonical_json(record)).hexdigest()
 
 
-def canonical(value: Mapping[str, object]) -> bytes:
+def _to_canonical_json(value: Mapping[str, object]) -> bytes:
     """Returns JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -57,10 +57,15 @@ class Target:
     def key(self) -> dict[str, object]:
         """Returns everything that can change a component's results, as plain JSON values."""
         shape = {"heads": self.heads, "groups": self.groups, "dim": self.dim}
-        return {**identify(self.device), **shape, "dtype": str(self.dtype), "tf32": allows_tf32()}
+        return {
+            **identify_device(self.device),
+            **shape,
+            "dtype": str(self.dtype),
+            "tf32": _allows_tf32(),
+        }
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """The error of one trial, and the largest that rounding explains."""
 
     trial: str
@@ -80,7 +85,7 @@ class Component:
     title: str
     instead: str
     missing: Callable[[torch.device, torch.dtype], str]
-    measure: Callable[[Target], Iterator[Measured]]
+    measure: Callable[[Target], Iterator[Measurement]]
 
 
 @dataclass(frozen=True)
@@ -121,12 +126,12 @@ _running: list[str] = []  # components that the holder of the lock is checking
 _warned: set[tuple[str, torch.device]] = set()
 
 
-def register(component: Component) -> None:
+def register_component(component: Component) -> None:
     """Makes a component known, to `is_proven` and to the doctor."""
     COMPONENTS[component.name] = component
 
 
-def needed(device: torch.device) -> bool:
+def needs_proof(device: torch.device) -> bool:
     """Returns whether code has to prove itself there: not on a CPU, where it was tested, nor where
     nothing computes.
     """
@@ -141,40 +146,40 @@ def is_proven(
 
     While a CUDA graph is captured nothing can be checked, so what is unknown then is not used.
     """
-    if not needed(device):
+    if not needs_proof(device):
         return True
     target = Target(device, heads, groups, dim, dtype)
-    found = _proofs.get(place_of(name, target))
+    found = _proofs.get(_get_place(name, target))
     if found is not None:
         return found.right
-    if is_capturing(device):
+    if _is_capturing(device):
         return False
-    found = prove(name, target)
+    found = prove_component(name, target)
     if not found.right:
-        warn_of(found, target)
+        _warn_of_failure(found, target)
     return found.right
 
 
-def require(
+def require_proof(
     name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
 ) -> None:
     """Refuses a component that somebody asks for by name and that is wrong there."""
-    if needed(device) and not is_proven(name, device, heads, groups, dim, dtype):
+    if needs_proof(device) and not is_proven(name, device, heads, groups, dim, dtype):
         component = COMPONENTS[name]
         target = Target(device, heads, groups, dim, dtype)
-        found = _proofs.get(place_of(name, target))
+        found = _proofs.get(_get_place(name, target))
         reason = found.reason() if found else "it cannot be checked while a CUDA graph is captured"
         raise RestoreKVError(
-            f"{component.title} cannot be used on {describe(device)}: {reason}; leave the choice to restorekv, and "
+            f"{component.title} cannot be used on {describe_device(device)}: {reason}; leave the choice to restorekv, and "
             f"{REPORT}."
         )
 
 
-def prove(name: str, target: Target, again: bool = False) -> Proof:
+def prove_component(name: str, target: Target, again: bool = False) -> Proof:
     """Returns what is known of a component, or else, and with `again`, checks it; several threads
     check it once.
     """
-    place = place_of(name, target)
+    place = _get_place(name, target)
     if not again and place in _proofs:
         return _proofs[place]
     with _lock:
@@ -184,78 +189,78 @@ def prove(name: str, target: Target, again: bool = False) -> Proof:
             return Proof(name, False, 0, problem="a check of itself", lasting=False)
         _running.append(name)
         try:
-            found = remembered(COMPONENTS[name], target, again)
+            found = _load_or_check(COMPONENTS[name], target, again)
         finally:
             _running.remove(name)
         _proofs[place] = found
     if not found.right:
-        check_alive(COMPONENTS[name], target.device)
+        _check_alive(COMPONENTS[name], target.device)
     return found
 
 
-def remembered(component: Component, target: Target, again: bool) -> Proof:
+def _load_or_check(component: Component, target: Target, again: bool) -> Proof:
     """Returns the proof on disk, or checks the component and keeps what comes of it there.
 
     A mark on disk says that a check has begun: if that process died, as a wrong kernel can make it
     die, the component is not tried again until the doctor is asked to.
     """
     key = {**target.key(), "component": component.name}
-    stored = None if again else proof_files.load(key, Proof)
+    stored = None if again else proof_files.load_proof(key, Proof)
     if isinstance(stored, Proof) and stored.component == component.name:
         return stored
     if stored is proof_files.DIED:
         return Proof(component.name, False, 0, problem="the end of the process that checked it")
-    with proof_files.marking(key):
-        found = check(component, target)
+    with proof_files.mark_check(key):
+        found = check_component(component, target)
     if found.lasting:
-        proof_files.save(key, found)
+        proof_files.save_proof(key, found)
     return found
 
 
-def check(component: Component, target: Target) -> Proof:
+def check_component(component: Component, target: Target) -> Proof:
     """Runs every trial of a component, up to the first that fails."""
     started = time.perf_counter()
     trials = 0
-    worst = Measured("", 0.0, math.inf)
+    worst = Measurement("", 0.0, math.inf)
     problem = ""
     lasting = True
     try:
-        with undisturbed(target.device):
+        with _isolate_check(target.device):
             for measured in component.measure(target):
                 trials += 1
                 if not measured.error <= measured.tolerance:  # NaN too
                     worst = measured
                     break
-                if trials == 1 or closeness(measured) > closeness(worst):
+                if trials == 1 or compute_closeness(measured) > compute_closeness(worst):
                     worst = measured
-            synchronize(target.device)
+            synchronize_device(target.device)
     except (
         Exception
     ) as error:  # a kernel that does not compile or launch, a driver that is too old: any kind
         problem = f"{type(error).__name__}: {summarize_error(error)}"[:300]
         lasting = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        worst = Measured(worst.trial, math.nan, math.nan)
+        worst = Measurement(worst.trial, math.nan, math.nan)
     right = not problem and trials > 0 and worst.error <= worst.tolerance
     return Proof(
         component=component.name,
         right=right,
         trials=trials,
         trial=worst.trial,
-        error=finite(worst.error),
-        tolerance=finite(worst.tolerance),
+        error=_to_finite(worst.error),
+        tolerance=_to_finite(worst.tolerance),
         problem=problem or ("no trial" if not trials else ""),
         seconds=round(time.perf_counter() - started, 3),
         lasting=lasting,
     )
 
 
-def closeness(measured: Measured) -> float:
+def compute_closeness(measured: Measurement) -> float:
     """Returns how close an error is to its tolerance, from 0 to 1."""
     return measured.error / max(measured.tolerance, 1e-30)
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def _isolate_check(device: torch.device) -> Iterator[None]:
     """Runs the block without what the caller may have switched on: gradients, inference mode and
     autocast.
 
@@ -268,25 +273,25 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive() -> Iterator[None]:
+def exclude_checks() -> Iterator[None]:
     """Keeps checks of other threads from the device while the block captures a CUDA graph."""
     with _lock:
         yield
 
 
-def warn_of(found: Proof, target: Target) -> None:
+def _warn_of_failure(found: Proof, target: Target) -> None:
     """Warns of a wrong component once for each device."""
     if (found.component, target.device) in _warned:
         return
     _warned.add((found.component, target.device))
     component = COMPONENTS[found.component]
     warn(
-        f"{component.title} cannot be used on {describe(target.device)}: {found.reason()}. {component.instead}. "
+        f"{component.title} cannot be used on {describe_device(target.device)}: {found.reason()}. {component.instead}. "
         f"Please {REPORT}."
     )
 
 
-def check_alive(component: Component, device: torch.device) -> None:
+def _check_alive(component: Component, device: torch.device) -> None:
     """Refuses to continue on a device that a failed check has left unusable, as CUDA's errors can."""
     try:
         usable = torch.ones(2, device=device).sum().item() == 2
@@ -294,43 +299,43 @@ def check_alive(component: Component, device: torch.device) -> None:
         usable = False
     if not usable:
         raise RestoreKVError(
-            f"{describe(device)} stopped answering while restorekv checked {lowered(component.title)}; start again, "
+            f"{describe_device(device)} stopped answering while restorekv checked {_lower_first(component.title)}; start again, "
             f"which will do without, and {REPORT}."
         )
 
 
-def forget() -> None:
+def forget_proofs() -> None:
     """Forgets what this process knows; files stay."""
     with _lock:
         _proofs.clear()
         _warned.clear()
-        identify.cache_clear()
+        identify_device.cache_clear()
 
 
-def place_of(name: str, target: Target) -> tuple:
+def _get_place(name: str, target: Target) -> tuple:
     """Returns under what a proof is remembered in the process."""
-    return name, target, allows_tf32()
+    return name, target, _allows_tf32()
 
 
-def allows_tf32() -> bool:
+def _allows_tf32() -> bool:
     """Returns whether products of float32 matrices may be rounded to TF32, which a user can allow."""
     return (
         torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
     )
 
 
-def is_capturing(device: torch.device) -> bool:
+def _is_capturing(device: torch.device) -> bool:
     """Returns whether this thread is capturing a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Waits for the device, so that what went wrong there shows now."""
     if device.type in ("cuda", "mps", "xpu"):
         getattr(torch, device.type).synchronize()
 
 
-def tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
+def compute_tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
     """Returns the error of a number of a softmax average that rounding explains, relative to its
     size.
 
@@ -340,22 +345,22 @@ def tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> floa
     d changes a weight by the factor e^d. `products` are PyTorch's own, in which float32 factors may
     be rounded to TF32.
     """
-    rounding = TF32 if products and allows_tf32() else 0.0
+    rounding = TF32 if products and _allows_tf32() else 0.0
     return 2 * max(torch.finfo(dtype).eps, SINGLE) + (8 * SINGLE + 2 * rounding) * (1 + largest)
 
 
-def finite(number: float) -> float | None:
+def _to_finite(number: float) -> float | None:
     """Returns a number that JSON can hold, or None."""
     return float(number) if math.isfinite(number) else None
 
 
-def lowered(title: str) -> str:
+def _lower_first(title: str) -> str:
     """Returns a title for the middle of a sentence."""
     return title[0].lower() + title[1:]
 
 
 @cache
-def identify(device: torch.device) -> dict[str, object]:
+def identify_device(device: torch.device) -> dict[str, object]:
     """Returns what determines how a device computes: its name and driver, the libraries, and our
     own code.
     """
@@ -369,7 +374,7 @@ def identify(device: torch.device) -> dict[str, object]:
         known |= {
             "name": properties.name,
             "capability": capability,
-            "driver": driver(),
+            "driver": _read_driver_version(),
             "cuda": torch.version.cuda,
         }
         known["hip"] = torch.version.hip
@@ -381,15 +386,15 @@ def identify(device: torch.device) -> dict[str, object]:
     return {
         **known,
         "torch": torch.__version__,
-        "triton": package_version("triton"),
+        "triton": _get_package_version("triton"),
         "restorekv": __version__,
-        "code": code_digest(),
+        "code": _digest_code(),
     }
 
 
-def describe(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """Returns a device with its versions, for a sentence."""
-    known = identify(device)
+    known = identify_device(device)
     parts = [
         str(device),
         f"driver {known['driver']}" if known.get("driver") else "",
@@ -399,7 +404,7 @@ def describe(device: torch.device) -> str:
     return f"{known['name']} ({', '.join(filter(None, parts))})"
 
 
-def driver() -> str:
+def _read_driver_version() -> str:
     """Returns the version of NVIDIA's driver or, where the system does not say, the newest CUDA
     that it supports.
     """
@@ -416,7 +421,7 @@ def driver() -> str:
     return str(ask()) if ask else ""
 
 
-def package_version(name: str) -> str:
+def _get_package_version(name: str) -> str:
     """Returns the version of an installed package, or nothing."""
     try:
         return version(name)
@@ -425,7 +430,7 @@ def package_version(name: str) -> str:
 
 
 @cache
-def code_digest() -> str:
+def _digest_code() -> str:
     """Returns 16 hex digits for the code that proofs are about, so that a changed kernel is checked
     again.
     """

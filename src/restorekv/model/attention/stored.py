@@ -14,8 +14,8 @@ from torch import Tensor
 
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention.blocked import Part, merged
-from restorekv.model.attention.naive import causal
+from restorekv.model.attention.blocked import Part, merge_parts
+from restorekv.model.attention.naive import make_causal_mask
 
 BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
 
@@ -25,7 +25,7 @@ def is_packed(layer: RaggedLayer) -> bool:
     return isinstance(layer.context_keys, QuantizedRows)
 
 
-def unpacked(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
+def unpack_layer(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
     """Returns the layer with its context in the model's dtype, for one call; `on` names the device
     that unpacks it.
     """
@@ -37,22 +37,24 @@ def unpacked(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
     return plain
 
 
-def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+def attend_ragged(
+    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
     batch, heads, groups, queries, dim = query.shape
     exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale
     rows = exact.transpose(0, 1).reshape(heads, -1, dim)  # (H, B*G*Q, D)
-    output, lse = attend_tail(exact, layer, tail_mask)
+    output, lse = _attend_tail(exact, layer, tail_mask)
     output, lse = (x.transpose(0, 1).reshape(heads, len(rows[0]), -1) for x in (output, lse))
     step = max(BLOCK // max(len(rows[0]), dim), 1)
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         for low in range(start, end, step):
-            part = attend_tile(rows[head], layer, slice(low, min(low + step, end)))
-            output[head], lse[head] = merged((output[head], lse[head]), part)
+            part = _attend_tile(rows[head], layer, slice(low, min(low + step, end)))
+            output[head], lse[head] = merge_parts((output[head], lse[head]), part)
     return output.view(heads, batch, groups, queries, dim).transpose(0, 1).to(query.dtype)
 
 
-def attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
+def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
     """Scaled rows (R, D) over some pairs of one head -> averages (R, D) and log-sum-exps (R, 1)."""
     logits = rows @ layer.context_keys.dequantize(tile, rows.dtype).T
     if layer.bias is not None:
@@ -61,13 +63,13 @@ def attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
     return logits.sub_(lse).exp_() @ layer.context_values.dequantize(tile, rows.dtype), lse
 
 
-def attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
+def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
     """Scaled query (B, H, G, Q, D) over the tail -> averages of the same shape and log-sum-exps (B,
     H, G, Q, 1).
     """
     keys, values = (x[:, :, None].to(query.dtype) for x in layer.pair)
     if mask is None:
-        mask = causal(query.shape[-2], keys.shape[-2], query.device)[None, None]
+        mask = make_causal_mask(query.shape[-2], keys.shape[-2], query.device)[None, None]
     logits = (query @ keys.mT).masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)
     lse = logits.logsumexp(-1, keepdim=True)
     return logits.sub_(lse).exp_() @ values, lse

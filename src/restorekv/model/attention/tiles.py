@@ -20,7 +20,7 @@ from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
 
-BASE = 64  # rows of the smallest tile
+TILE_ROWS = 64  # rows of the smallest tile
 PLAN = "tiles"
 
 
@@ -48,13 +48,13 @@ class Tiles:
         return Tiles(entries.view(-1, 4), first.view(self.first.shape), self.counts)
 
 
-def cut(bounds: tuple[int, ...]) -> Tiles:
+def cut_tiles(bounds: tuple[int, ...]) -> Tiles:
     """Returns the lists, on the CPU, of heads that have the rows bounds[h]:bounds[h + 1]."""
     starts, ends = (torch.tensor(edge, dtype=torch.long) for edge in (bounds[:-1], bounds[1:]))
     longest = max(end - start for start, end in pairwise(bounds))
     entries = []
     first = []
-    span = BASE
+    span = TILE_ROWS
     while True:
         tiles = (ends - starts + span - 1) // span
         edges = torch.cat([tiles.new_zeros(1), tiles.cumsum(0)])
@@ -70,20 +70,20 @@ def cut(bounds: tuple[int, ...]) -> Tiles:
         span *= 2
 
 
-def plan(layers: Iterable[RaggedLayer]) -> None:
+def plan_tiles(layers: Iterable[RaggedLayer]) -> None:
     """Makes the lists of all layers that lack them; forks share them."""
     for layer in layers:
         if PLAN not in layer.plans:
-            layer.plans[PLAN] = cut(layer.bounds).to(layer.context_keys.device)
+            layer.plans[PLAN] = cut_tiles(layer.bounds).to(layer.context_keys.device)
 
 
-def of(layer: RaggedLayer) -> Tiles:
+def get_tiles(layer: RaggedLayer) -> Tiles:
     """Returns the layer's lists, which are made now if `plan` was not called."""
-    plan([layer])
+    plan_tiles([layer])
     return layer.plans[PLAN]
 
 
-def choose(counts: tuple[int, ...], blocks: int, programs: int) -> int:
+def choose_list(counts: tuple[int, ...], blocks: int, programs: int) -> int:
     """Returns the list of the smallest span that needs at most `programs` programs, `blocks` for
     each tile.
     """

@@ -22,14 +22,14 @@ from restorekv.cache import quantized
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import cascade, frozen, naive, stored
-from restorekv.model.attention.naive import causal
+from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.attention.proofs import (
     SINGLE,
     Component,
-    Measured,
+    Measurement,
     Target,
-    register,
-    tolerance,
+    compute_tolerance,
+    register_component,
 )
 
 try:
@@ -39,9 +39,11 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
 
 # Pairs that heads keep; a trial's first head starts somewhere in here.
 LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)
-SEEN = 8.0  # the logit of a pair that a query points at, about; random logits have a deviation of 2
-PACKINGS = 4  # contexts that are packed and read; the others of TRIALS differ in their questions
-HIDDEN = 100.0  # how much longer values are that no query may see
+_SEEN = (
+    8.0  # the logit of a pair that a query points at, about; random logits have a deviation of 2
+)
+_PACKINGS = 4  # contexts that are packed and read; the others of TRIALS differ in their questions
+_HIDDEN = 100.0  # how much longer values are that no query may see
 Attend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 
 
@@ -66,7 +68,7 @@ class Trial:
     fixed: bool = False
 
 
-def every_form() -> Iterator[Trial]:
+def _iterate_forms() -> Iterator[Trial]:
     """Yields every combination of one or two questions, one or two tokens, tails, a mask and a
     bias.
 
@@ -142,7 +144,7 @@ TRIALS = (
         first=3,
         bias=True,
     ),
-    *every_form(),
+    *_iterate_forms(),
 )
 
 
@@ -160,7 +162,9 @@ class Sample:
 
     def defined(self) -> Tensor:
         """Returns the definition's result in float64."""
-        return naive.attend(self.query.double(), in_float64(self.layer), self.mask, self.scale)
+        return naive.attend_ragged(
+            self.query.double(), _convert_to_float64(self.layer), self.mask, self.scale
+        )
 
     def sizes(self) -> Tensor:
         """Returns, for each number of the result, the weighted mean of the absolute values that it
@@ -170,14 +174,14 @@ class Sample:
         Weights below the least normal number of the dtype keep fewer digits, which all pairs
         together may feel.
         """
-        layer = in_float64(self.layer)
+        layer = _convert_to_float64(self.layer)
         context = layer.context_values.abs()
         tail = layer.values.abs()
         largest = max((float(x.max()) for x in (context, tail) if x.numel()), default=0.0)
-        absolute = ragged_layer(
+        absolute = make_layer(
             layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias
         )
-        means = naive.attend(self.query.double(), absolute, self.mask, self.scale)
+        means = naive.attend_ragged(self.query.double(), absolute, self.mask, self.scale)
         pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
         return means + torch.finfo(self.query.dtype).tiny * pairs * largest
 
@@ -217,21 +221,21 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
     columns = tail + trial.spare
     keys, values = (draw(batch, heads, columns, dim).to(dtype) for _ in range(2))
     bias = draw(edges[-1]).to(torch.promote_types(dtype, torch.float32)) if trial.bias else None
-    visible = visible_columns(trial)
+    visible = _make_visible_columns(trial)
     query = draw(batch, heads, groups, queries, dim) * 2
     for head in range(heads):
         context = context_keys[edges[head] : edges[head + 1]].double()
         places = [place for place in (0, 63, 64, len(context) - 1) if 0 <= place < len(context)]
         for row in range(batch):
             near = keys[row, head, max(tail - queries - 1, 0) : tail + 1].double()
-            point_at(
+            point_queries_at(
                 query[row, head], torch.cat([context[places], keys[row, head, :1].double(), near])
             )
     query = query.to(dtype)
     scale = dim**-0.5
     seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
-    values = torch.where(seen, values, values * HIDDEN)
-    layer = ragged_layer(
+    values = torch.where(seen, values, values * _HIDDEN)
+    layer = make_layer(
         context_keys,
         context_values,
         edges,
@@ -245,10 +249,10 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
     return Sample(query, layer, mask, scale, largest)
 
 
-def visible_columns(trial: Trial) -> Tensor:
+def _make_visible_columns(trial: Trial) -> Tensor:
     """Returns which columns of the buffer each query sees: (B, 1, Q, tail + spare) bool."""
     visible = (
-        causal(trial.queries, trial.tail, torch.device("cpu"))
+        make_causal_mask(trial.queries, trial.tail, torch.device("cpu"))
         .expand(trial.batch, 1, -1, -1)
         .clone()
     )
@@ -258,18 +262,18 @@ def visible_columns(trial: Trial) -> Tensor:
     return torch.nn.functional.pad(visible, (0, trial.spare), value=False)
 
 
-def point_at(query: Tensor, keys: Tensor) -> None:
+def point_queries_at(query: Tensor, keys: Tensor) -> None:
     """Turns two thirds of the queries (G, Q, D) towards one of the keys (n, D) each."""
     rows = query.view(-1, query.shape[-1])
     for number in range(len(rows)):
         if number % 3:
             key = keys[(number - number // 3 - 1) % len(keys)]
             rows[number] = rows[number] / 8 + key * (
-                SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
+                _SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
             )
 
 
-def ragged_layer(
+def make_layer(
     context_keys: Tensor | QuantizedRows,
     context_values: Tensor | QuantizedRows,
     edges: list[int],
@@ -288,7 +292,7 @@ def ragged_layer(
     return layer
 
 
-def in_float64(layer: RaggedLayer) -> RaggedLayer:
+def _convert_to_float64(layer: RaggedLayer) -> RaggedLayer:
     """Returns a layer with the same numbers in float64, on the CPU."""
     context = (layer.context_keys, layer.context_values)
     exact = [
@@ -296,12 +300,10 @@ def in_float64(layer: RaggedLayer) -> RaggedLayer:
         for x in context
     ]
     bias = None if layer.bias is None else layer.bias.double()
-    return ragged_layer(
-        *exact, list(layer.bounds), layer.keys.double(), layer.values.double(), bias
-    )
+    return make_layer(*exact, list(layer.bounds), layer.keys.double(), layer.values.double(), bias)
 
 
-def on_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
+def _copy_to_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
     """Returns a copy of a layer on a device; its tail is the beginning of a longer buffer of NaN,
     as views are.
     """
@@ -312,41 +314,49 @@ def on_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
         room = states.new_full((*states.shape[:2], states.shape[2] + 3, states.shape[3]), math.nan)
         room[:, :, : states.shape[2]] = states
         tail.append(room.to(device)[:, :, : states.shape[2]])
-    return ragged_layer(*context, list(layer.bounds), *tail, bias)
+    return make_layer(*context, list(layer.bounds), *tail, bias)
 
 
-def measure_backend(
+def _measure_backend(
     attend: Callable[[], Attend], target: Target, products: bool = True
-) -> Iterator[Measured]:
+) -> Iterator[Measurement]:
     """Compares a backend with the definition in every trial."""
     for trial in TRIALS:
         sample = make_sample(target, trial)
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
         found = attend()(
-            sample.query.to(device), on_device(sample.layer, device), mask, sample.scale
+            sample.query.to(device), _copy_to_device(sample.layer, device), mask, sample.scale
         )
-        allowed = tolerance(target.dtype, sample.largest, products)
-        yield Measured(trial.name, sample.error(found, sample.defined()), allowed)
+        allowed = compute_tolerance(target.dtype, sample.largest, products)
+        yield Measurement(trial.name, sample.error(found, sample.defined()), allowed)
 
 
-def measure_frozen(target: Target) -> Iterator[Measured]:
+def _measure_frozen(target: Target) -> Iterator[Measurement]:
     """Compares `frozen` with the definition, and its gradients with those of the definition."""
-    yield from measure_backend(lambda: frozen.attend, target)
+    yield from _measure_backend(lambda: frozen.attend_ragged, target)
     sample = make_sample(target, TRIALS[1])
-    wanted = gradients(
-        naive.attend, sample.query.double(), in_float64(sample.layer), sample.mask, sample.scale
+    wanted = _compute_gradients(
+        naive.attend_ragged,
+        sample.query.double(),
+        _convert_to_float64(sample.layer),
+        sample.mask,
+        sample.scale,
     )
-    layer = on_device(sample.layer, target.device)
+    layer = _copy_to_device(sample.layer, target.device)
     mask = sample.mask.to(target.device)
-    found = gradients(frozen.attend, sample.query.to(target.device), layer, mask, sample.scale)
+    found = _compute_gradients(
+        frozen.attend_ragged, sample.query.to(target.device), layer, mask, sample.scale
+    )
     for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
         longest = float(theirs.norm(dim=-1).max())
         error = float((ours.cpu().double() - theirs).norm(dim=-1).max()) / longest
-        yield Measured(f"gradients of {name}", error, 4 * tolerance(target.dtype, sample.largest))
+        yield Measurement(
+            f"gradients of {name}", error, 4 * compute_tolerance(target.dtype, sample.largest)
+        )
 
 
-def gradients(
+def _compute_gradients(
     attend: Attend, query: Tensor, layer: RaggedLayer, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     """Returns the gradients that reach the query and the tail's keys and values."""
@@ -359,9 +369,9 @@ def gradients(
         return torch.autograd.grad((result * pattern).sum(), leaves)
 
 
-def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
+def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
     """Checks what packing, unpacking and attention over a packed context compute on the device."""
-    allowed = tolerance(target.dtype, 0.0)
+    allowed = compute_tolerance(target.dtype, 0.0)
     for number, trial in enumerate(TRIALS):
         sample = make_sample(target, trial)
         plain = sample.layer
@@ -370,12 +380,12 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
         packed = quantized.quantize(*rows, bounds, storage)
         there = quantized.quantize(*(x.to(target.device) for x in rows), bounds, storage)
         packings = (
-            zip(("keys", "values"), rows, there, packed, strict=True) if number < PACKINGS else ()
+            zip(("keys", "values"), rows, there, packed, strict=True) if number < _PACKINGS else ()
         )
         for name, exact, ours, theirs in packings:
             found = ours.to(torch.device("cpu"))
-            yield Measured(
-                f"packing {name}, {trial.name}", packing_error(exact, found, storage), 1.0
+            yield Measurement(
+                f"packing {name}, {trial.name}", _measure_packing_error(exact, found, storage), 1.0
             )
             read = theirs.to(target.device)[:].cpu()
             longest = float(theirs[:].double().abs().max()) if len(theirs) else 1.0
@@ -384,20 +394,23 @@ def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
                 if len(theirs)
                 else 0.0
             )
-            yield Measured(f"reading {name}, {trial.name}", error / longest, allowed)
-        layer = ragged_layer(*packed, list(bounds), *plain.pair, plain.bias)
-        exact = in_float64(layer)
-        wanted = naive.attend(sample.query.double(), exact, sample.mask, sample.scale)
+            yield Measurement(f"reading {name}, {trial.name}", error / longest, allowed)
+        layer = make_layer(*packed, list(bounds), *plain.pair, plain.bias)
+        exact = _convert_to_float64(layer)
+        wanted = naive.attend_ragged(sample.query.double(), exact, sample.mask, sample.scale)
         mask = None if sample.mask is None else sample.mask.to(target.device)
-        found = stored.attend(
-            sample.query.to(target.device), on_device(layer, target.device), mask, sample.scale
+        found = stored.attend_ragged(
+            sample.query.to(target.device),
+            _copy_to_device(layer, target.device),
+            mask,
+            sample.scale,
         )
-        yield Measured(
-            trial.name, sample.error(found, wanted), tolerance(target.dtype, sample.largest)
+        yield Measurement(
+            trial.name, sample.error(found, wanted), compute_tolerance(target.dtype, sample.largest)
         )
 
 
-def packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
+def _measure_packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
     """Returns how far packed numbers (on the CPU) are from the exact ones, relative to what 8 bits
     allow.
     """
@@ -413,15 +426,15 @@ def packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
     return float(((read - exact.double()).abs() / (allowed + 4 * SINGLE * largest)).max())
 
 
-def on_cpu_alone(device: torch.device, dtype: torch.dtype) -> str:
+def _require_cpu(device: torch.device, dtype: torch.dtype) -> str:
     return "" if device.type == "cpu" else "it is for CPUs"
 
 
-def everywhere(device: torch.device, dtype: torch.dtype) -> str:
+def require_nothing(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def needs_kernels(device: torch.device, dtype: torch.dtype) -> str:
+def require_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Says why the Triton kernels are not used on a device, or nothing."""
     if triton_attend is None:
         return "Triton is not installed: pip install 'restorekv[triton]'"
@@ -432,49 +445,51 @@ def needs_kernels(device: torch.device, dtype: torch.dtype) -> str:
     return "it is for CUDA devices"
 
 
-register(
+register_component(
     Component(
         "naive",
         "PyTorch's own operations",
         "Nothing else is there to answer",
-        everywhere,
-        lambda target: measure_backend(lambda: naive.attend, target),
+        require_nothing,
+        lambda target: _measure_backend(lambda: naive.attend_ragged, target),
     )
 )
-register(
+register_component(
     Component(
         "triton",
         "The Triton kernels of attention",
         "PyTorch's own operations answer, more slowly",
-        needs_kernels,
-        lambda target: measure_backend(lambda: triton_attend.attend, target, products=False),
+        require_kernels,
+        lambda target: _measure_backend(
+            lambda: triton_attend.attend_ragged, target, products=False
+        ),
     )
 )
-register(
+register_component(
     Component(
         "cascade",
         "The CPU's fused attention (cascade)",
         "Slower operations answer",
-        on_cpu_alone,
-        lambda target: measure_backend(lambda: cascade.attend, target),
+        _require_cpu,
+        lambda target: _measure_backend(lambda: cascade.attend_ragged, target),
     )
 )
-register(
+register_component(
     Component(
         "frozen",
         "Attention in blocks of rows (frozen)",
         "Slower operations answer",
-        everywhere,
-        measure_frozen,
+        require_nothing,
+        _measure_frozen,
     )
 )
 for storage in quantized.STORAGE_DTYPES:
-    register(
+    register_component(
         Component(
             storage,
             f"8-bit storage as {storage}",
             "Numbers are packed and unpacked on the CPU, which takes longer",
-            everywhere,
-            lambda target, storage=storage: measure_storage(storage, target),
+            require_nothing,
+            lambda target, storage=storage: _measure_storage(storage, target),
         )
     )

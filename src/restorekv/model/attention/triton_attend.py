@@ -51,7 +51,7 @@ STAGE = 16 << 10  # bytes of keys, and of values, that a program loads at once
 MERGED = 32  # partial results that `merge` reads at once
 
 
-def usable(query: Tensor, layer: RaggedLayer) -> bool:
+def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
     """Returns whether this backend can answer: on a GPU, with one of DTYPES, without gradients."""
     learning = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, layer.keys, layer.values)
@@ -61,16 +61,18 @@ def usable(query: Tensor, layer: RaggedLayer) -> bool:
     return reachable and fitting and not learning
 
 
-def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+def attend_ragged(
+    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no
     gradients.
     """
-    if not usable(query, layer):
+    if not can_answer(query, layer):
         raise RestoreKVError(
             "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device and gives no gradients; "
-            "leave out attention.using(...)."
+            "leave out attention.force_backend(...)."
         )
-    plan = tiles.of(layer)
+    plan = tiles.get_tiles(layer)
     result = attend_tiles(
         query,
         layer.context_keys,
@@ -87,7 +89,7 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     return result.permute(0, 2, 3, 1, 4)
 
 
-def launch(
+def launch_kernels(
     query: Tensor,
     context_keys: Tensor,
     context_values: Tensor,
@@ -105,19 +107,19 @@ def launch(
 
     entries, first and counts are those of `tiles.Tiles`.
     """
-    query, (keys, values) = contiguous_rows(query), same_strides(keys, values)
+    query, (keys, values) = make_rows_contiguous(query), _equalize_strides(keys, values)
     context_keys = context_keys.contiguous()
     context_values = context_values.contiguous()
     bias = None if bias is None else bias.contiguous()
     batch, heads, groups, queries, width = query.shape
     rows = groups * queries
-    wanted = wanted_programs(query.device)
+    wanted = _count_wanted_programs(query.device)
     block_d = max(triton.next_power_of_2(width), 16)
-    m, warps, stages = resources(query.dtype, block_d, batch * rows)
-    level = tiles.choose(counts, triton.cdiv(batch * rows, m), wanted)
+    m, warps, stages = choose_resources(query.dtype, block_d, batch * rows)
+    level = tiles.choose_list(counts, triton.cdiv(batch * rows, m), wanted)
     count = counts[level]
     blocks = triton.cdiv(batch * rows, m), triton.cdiv(rows, m)
-    piece = piece_rows(keys.shape[-2], wanted // (batch * heads * blocks[1]))
+    piece = _choose_piece_rows(keys.shape[-2], wanted // (batch * heads * blocks[1]))
     pieces = triton.cdiv(keys.shape[-2], piece)
     parts = query.new_empty(count + heads * pieces, batch * rows, width, dtype=torch.float32)
     sums = query.new_empty(parts.shape[:2], dtype=torch.float32)
@@ -157,9 +159,9 @@ def launch(
             groups,
             width,
             m,
-            pairs_at_once(block_d, query.dtype),
+            count_pairs_at_once(block_d, query.dtype),
             block_d,
-            factor_type(query.dtype),
+            get_factor_type(query.dtype),
             num_warps=warps,
             num_stages=stages,
         )
@@ -186,24 +188,24 @@ def launch(
 
 
 # A custom operator, which torch.compile does not trace into.
-attend_tiles = torch.library.custom_op("restorekv::attend_tiles", launch, mutates_args=())
+attend_tiles = torch.library.custom_op("restorekv::attend_tiles", launch_kernels, mutates_args=())
 
 
 @attend_tiles.register_fake
-def shaped(query: Tensor, *_: object) -> Tensor:
+def _make_fake_result(query: Tensor, *_: object) -> Tensor:
     """Returns an empty tensor of the shape that `launch` returns."""
     batch, heads, groups, queries, width = query.shape
     return query.new_empty(batch, queries, heads, groups, width)
 
 
-def wanted_programs(device: torch.device) -> int:
+def _count_wanted_programs(device: torch.device) -> int:
     """Returns how many programs keep the device busy; the host knows its number of multiprocessors."""
     if device.type != "cuda":
         return WANTED_ELSEWHERE
     return PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
+def choose_resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
     """Returns the rows of a program, its warps and its pipeline stages, chosen so that no register
     spills.
     """
@@ -212,12 +214,12 @@ def resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, in
     return m, warps, 2 if m > 32 or block_d > 128 else 3
 
 
-def pairs_at_once(block_d: int, dtype: torch.dtype) -> int:
+def count_pairs_at_once(block_d: int, dtype: torch.dtype) -> int:
     """Returns how many pairs a program loads at once."""
-    return max(min(STAGE // (block_d * dtype.itemsize), tiles.BASE), 16)
+    return max(min(STAGE // (block_d * dtype.itemsize), tiles.TILE_ROWS), 16)
 
 
-def factor_type(dtype: torch.dtype) -> tl.dtype:
+def get_factor_type(dtype: torch.dtype) -> tl.dtype:
     """Returns the dtype of matrix factors: that of the inputs, but the interpreter cannot multiply
     bfloat16.
     """
@@ -228,17 +230,17 @@ def factor_type(dtype: torch.dtype) -> tl.dtype:
     ]
 
 
-def piece_rows(tail: int, pieces: int) -> int:
+def _choose_piece_rows(tail: int, pieces: int) -> int:
     """Returns the rows of a piece, whole tiles, such that at most `pieces` pieces cover the tail."""
-    return triton.cdiv(triton.cdiv(tail, max(pieces, 1)), tiles.BASE) * tiles.BASE
+    return triton.cdiv(triton.cdiv(tail, max(pieces, 1)), tiles.TILE_ROWS) * tiles.TILE_ROWS
 
 
-def contiguous_rows(x: Tensor) -> Tensor:
+def make_rows_contiguous(x: Tensor) -> Tensor:
     """Returns x with stride 1 in the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def same_strides(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _equalize_strides(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns keys and values with equal strides, the last of which is 1."""
     if keys.stride() == values.stride() and keys.stride(-1) == 1:
         return keys, values

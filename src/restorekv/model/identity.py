@@ -1,0 +1,145 @@
+"""What identifies a model in records: its name, its weights, its RoPE and its chat template.
+
+A fingerprint identifies exact weights. It is a hash of 64 values from every weight, which are read
+from the device in one transfer. It is not remembered with the model: weights can change in ways
+that leave no trace but their values (merging a LoRA adapter adds to `weight.data`, which PyTorch's
+version counters do not see), and a cache or an adapter for the old weights would then be accepted
+for the new ones. Code that needs the identity more than once computes it once and passes it on.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.model.names import get_model_name
+from restorekv.model.prompt import hash_template
+from restorekv.model.rope import get_rope_settings
+from restorekv.model.shape import CacheShape
+
+SAMPLES = 64  # values of every weight in a fingerprint
+SKETCH_VALUES = 1024  # values of all matrices together in a sketch
+
+# Where a model's weights came from, such as "GGUF Q4_1".
+WEIGHT_SOURCES: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+# Fingerprint and description of models whose weights are no longer in one place.
+_REMEMBERED: WeakKeyDictionary[PreTrainedModel, tuple[str, dict[str, Any]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model as records name it, at the moment when it was identified.
+
+    name: what `load_model` would load again; fingerprint: 16 hex digits of config and weights;
+    rope: what determines the rotation of keys; template: 16 hex digits of the tokenizer's chat
+    template, None where no tokenizer was given.
+    """
+
+    name: str
+    fingerprint: str
+    rope: dict[str, Any]
+    template: str | None = None
+
+
+def identify_model(model: PreTrainedModel, tokenizer: Tokenizer | None = None) -> ModelIdentity:
+    """Compute the identity of a model and, if given, of its tokenizer's chat template."""
+    template = None if tokenizer is None else hash_template(tokenizer)
+    return ModelIdentity(
+        name=get_model_name(model),
+        fingerprint=fingerprint_model(model),
+        rope=get_rope_settings(model.config),
+        template=template,
+    )
+
+
+def fingerprint_model(model: PreTrainedModel) -> str:
+    """Return 16 hex digits for the config's essentials and samples from every weight.
+
+    Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and
+    bfloat16. LoRA layers are left out, so that an attached adapter does not change it.
+    """
+    if model in _REMEMBERED:
+        return _REMEMBERED[model][0]
+    config = model.config.get_text_config()
+    facts = [
+        config.model_type,
+        config.vocab_size,
+        config.intermediate_size,
+        repr(CacheShape.from_model(model)),
+        json.dumps(get_rope_settings(model.config), sort_keys=True),
+    ]
+    digest = hashlib.sha256("\n".join(map(str, facts)).encode())
+    named = _list_base_parameters(model)
+    values = _sample_weights([weight for _, weight in named], SAMPLES).view(torch.int16).numpy()
+    for (name, _), row in zip(named, values, strict=True):
+        digest.update(name.encode())
+        digest.update(row.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Return where the weights came from if known, the architecture, and a sketch in base64.
+
+    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the
+    order of the sorted names, without LoRA layers. base_weights.py compares sketches.
+    """
+    if model in _REMEMBERED:
+        return _REMEMBERED[model][1]
+    config = model.config.get_text_config()
+    architecture = {
+        name: getattr(config, name, None)
+        for name in ("model_type", "vocab_size", "intermediate_size")
+    }
+    matrices = [weight for _, weight in _list_base_parameters(model) if weight.ndim > 1]
+    values = _sample_weights(matrices, max(SKETCH_VALUES // len(matrices), 1))
+    sketch = values.flatten().view(torch.uint8).numpy().tobytes()
+    return {
+        "source": WEIGHT_SOURCES.get(model),
+        "architecture": architecture | asdict(CacheShape.from_model(model)),
+        "sketch": base64.b64encode(sketch).decode("ascii"),
+    }
+
+
+def remember_identity(model: PreTrainedModel) -> None:
+    """Remember fingerprint and description, before the weights are sharded over processes.
+
+    Neither can be computed afterwards.
+    """
+    _REMEMBERED[model] = fingerprint_model(model), describe_weights(model)
+
+
+def _list_base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Return the weights sorted by name, as if the model had no LoRA layers."""
+    named = []
+    for name, weight in model.named_parameters():
+        if "lora_" not in name and weight.numel():
+            named.append((name.replace(".base_layer", ""), weight))
+    return sorted(named, key=lambda item: item[0])
+
+
+def _sample_weights(weights: Sequence[Tensor], count: int) -> Tensor:
+    """Return (len(weights), count) evenly spaced values of each weight in bfloat16, on the CPU.
+
+    All values are collected on the device of the first weight and leave it in one transfer. The
+    places are computed on the CPU, since devices round float64 differently, and go to a device once
+    for all weights of the same size.
+    """
+    target = weights[0].device
+    places: dict[tuple[int, torch.device], Tensor] = {}
+    rows = []
+    for weight in weights:
+        key = weight.numel(), weight.device
+        if key not in places:
+            even = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64)
+            places[key] = even.long().to(weight.device)
+        values = weight.detach().reshape(-1)[places[key]]
+        rows.append(values.to(device=target, dtype=torch.bfloat16))
+    return torch.stack(rows).cpu()

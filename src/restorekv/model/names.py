@@ -1,0 +1,75 @@
+"""The models that have a name in this package, and where what ships for them is."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+TINY = "tiny"  # the model in the package
+SMOLLM2 = "smollm2"
+SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NAMES = (SMOLLM2, TINY)
+SHIPPING = (TINY, SMOLLM2)  # the models for which a distribution ships adapters and gates
+# Where a checkout has those distributions. Next to an installed package, there is no such folder.
+DISTRIBUTIONS = Path(__file__).parents[3] / "distributions"
+
+
+def tiny_path(*parts: str) -> Path:
+    """Return a path in the folder of the tiny model."""
+    return shipped_path(TINY, *parts)
+
+
+def shipped_path(name: str, *parts: str) -> Path:
+    """Return a path in the folder of what ships for a model; nothing needs to be there.
+
+    The files are data in a distribution of their own: `restorekv-tiny` has the package
+    `restorekv_tiny` with `model`, `adapters/EVICTOR` and `gates/KIND.safetensors`.
+    """
+    package = f"restorekv_{name}"
+    # Code that runs from a checkout takes the data of that checkout, whatever is installed, so that
+    # both are of one revision and a worktree needs no installation.
+    folder = DISTRIBUTIONS / f"restorekv-{name}" / package
+    if not folder.is_dir():
+        found = find_spec(package)
+        if found is not None and found.submodule_search_locations:
+            folder = Path(found.submodule_search_locations[0])
+    return folder.joinpath(*parts)
+
+
+def is_shipping_installed(name: str) -> bool:
+    """Return whether what ships for a model is on this machine."""
+    return shipped_path(name).is_dir()
+
+
+def get_install_command(name: str) -> str:
+    """Return the command that installs what ships for a model, to end a sentence with."""
+    return f"pip install restorekv-{name} (in a checkout: ./distributions/restorekv-{name})"
+
+
+def get_model_name(model: PreTrainedModel) -> str:
+    """Return the name with which `load_model` would load the model again."""
+    path = str(model.config.name_or_path)
+    if path and Path(path).resolve() == tiny_path("model").resolve():
+        return TINY
+    return to_canonical_name(path)
+
+
+def to_canonical_name(name: str) -> str:
+    """Return the one name that records use for a model."""
+    return SMOLLM2 if name == SMOLLM2_ID else name
+
+
+def to_hub_id(name: str) -> str:
+    """Return the hub id of "smollm2", and any other name unchanged."""
+    return SMOLLM2_ID if name == SMOLLM2 else name
+
+
+def find_shipped_name(name: str) -> str | None:
+    """Return the name of a model that this package names itself, None for any other.
+
+    A file may name its model, but it may not choose what is opened or downloaded: a folder's config
+    can name code, and a hub id anybody's weights. So a name from a file is only compared with the
+    names that are known.
+    """
+    name = to_canonical_name(name)
+    return name if name in SHIPPING else None
