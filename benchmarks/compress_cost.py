@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.measure import Peak, serve
-from restorekv.compression.eviction import Eviction, shipped_adapter
-from restorekv.compression.prepared import timed
+from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.compressor import timed
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard

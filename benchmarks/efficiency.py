@@ -27,8 +27,9 @@ from benchmarks.measure import processor
 from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import exact_ratio
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import CompressionConfig, ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import differences, make_label, provenance
 from restorekv.files import read_json, write_json
@@ -159,7 +160,7 @@ def compression_apart(
             "tokens": options.tokens,
             "ratio": options.ratio,
             "repeat": options.repeat,
-            "conventions": conventions.described(),
+            "conventions": conventions.to_json(),
             "folder": name,
         }
         command = [sys.executable, "-m", "benchmarks.compress_cost"]
@@ -254,7 +255,7 @@ def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> lis
             times = [1000 * each[index] for each in seconds]
             rows.append(
                 {
-                    "ratio": float(prepared.budget(ratio).ratio),
+                    "ratio": float(prepared.make_budget(ratio).ratio),
                     "restored": bool(index),
                     "milliseconds": median(times),
                     "least": min(times),

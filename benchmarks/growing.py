@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.workload import describe_machine, novel
 from restorekv import tasks
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.growing import RESTORE
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVWarning
@@ -102,7 +103,9 @@ def compared(
 ) -> Iterator[tuple[str, dict]]:
     """Yields every way's name and, for one group, its divergence, pairs and seconds."""
     ids = [each for text in group for each in text.ids]
-    full = compress(model, tokenizer, ids, ratio=1, adapter=None, between="")
+    full = compress(
+        model, tokenizer, ids, ratio=1, adapter=None, config=CompressionConfig(between="")
+    )
     asked = [question for text in group for question in text.sample.questions]
     prompts = [
         encode_question(tokenizer, full.context, question.text, question.answer_prefix)[0]
@@ -143,13 +146,15 @@ def ways(
     """Returns what makes a small cache in each way."""
 
     def once(part: Sequence[int] | Tensor = ids, adapter: str | None = "auto") -> CompressedContext:
-        how = {
-            "evictor": options.evictor,
-            "ratio": options.ratio,
-            "adapter": adapter,
-            "between": "",
-        }
-        return compress(model, tokenizer, part, on_small_budget="fewer", **how)
+        return compress(
+            model,
+            tokenizer,
+            part,
+            evictor=options.evictor,
+            ratio=options.ratio,
+            adapter=adapter,
+            config=CompressionConfig(on_small_budget="fewer", between=""),
+        )
 
     def appended(count: int, restore: str) -> CompressedContext:
         edges = [len(ids) * number // count for number in range(count + 1)]

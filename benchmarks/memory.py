@@ -37,7 +37,8 @@ from benchmarks.memory_on_paper import PART, SCORES
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv import evictors
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.prepared import CompressionConfig, ScoredContext
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 from restorekv.model.offload import make_offloaded_cache, trim_heap
@@ -205,8 +206,7 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
         ratio=job["ratio"],
         adapter=adapter,
         progress=phases,
-        on_small_budget="fewer",
-        **mode,
+        config=CompressionConfig(on_small_budget="fewer", **mode),
     )
     return made.manifest.bytes_held, made.context.positions
 

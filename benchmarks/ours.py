@@ -14,6 +14,7 @@ from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
 from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.generation import generate
 from restorekv.model.load import load_model
@@ -35,8 +36,7 @@ def measure(job: dict) -> dict:
             text,
             ratio=job["ratio"],
             adapter=adapter,
-            prefix_policy="counted",
-            on_small_budget="fewer",
+            config=CompressionConfig(prefix_policy="counted", on_small_budget="fewer"),
         )
 
     decode(model, squeeze(job["text"][: job["warm_up"]]).cache, job)

@@ -27,7 +27,7 @@ from benchmarks.each import each
 from benchmarks.measure import Peak
 from restorekv import pipeline
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.prepared import timed
+from restorekv.compression.compressor import timed
 from restorekv.context import size
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS

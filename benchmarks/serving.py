@@ -52,7 +52,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
         f"What happens in part {number} of the story?" for number in range(options.questions)
     ]
     start = time.perf_counter()
-    small = compress(model, tokenizer, text, preset=options.preset, ratio=options.ratio)
+    small = compress(model, tokenizer, text, evictor=options.preset, ratio=options.ratio)
     rows = {"compress": time.perf_counter() - start}
     start = time.perf_counter()
     prefill(model, small.context.ids)

@@ -30,7 +30,7 @@ from benchmarks.each import each
 from benchmarks.measure import Peak
 from benchmarks.timing import timed
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import size
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer, texts
+from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question, make_context
@@ -113,7 +114,7 @@ def sides(
                 evictor="snapkv",
                 adapter=None,
                 ratio=ratio,
-                allocation="per-head",
+                config=CompressionConfig(allocation="per-head"),
             )
             portable = small.portable()
             portable.save(store / f"{number}.safetensors")

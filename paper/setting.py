@@ -12,7 +12,7 @@ from paper.experiment import OWN, Place, Row
 from paper.recipe import ABLATIONS, CONTEXTS, LONGEST
 from paper.training import Setup, Training
 from restorekv import tasks
-from restorekv.compression.eviction import shipped_adapter
+from restorekv.compression.adapters import shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.model.names import TINY

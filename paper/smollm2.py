@@ -11,7 +11,7 @@ from pathlib import Path
 from paper.setting import SEEDS, Bench, Setting, check_adapters
 from paper.training import Setup
 from restorekv import tasks
-from restorekv.compression.eviction import shipped_adapter
+from restorekv.compression.adapters import shipped_adapter
 from restorekv.errors import RestoreKVError
 from restorekv.model.names import SMOLLM2
 from restorekv.restore import adapter_file

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from restorekv.compression.eviction import shipped_adapter
+from restorekv.compression.adapters import shipped_adapter
 from restorekv.errors import GateError, ModelError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.model import load

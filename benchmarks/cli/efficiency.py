@@ -11,8 +11,8 @@ from benchmarks.efficiency import SCORERS, CostOptions, measure
 from benchmarks.efficiency_page import write
 from restorekv.cli import options
 from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.worker import opened_model

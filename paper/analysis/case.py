@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.prepared import SINKS, Ratio, ScoredContext
+from restorekv.compression.config import Ratio
+from restorekv.compression.full_cache import SINKS, ScoredContext
 from restorekv.evaluation.protocols import Protocol
 from restorekv.evaluation.stats import resamples
 from restorekv.model import attention
@@ -101,7 +102,7 @@ class Case:
         """Returns the cache that the restore pass reads: full, or evicted where the conventions say
         so.
         """
-        if self.prepared.conventions.restore_from == "full":
+        if self.prepared.config.restore_from == "full":
             return RaggedCache.from_full_cache(self.prepared.full)
         return RaggedCache.from_dense(self.prepared.full, self.kept[RESTORED])
 

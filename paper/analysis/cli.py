@@ -13,9 +13,10 @@ from paper.analysis.run import ANALYSES, analyze
 from restorekv import tasks
 from restorekv.cli import options
 from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
+from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import SHIPPED, parse_method

@@ -159,7 +159,7 @@ def settings_of(
     samples: Sequence[Sample],
 ) -> dict:
     return {
-        **provenance(model, eviction.conventions),
+        **provenance(model, eviction.config),
         "evictor": eviction.evictor.spec,
         "method": eviction.identity(model),
         "adapter": eviction.adapter.identity() if eviction.adapter else None,

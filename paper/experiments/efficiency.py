@@ -9,8 +9,8 @@ from benchmarks import efficiency_page as charts
 from paper.scores import FAILS, HOLDS, MISSING, Judged
 from paper.setting import Setting
 from paper.study import Study, Tell, read
-from restorekv.compression.eviction import shipped_adapter
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.results import make_label

@@ -16,8 +16,9 @@ from paper.scores import MISSING, Judged, verdict
 from paper.setting import Setting
 from paper.study import Study, Tell, read
 from restorekv import tasks
-from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
 from restorekv.evaluation import protocols
 from restorekv.evaluation.charts import (
     BLUE,

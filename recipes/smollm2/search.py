@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.config import BuildConfig
 from restorekv.data.corpus import TRAIN_SPLIT, read_corpus
 from restorekv.data.documents import DropRow, SourceDocument
@@ -166,7 +166,7 @@ class Bench:
         for index in range(layers):
             full.update(tensors[f"keys.{index}"].float(), tensors[f"values.{index}"].float(), index)
         context = make_context(self.tokenizer, case.text)
-        conventions = Eviction.make("kvzip", on_small_budget="fewer").conventions
+        conventions = Eviction.make("kvzip", on_small_budget="fewer").config
         prepared = ScoredContext(self.model, context, full, tensors["scores"], conventions)
         count = sum(name.startswith("ids.") for name in tensors)
         targets = [

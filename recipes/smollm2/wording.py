@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model import attention
 from restorekv.model.load import load_model

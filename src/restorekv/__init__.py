@@ -10,8 +10,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from restorekv.compression.budget import Budget
+    from restorekv.compression.compressor import PreparedContext
+    from restorekv.compression.config import CompressionConfig
     from restorekv.compression.eviction import Eviction
-    from restorekv.compression.prepared import CompressionConfig, PreparedContext
     from restorekv.context import CompressedContext
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.generation.answers import Answer
@@ -45,10 +46,10 @@ HOMES = {
     "Budget": "compression.budget",
     "Chat": "generation.chat",
     "CompressedContext": "context",
-    "CompressionConfig": "compression.prepared",
+    "CompressionConfig": "compression.config",
     "Eviction": "compression.eviction",
     "Portable": "storage.portable",
-    "PreparedContext": "compression.prepared",
+    "PreparedContext": "compression.compressor",
     "RestoreAdapter": "restore.adapter",
     "RestoreKVError": "errors",
     "RestoreKVWarning": "errors",

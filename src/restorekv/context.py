@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import LogitsProcessorList
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.eviction import Eviction, load_adapter, make_compressor
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.compressor import Compressor
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.growing import Growth
-from restorekv.compression.prepared import CompressionConfig, Compressor
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.generation import answers, generate
 from restorekv.generation.answers import Answer
@@ -201,7 +203,7 @@ class CompressedContext:
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
             return replace(
                 made,
-                streaming=None,
+                config=replace(made.config, streaming=None),
                 scoring=True,
                 adapter=made.adapter if adapter == "auto" else None,
             )
@@ -212,9 +214,13 @@ class CompressedContext:
                 f"{name} makes a cache that cannot grow; compress the whole text with an evictor."
             )
         config = CompressionConfig(
-            m.prefix_policy, m.on_small_budget, m.allocation, m.restore_from, m.offset
+            prefix_policy=m.prefix_policy,
+            on_small_budget=m.on_small_budget,
+            allocation=m.allocation,
+            restore_from=m.restore_from,
+            offset=m.offset,
         )
-        how = replace(how, conventions=config)
+        how = replace(how, config=config)
         if how.identity(self.model) != m.evictor:
             warn(
                 f"The cache was made with {m.evictor}, and {how.identity(self.model)} goes on with it."

@@ -21,18 +21,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
 from restorekv.bounds import TEXT_BYTES
-from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio
-from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import (
-    CompressionConfig,
-    Compressor,
-    PreparedContext,
-    Progress,
-    RestoreFrom,
-    timed,
-)
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.budget import Budget, exact_ratio
+from restorekv.compression.compressor import Compressor, PreparedContext, Progress, timed
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_bytes
@@ -56,7 +50,7 @@ from restorekv.storage.cache_checks import sums
 from restorekv.storage.cache_file import Manifest
 
 DEFAULT = "kvzip"
-# Scores come with the prefill; a pass of its own scores.
+# fastkvzip scores during the prefill; kvzip reads the text once more to score it.
 PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
 
 
@@ -65,85 +59,77 @@ def compress(
     tokenizer: Tokenizer,
     context: str | Path | Sequence[int] | Sequence[Mapping] | Tensor,
     *,
-    evictor: str | None = None,
-    preset: str | None = None,
     ratio: float | str | Fraction | None = None,
     tokens_per_head: int | None = None,
     compression_ratio: float | str | Fraction | None = None,
+    evictor: str = DEFAULT,
     adapter: RestoreAdapter | str | Path | None = "auto",
-    restore_tokens: int | None = None,
-    prefix_policy: PrefixPolicy = "free",
-    on_small_budget: OnSmallBudget = "error",
-    allocation: str = "global",
-    restore_from: RestoreFrom = "full",
-    offset: int = 0,
-    storage: str = "model",
-    streaming: int | None = None,
-    offload: bool = False,
-    between: str | None = None,
-    system: str | None = "",
-    max_context: str = "refuse",
+    config: CompressionConfig = CompressionConfig(),
     progress: Progress | None = None,
 ) -> CompressedContext:
-    """Compresses a context to `ratio` (0.1 unless given) of its KV pairs or to `tokens_per_head`.
+    """Compress a context to a share of its KV pairs.
 
-    `context` is a text, the `Path` of one, token ids, or messages: one of the user, after one of
-    the system if there is one, which `system` gives otherwise. `compression_ratio` is kvpress's
-    name for 1 - ratio. The evictor is kvzip unless named, by itself or by `preset`: "fast"
-    (fastkvzip) or "best" (kvzip). `adapter` is a RestoreAdapter made for `model`, a folder or hub
-    id of one, "auto" for the one that ships for the model and evictor, "published" for the one that
-    the paper's authors publish, or None; `restore_tokens` uses the first so many of its n.
-    `prefix_policy`, `on_small_budget`, `allocation`, `restore_from` and `offset` are those of
-    `CompressionConfig`. `storage` "int8" or "fp8" stores the kept pairs in 8 bits a number.
-    `streaming` compresses while the prefill reads so many tokens at a time and never holds the full
-    cache: an approximation, see streaming.py. `offload` keeps all but one layer of the full cache
-    in a temporary file, on a GPU in the host's memory. `between` separates the text from every
-    question (None: what the tokenizer's config names, or a blank line). `max_context` "cut" drops
-    the end of a context that is too long for the model's positions. With ratio=1 nothing is lost
-    and "auto" restores nothing, nor above the ratios of the adapter's training, unless
-    `restore_tokens` or `restore_from` asks for it.
+    Args:
+        model: The model that will answer. It is not changed.
+        tokenizer: Its tokenizer.
+        context: A text, the `Path` of one, token ids, or messages: one of the user, after one of
+            the system if there is one.
+        ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 nothing
+            is lost, and adapter="auto" restores nothing.
+        tokens_per_head: Instead of a ratio: how many pairs to hold per head, on average.
+        compression_ratio: Instead of a ratio: kvpress's name for 1 - ratio.
+        evictor: The spec of an evictor or of another method, or a preset: "fast" (fastkvzip) or
+            "best" (kvzip).
+        adapter: "auto" for the adapter that ships for model and evictor, "published" for the one
+            that the paper's authors publish, a folder or hub id, a RestoreAdapter made for `model`,
+            or None. "auto" restores nothing above the ratios of the adapter's training, unless the
+            config's `restore_tokens` or `restore_from` asks for it.
+        config: The settings that are rarely changed.
+        progress: Called with the name of each phase when it begins.
+
+    Returns:
+        The small cache, which answers questions and can be saved.
+
+    Raises:
+        RestoreKVError: Something that the caller can fix; the message says how.
     """
-    quantized.check_storage(storage)
-    conventions = CompressionConfig(
-        prefix_policy, on_small_budget, allocation, restore_from, offset
-    )
-    compressor = make_compressor(chosen_evictor(evictor, preset), conventions, streaming)
-    ratio = kept_ratio(ratio, compression_ratio)
-    text, system = text_and_system(context, check_system_message(system))
-    between = get_default_between(tokenizer) if between is None else between
-    parsed, cut = fit_context(
-        model, make_context(tokenizer, text, between, system), max_context, offset
-    )
-    size = model, parsed, conventions, ratio, tokens_per_head
-    kept = budget_for(*size).ratio
-    adapter, restore_tokens = (
-        (None, None) if kept == 1 and adapter == "auto" else (adapter, restore_tokens)
-    )
-    restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between, kept)
-    budget = budget_for(*size, restorer.restore_tokens if restorer else 0)
-    chosen = (replace(compressor, adapter=restorer) if restorer else compressor).suited_to(
-        parsed, budget
-    )
+    compressor = make_compressor(PRESETS.get(evictor, evictor), config)
+    text, system = parse_context(context, check_system_message(config.system))
+    between = get_default_between(tokenizer) if config.between is None else config.between
+    parsed = make_context(tokenizer, text, between, system)
+    parsed, cut = fit_context(model, parsed, config.max_context, config.offset)
+
+    # The budget is computed once; the restore tokens take their part of it when n is known.
+    kept_share = choose_ratio(ratio, compression_ratio)
+    budget = make_budget(CacheShape.from_model(model), parsed, config, kept_share, tokens_per_head)
+    restore_tokens = config.restore_tokens
+    if budget.ratio == 1 and adapter == "auto":
+        adapter = None
+        restore_tokens = None
+    loaded = load_adapter(model, adapter, compressor, restore_tokens, parsed.between, budget.ratio)
+    if loaded:
+        budget = budget.reserve(loaded.restore_tokens)
+        compressor = replace(compressor, adapter=loaded)
+    compressor = compressor.specialize(parsed, budget)
+
     with torch.no_grad():
-        prepared = chosen.prepare(model, tokenizer, parsed, progress, offload)
+        prepared = compressor.prepare(model, tokenizer, parsed, progress)
         if progress and prepared.full is not None:
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with timed(seconds, "evict"):
-            attention.store_context(cache, storage, CacheShape.from_model(model).groups)
+            attention.store_context(cache, config.storage, CacheShape.from_model(model).groups)
         seconds = prepared.seconds | seconds
-        manifest = describe(
-            tokenizer, chosen, prepared, budget, cache, seconds, storage, cut, system
-        )
-    del prepared  # and what is left of the full cache
+        manifest = describe(tokenizer, compressor, prepared, budget, cache, seconds, cut, system)
+    del prepared  # and the rest of the full cache
     trim_heap()
-    return CompressedContext(model, tokenizer, parsed, cache, manifest, chosen)
+    return CompressedContext(model, tokenizer, parsed, cache, manifest, compressor)
 
 
-def kept_ratio(
+def choose_ratio(
     ratio: float | str | Fraction | None, compression_ratio: float | str | Fraction | None
 ) -> float | str | Fraction | None:
-    """Returns the share that stays, of which kvpress's compression_ratio is the rest."""
+    """Return the share that stays; kvpress's compression_ratio is the share that goes."""
     if compression_ratio is None:
         return ratio
     if ratio is not None:
@@ -151,12 +137,14 @@ def kept_ratio(
     try:
         return exact_ratio(1 - Fraction(str(compression_ratio)))
     except (ValueError, ZeroDivisionError, BudgetError):
-        wrong = f"compression_ratio is the share that goes, at least 0 and below 1, not {compression_ratio}."
-        raise BudgetError(wrong) from None
+        raise BudgetError(
+            "compression_ratio is the share that goes, at least 0 and below 1, "
+            f"not {compression_ratio}."
+        ) from None
 
 
-def text_and_system(context: object, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
-    """Returns the text or token ids of any form of context that `compress` takes, and the system
+def parse_context(context: object, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
+    """Return the text or token ids of any form of context that `compress` takes, and the system
     message.
     """
     if isinstance(context, Path):
@@ -166,19 +154,20 @@ def text_and_system(context: object, system: str) -> tuple[str | Sequence[int] |
         return context, system
     roles = [each.get("role") if isinstance(each, Mapping) else None for each in context]
     texts = [each.get("content") if isinstance(each, Mapping) else None for each in context]
-    if roles not in (["user"], ["system", "user"]) or not all(
-        isinstance(text, str) for text in texts
-    ):
+    are_texts = all(isinstance(text, str) for text in texts)
+    if roles not in (["user"], ["system", "user"]) or not are_texts:
         raise RestoreKVError(
             "Messages are one of the user, after one of the system at most, each with a text."
         )
-    if len(texts) == 2 and system:
+    if len(texts) == 1:
+        return texts[0], system
+    if system:
         raise RestoreKVError("The messages have a system message; leave out system.")
-    return texts[-1], texts[0] if len(texts) == 2 else system
+    return texts[1], texts[0]
 
 
-def chosen_evictor(evictor: str | None, preset: str | None) -> str:
-    """Returns the evictor's spec: the one given, or the one that the preset stands for."""
+def choose_evictor(evictor: str | None, preset: str | None) -> str:
+    """Return the evictor's spec: the one given, or the one that the preset names."""
     if preset is None:
         return evictor or DEFAULT
     if evictor is not None:
@@ -190,26 +179,26 @@ def chosen_evictor(evictor: str | None, preset: str | None) -> str:
     return PRESETS[preset]
 
 
-def budget_for(
-    model: PreTrainedModel,
+def make_budget(
+    shape: CacheShape,
     context: Context,
-    conventions: CompressionConfig,
+    config: CompressionConfig,
     ratio: float | str | Fraction | None,
     tokens_per_head: int | None,
-    restore_tokens: int = 0,
 ) -> Budget:
-    """Returns the budget with n restore tokens; a tenth of the pairs unless a ratio or
-    `tokens_per_head` is given.
-    """
-    if ratio is not None and tokens_per_head is not None:
-        raise BudgetError("Give either a ratio or tokens_per_head, not both.")
-    shape = CacheShape.from_model(model)
+    """Return the budget without restore tokens: a tenth of the pairs unless a size is given."""
     if tokens_per_head is None:
-        return conventions.budget(
-            0.1 if ratio is None else ratio, context, shape.layers, shape.heads, restore_tokens
-        )
-    size = tokens_per_head, conventions.columns(context), shape.layers, shape.heads
-    return Budget.of_tokens_per_head(*size, restore_tokens, conventions.on_small_budget)
+        ratio = 0.1 if ratio is None else ratio
+        return config.make_budget(ratio, context, shape.layers, shape.heads)
+    if ratio is not None:
+        raise BudgetError("Give either a ratio or tokens_per_head, not both.")
+    return Budget.of_tokens_per_head(
+        tokens_per_head,
+        config.competing_columns(context),
+        shape.layers,
+        shape.heads,
+        on_small_budget=config.on_small_budget,
+    )
 
 
 def describe(
@@ -219,7 +208,6 @@ def describe(
     budget: Budget,
     cache: RaggedCache,
     seconds: dict[str, float],
-    storage: str,
     cut: int,
     system: str,
 ) -> Manifest:
@@ -228,7 +216,7 @@ def describe(
     """
     model = prepared.model
     context = prepared.context
-    conventions = prepared.conventions
+    config = prepared.config
     shape = CacheShape.from_model(model)
     adapter = compressor.adapter
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
@@ -244,13 +232,13 @@ def describe(
         tokens=context.tokens,
         restore_tokens=budget.restore_tokens,
         ratio=str(budget.ratio),
-        **conventions.described(),
+        **config.to_json(),
         evictor=compressor.identity(model),
         adapter=adapter and adapter.identity(),
-        **sums(cache, context.prefix, context.positions, conventions.prefix_policy),
+        **sums(cache, context.prefix, context.positions, config.prefix_policy),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
-        storage=storage,
+        storage=config.storage,
         streaming=prepared.streaming,
         between=context.between,
         cut=cut,

@@ -9,7 +9,7 @@ import torch
 from benchmarks import compress_cost
 from benchmarks import efficiency as cost
 from benchmarks.efficiency_page import write
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.config import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 from tests.helpers import report_world
@@ -27,7 +27,7 @@ def in_process(model, options, conventions, scorer, restored):
         "tokens": options.tokens,
         "ratio": options.ratio,
         "repeat": options.repeat,
-        "conventions": conventions.described(),
+        "conventions": conventions.to_json(),
         "folder": str(model.config.name_or_path),
     }
     with torch.no_grad():

@@ -15,6 +15,7 @@ from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.generation import generate
 from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model, greedy
 
 TEXTS = [
@@ -42,7 +43,7 @@ def made(tiny_model, tiny_tokenizer):
         # The first restore token was not trained to work alone.
         warnings.simplefilter("ignore", RestoreKVWarning)
         return [
-            compress(tiny_model, tiny_tokenizer, text, **way)
+            compress_with(tiny_model, tiny_tokenizer, text, **way)
             for text, way in zip(TEXTS, ways, strict=True)
         ]
 

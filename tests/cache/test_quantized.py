@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from restorekv import CompressionConfig
 from restorekv.cache import quantized
 from restorekv.cache.quantized import GROUP
 from restorekv.cache.ragged import RaggedLayer
@@ -219,7 +220,9 @@ def test_no_layer_is_widened_whole(monkeypatch):
 @pytest.mark.parametrize("how", EIGHT_BITS)
 def test_compress_save_load_ask(tiny_model, tiny_tokenizer, tmp_path, how):
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5)
-    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, storage=how)
+    made = compress(
+        tiny_model, tiny_tokenizer, TEXT, ratio=0.5, config=CompressionConfig(storage=how)
+    )
     assert made.manifest.storage == how and plain.manifest.storage == "model"
     for field in ("pairs", "pairs_held", "ratio", "bytes_full"):
         assert getattr(made.manifest, field) == getattr(plain.manifest, field)
@@ -243,7 +246,11 @@ def test_compress_save_load_ask(tiny_model, tiny_tokenizer, tmp_path, how):
 
 def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer):
     made = compress(
-        tiny_model, tiny_tokenizer, TEXT, ratio=0.5, storage="int8", allocation="per-head"
+        tiny_model,
+        tiny_tokenizer,
+        TEXT,
+        ratio=0.5,
+        config=CompressionConfig(storage="int8", allocation="per-head"),
     )
     plain = made.cache.to_dynamic_cache()
     layer = made.cache.layers[0]
@@ -253,13 +260,13 @@ def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer)
 
 def test_unknown_storage_is_refused(tiny_model, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="storage is one of model, int8, fp8, not 'int4'"):
-        compress(tiny_model, tiny_tokenizer, TEXT, storage="int4")
+        compress(tiny_model, tiny_tokenizer, TEXT, config=CompressionConfig(storage="int4"))
 
 
 def test_documents_of_either_storage_are_asked_in_one_batch(tiny_model, tiny_tokenizer):
     texts = [TEXT, "Nobody lives in the green house, whose door is red. " * 3]
     made = [
-        compress(tiny_model, tiny_tokenizer, text, ratio=0.5, storage=how)
+        compress(tiny_model, tiny_tokenizer, text, ratio=0.5, config=CompressionConfig(storage=how))
         for text, how in zip(texts, ("int8", "model"), strict=True)
     ]
     questions = ["Which code?", "Who?"]

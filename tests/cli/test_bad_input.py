@@ -18,7 +18,7 @@ import huggingface_hub.constants
 import pytest
 
 import restorekv.cli.train
-import restorekv.compression.streaming
+import restorekv.compression.full_cache
 import restorekv.train.loop
 from tests.helpers.bad_input import (
     CASES,
@@ -129,7 +129,7 @@ def interrupt(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("moment", ["while scoring", "while writing"])
 def test_interrupted_while_compressing(world, tmp_path, monkeypatch, moment):
     if moment == "while scoring":
-        monkeypatch.setattr(restorekv.compression.streaming, "prefill", interrupt)
+        monkeypatch.setattr(restorekv.compression.full_cache, "prefill", interrupt)
     else:
         monkeypatch.setattr(os, "fsync", interrupt)
     assert_refused(cli(*flags("--ratio", 0.5)(world, tmp_path)), "Interrupted", code=130)
@@ -156,7 +156,7 @@ def test_interrupted_while_training_names_the_way_on(world, tmp_path, monkeypatc
 def test_a_real_process_gets_a_real_ctrl_c(world, tmp_path):
     """The process waits in the middle of compressing until the signal comes from outside."""
     script = (
-        "import sys, time, restorekv.compression.streaming as c, restorekv.cli as cli\n"
+        "import sys, time, restorekv.compression.full_cache as c, restorekv.cli as cli\n"
         "c.prefill = lambda *_, **__: (print('compressing', flush=True), time.sleep(600))\n"
         "cli.main(sys.argv[1:])\n"
     )

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from restorekv import compress, load_model
+from restorekv import CompressionConfig, compress, load_model
 from restorekv.cli import execute
 from restorekv.model.names import TINY, shipped_path
 
@@ -20,7 +20,13 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify")
     model, tokenizer = load_model("tiny")
     small = compress(
-        model, tokenizer, TEXT, ratio=0.3, adapter=None, evictor="snapkv", allocation="per-head"
+        model,
+        tokenizer,
+        TEXT,
+        ratio=0.3,
+        adapter=None,
+        evictor="snapkv",
+        config=CompressionConfig(allocation="per-head"),
     )
     small.save(folder / "doc.rkv")
     small.portable().save(folder / "doc.safetensors")

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from restorekv import CompressionConfig
 from restorekv.compression import allocate
 from restorekv.compression.allocate import HeadShares, share_out
 from restorekv.compression.attention_matching import method as attention_matching
@@ -25,7 +26,7 @@ from restorekv.compression.attention_matching.matching import (
 )
 from restorekv.compression.attention_matching.method import AttentionMatching, subset
 from restorekv.compression.eviction import Eviction, make_compressor
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import BACKENDS
@@ -245,7 +246,7 @@ def test_head_budgets_from_a_file(tiny_tokenizer, tmp_path):
         0 <= count - floor(want) <= 1 for count, want in zip(counts.tolist(), wanted, strict=True)
     )
     assert prepared.method.spec == f"am-fast:heads={path}"
-    assert prepared.conventions.described()["allocation"] == str(path)
+    assert prepared.config.to_json()["allocation"] == str(path)
     full = prepared.evict(0.4)  # L0H0 gets all of its pairs, and keeps them unchanged
     rows = slice(prefix, full.layers[0].bounds[1])
     assert rows.stop - rows.start == tokens and not full.layers[0].bias[rows].any()
@@ -352,9 +353,21 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
     with pytest.raises(RestoreKVError, match="commas"):
         AttentionMatching(instruction="Repeat, please.")
     with pytest.raises(RestoreKVError, match="free"):
-        compress(model, tiny_tokenizer, TEXT, evictor="am-fast", prefix_policy="counted")
+        compress(
+            model,
+            tiny_tokenizer,
+            TEXT,
+            evictor="am-fast",
+            config=CompressionConfig(prefix_policy="counted"),
+        )
     with pytest.raises(RestoreKVError, match="heads=FILE"):
-        compress(model, tiny_tokenizer, TEXT, evictor="am-fast", allocation="per-head")
+        compress(
+            model,
+            tiny_tokenizer,
+            TEXT,
+            evictor="am-fast",
+            config=CompressionConfig(allocation="per-head"),
+        )
     restorer = RestoreAdapter.create(model, 2, rank=2)
     for given_adapter in (restorer, "somewhere"):
         with pytest.raises(RestoreKVError, match="restores nothing"):
@@ -381,7 +394,7 @@ def tiny():
     text = documents(tokenizer, 1, "am-dev", low=590, high=610)[0].text
     whole = AttentionMatching().prepare(model, tokenizer, text)
     kvzip = Eviction.make("kvzip").prepare(model, tokenizer, text)
-    return whole, replace(kvzip, conventions=whole.conventions)
+    return whole, replace(kvzip, config=whole.config)
 
 
 def attended(layer, targets, head, prefix):

@@ -16,6 +16,7 @@ from restorekv.generation import generate
 from restorekv.generation.sampling import Decoding, Row
 from restorekv.model.prompt import make_context
 from restorekv.storage.cache_checks import ContradictionError, check_scales
+from tests.helpers.compressing import compress_with
 from tests.hostile.damage import File
 
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 6
@@ -40,7 +41,7 @@ def good(opened, tmp_path_factory) -> dict[str, bytes]:
     found = {}
     for name, options in kinds.items():
         path = tmp_path_factory.mktemp("good") / "doc.rkv"
-        compress(*opened, TEXT, ratio=0.2, **options).save(path)
+        compress_with(*opened, TEXT, ratio=0.2, **options).save(path)
         found[name] = path.read_bytes()
     return found
 

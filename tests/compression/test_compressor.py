@@ -11,6 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from restorekv import CompressionConfig
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.context import CompressedContext, size
@@ -24,10 +25,10 @@ from restorekv.errors import (
 from restorekv.generation.answers import ask
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.pipeline import PRESETS, chosen_evictor, compress
+from restorekv.pipeline import PRESETS, choose_evictor, compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.cache_file import read
-from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, compress_with, make_adapter
 from tests.helpers.models import ONE_FAMILY, build_model
 
 
@@ -59,7 +60,7 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
 def test_evictors_keep_the_best_scores(case):
     model, tokenizer, text = case
     prepared = Eviction.make("kvzip", prefix_policy="counted").prepare(model, tokenizer, text)
-    scores, prefix = prepared.competing(), prepared.context.prefix
+    scores, prefix = prepared.competing_scores(), prepared.context.prefix
     assert scores.shape[-1] == prepared.context.positions
     first = max(prefix, 4)
     assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
@@ -246,7 +247,12 @@ def test_tight_policies(case):
     with pytest.raises(BudgetError, match="smallest workable ratio"):
         compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
     fewer = compress(
-        model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="fewer"
+        model,
+        tokenizer,
+        text,
+        tokens_per_head=2,
+        adapter=adapter,
+        config=CompressionConfig(on_small_budget="fewer"),
     )
     assert (fewer.cache.restore_length, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (
         2,
@@ -254,7 +260,12 @@ def test_tight_policies(case):
         2,
     )
     clip = compress(
-        model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="clip"
+        model,
+        tokenizer,
+        text,
+        tokens_per_head=2,
+        adapter=adapter,
+        config=CompressionConfig(on_small_budget="clip"),
     )
     assert (clip.cache.restore_length, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
     # The first tokens of a causal restore pass do not depend on the later ones.
@@ -283,7 +294,7 @@ def test_bad_input_is_refused_in_one_sentence(case, change, message):
     model, tokenizer, text = case
     options = {"context": text, **change}
     with pytest.raises(RestoreKVError, match=message) as caught:
-        compress(model, tokenizer, options.pop("context"), **options)
+        compress_with(model, tokenizer, options.pop("context"), **options)
     assert "\n" not in str(caught.value)
 
 
@@ -324,7 +335,14 @@ def test_a_warning_points_at_the_call(case):
     model, tokenizer, text = case
     adapter = make_adapter(model)
     with pytest.warns(RestoreKVWarning, match="with streaming it reads") as caught:
-        compress(model, tokenizer, text, adapter=adapter, ratio=0.3, streaming=40)
+        compress(
+            model,
+            tokenizer,
+            text,
+            adapter=adapter,
+            ratio=0.3,
+            config=CompressionConfig(streaming=40),
+        )
     assert caught[0].filename == __file__
 
 
@@ -346,7 +364,9 @@ def test_every_preparation_evicts_alike(case):
     """At once, in parts and by Attention Matching: one call, the same count."""
     model, tokenizer, text = case
     for spec, streaming in (("knorm", None), ("knorm", 50), ("am-fast", None)):
-        prepared = make_compressor(spec, streaming=streaming).prepare(model, tokenizer, text)
+        prepared = make_compressor(spec, CompressionConfig(streaming=streaming)).prepare(
+            model, tokenizer, text
+        )
         assert (
             (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
         )
@@ -354,7 +374,7 @@ def test_every_preparation_evicts_alike(case):
         assert prepared.evict(0.3, 0).pairs == cache.pairs and "evict" in seconds
         shape, context = CacheShape.from_model(model), prepared.context
         total = int(Fraction("0.3") * context.tokens * shape.layers * shape.heads)
-        assert prepared.conventions.counted_pairs(cache, context) == total
+        assert prepared.config.count_pairs(cache, context) == total
 
 
 def test_contexts_shorter_than_the_restore_cache(case):
@@ -402,10 +422,24 @@ def test_adapters_of_another_model_object_or_evictor(case):
         compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
     adapter.describe(evictor="kvzip", between="\n\n")
     with pytest.warns(RestoreKVWarning, match="text between document and question"):
-        compress(model, tokenizer, text, adapter=adapter, ratio=0.2, between="\n")
+        compress(
+            model,
+            tokenizer,
+            text,
+            adapter=adapter,
+            ratio=0.2,
+            config=CompressionConfig(between="\n"),
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compress(model, tokenizer, text, adapter=adapter, ratio=0.2, between="\n\n")
+        compress(
+            model,
+            tokenizer,
+            text,
+            adapter=adapter,
+            ratio=0.2,
+            config=CompressionConfig(between="\n\n"),
+        )
 
 
 def test_automatic_adapters_are_for_the_tiny_model_alone(case):
@@ -436,7 +470,14 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
         for value in whole.tensors.values():
             value.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     whole.describe(evictor="kvzip", settings={"nested": True})
-    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
+    made = compress(
+        tiny_model,
+        tiny_tokenizer,
+        TEXT,
+        ratio=0.5,
+        adapter=whole,
+        config=CompressionConfig(restore_tokens=2),
+    )
     assert made.manifest.restore_tokens == 2 and made.manifest.adapter["restore_tokens"] == 2
     prepared = (
         Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).with_restore_cache(whole)
@@ -447,20 +488,34 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
         assert torch.equal(one.context_keys, other.context_keys)
     whole.describe(evictor="kvzip", settings={"nested": False})
     with pytest.warns(RestoreKVWarning, match="not trained to work with 2 of its 4"):
-        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
+        compress(
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.5,
+            adapter=whole,
+            config=CompressionConfig(restore_tokens=2),
+        )
     with pytest.raises(AdapterError, match="from 1 to the adapter's 4, not 5"):
-        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=5)
+        compress(
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.5,
+            adapter=whole,
+            config=CompressionConfig(restore_tokens=5),
+        )
 
 
 def test_a_preset_stands_for_an_evictor():
-    assert (chosen_evictor(None, None), chosen_evictor("h2o", None)) == ("kvzip", "h2o")
-    assert {name: chosen_evictor(None, name) for name in PRESETS} == {
+    assert (choose_evictor(None, None), choose_evictor("h2o", None)) == ("kvzip", "h2o")
+    assert {name: choose_evictor(None, name) for name in PRESETS} == {
         "fast": "fastkvzip",
         "best": "kvzip",
     }
     for evictor, preset in (("h2o", "fast"), (None, "slow")):
         with pytest.raises(RestoreKVError, match="preset"):
-            chosen_evictor(evictor, preset)
+            choose_evictor(evictor, preset)
 
 
 def test_a_context_comes_in_many_forms(case, tmp_path):
@@ -474,7 +529,14 @@ def test_a_context_comes_in_many_forms(case, tmp_path):
         assert compress(model, tokenizer, same, ratio=0.4, adapter=None).context.ids.equal(
             plain.context.ids
         )
-    briefed = compress(model, tokenizer, text, ratio=0.4, adapter=None, system="Be brief.")
+    briefed = compress(
+        model,
+        tokenizer,
+        text,
+        ratio=0.4,
+        adapter=None,
+        config=CompressionConfig(system="Be brief."),
+    )
     messages = [{"role": "system", "content": "Be brief."}, *told]
     assert compress(model, tokenizer, messages, ratio=0.4, adapter=None).context.ids.equal(
         briefed.context.ids

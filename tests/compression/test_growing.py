@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from restorekv import CompressedContext, compose, compress
+from restorekv import CompressedContext, CompressionConfig, compose, compress
 from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
-from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
 from tests.helpers.models import build_model
 
 LONG = TEXT * 2
@@ -33,9 +33,11 @@ def halves(tokenizer):
 def test_with_all_kept_an_append_is_the_whole(family, tiny_tokenizer):
     model, (first, second) = build_model(family).double(), halves(tiny_tokenizer)
     options = {"ratio": 1, "adapter": None}
-    whole = compress(model, tiny_tokenizer, first + second, **options)
+    whole = compress_with(model, tiny_tokenizer, first + second, **options)
     grown = (
-        compress(model, tiny_tokenizer, first, **options).append(second[:50]).append(second[50:])
+        compress_with(model, tiny_tokenizer, first, **options)
+        .append(second[:50])
+        .append(second[50:])
     )
     assert grown.context.ids.equal(whole.context.ids) and grown.kept.all()
     for ours, theirs in zip(grown.cache.layers, whole.cache.layers, strict=True):
@@ -97,7 +99,7 @@ def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokeni
 def test_the_budget_of_the_whole_is_exact(model, tiny_tokenizer, tmp_path, restore, options):
     first, second = halves(tiny_tokenizer)
     adapter = None if restore == "none" and "restore_from" not in options else make_adapter(model)
-    small = compress(
+    small = compress_with(
         model,
         tiny_tokenizer,
         first,
@@ -151,7 +153,9 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
             "cannot grow",
         ),
         (
-            lambda: compress(model, tiny_tokenizer, first, offset=3, adapter=None).append(second),
+            lambda: compress(
+                model, tiny_tokenizer, first, config=CompressionConfig(offset=3), adapter=None
+            ).append(second),
             "without an offset",
         ),
         (
@@ -222,10 +226,20 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
     small = compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None)
     others = {
         "chat prefix": compress(
-            model, tiny_tokenizer, first, ratio=0.5, adapter=None, system="Be brief."
+            model,
+            tiny_tokenizer,
+            first,
+            ratio=0.5,
+            adapter=None,
+            config=CompressionConfig(system="Be brief."),
         ),
         "differ in storage": compress(
-            model, tiny_tokenizer, first, ratio=0.5, adapter=None, storage="int8"
+            model,
+            tiny_tokenizer,
+            first,
+            ratio=0.5,
+            adapter=None,
+            config=CompressionConfig(storage="int8"),
         ),
         "differ in evictor": compress(
             model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor="knorm"

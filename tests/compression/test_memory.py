@@ -6,8 +6,9 @@ from transformers import DynamicCache
 
 from benchmarks.memory_on_paper import SCORES
 from restorekv.compression import allocate
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import CompressionConfig, ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.compression.streaming import Stream, StreamedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import Context
@@ -95,10 +96,10 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
     assert (held.most - sum(x.nbytes for x in full)) / pairs == pytest.approx(plain, abs=0.1)
     if policy == "free":
         assert plain == SCORES["plain"] == SCORES["offload"]
-    budget = prepared.conventions.budget("0.05", prepared.context, 4, 2)
+    budget = prepared.config.make_budget("0.05", prepared.context, 4, 2)
     for ending, expected in ((False, SCORES["streaming"]), (True, last)):
         stream = Stream(
-            StreamedContext(None, None, prepared.context, None, prepared.conventions, 1), budget
+            StreamedContext(None, None, prepared.context, None, prepared.config, 1), budget
         )
         stream.scores = torch.rand(4, 2, 500_003)
         held = Held(stream.scores)
@@ -115,7 +116,12 @@ def test_compress_uses_its_preparation_up(tiny_tokenizer, restore_from, monkeypa
     adapter = RestoreAdapter.create(model, 2, rank=2)
     text = "Nobody lives in the blue house. " * 4
     made = compress(
-        model, tiny_tokenizer, text, ratio=0.3, adapter=adapter, restore_from=restore_from
+        model,
+        tiny_tokenizer,
+        text,
+        ratio=0.3,
+        adapter=adapter,
+        config=CompressionConfig(restore_from=restore_from),
     )
     assert not any(layer.is_initialized for layer in seen[0].full.layers)
     with torch.no_grad():

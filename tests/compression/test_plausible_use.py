@@ -12,12 +12,14 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from restorekv import CompressedContext, compress, load_model
-from restorekv.compression.eviction import ADAPTERS, load_adapter, make_compressor, shipped_adapter
+from restorekv.compression.adapters import ADAPTERS, load_adapter, shipped_adapter
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.model.names import tiny_path
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli
+from tests.helpers.compressing import compress_with
 
 TEXT = Path("examples/register.txt").read_text()[:1500]
 QUESTION = "What is the code of the market?"
@@ -29,7 +31,7 @@ def tiny():
 
 
 def small(tiny, **options):
-    return compress(*tiny, TEXT, **{"ratio": 0.25, "evictor": "snapkv", **options})
+    return compress_with(*tiny, TEXT, **{"ratio": 0.25, "evictor": "snapkv", **options})
 
 
 def test_at_ratio_1_everything_stays(tiny):
@@ -154,8 +156,8 @@ def test_generate_takes_a_generation_config(tiny):
 
 def test_options_that_would_be_ignored_are_refused(tiny):
     for options, message in (
-        ({"evictor": "knorm", "restore_tokens": 2}, "restore_tokens is about an adapter"),
-        ({"adapter": None, "restore_tokens": 2}, "restore_tokens is about an adapter"),
+        ({"evictor": "knorm", "restore_tokens": 2}, "restore_tokens needs an adapter"),
+        ({"adapter": None, "restore_tokens": 2}, "restore_tokens needs an adapter"),
         ({"streaming": 64, "offload": True}, "leave out one of them"),
         ({"system": "half \udcff"}, "not Unicode"),
         ({"evictor": "am-fast:instruction=a\nb"}, "one line without commas"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from restorekv import compress
 from restorekv.compression.eviction import Eviction
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning
@@ -16,6 +15,7 @@ from restorekv.model.load import load_model
 from restorekv.model.prompt import ROOM, fit_context, make_context
 from restorekv.model.rope import NO_LIMIT, count_positions
 from tests.helpers.cli_world import cli
+from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model
 
 POSITIONS = 512
@@ -32,14 +32,14 @@ def test_a_long_context_is_refused(model, tiny_tokenizer):
     with pytest.raises(
         RestoreKVError, match=r"512 positions have room for \d+ and a question; shorten it, cut"
     ):
-        compress(model, tiny_tokenizer, TEXT, **SMALL)
+        compress_with(model, tiny_tokenizer, TEXT, **SMALL)
     with pytest.raises(RestoreKVError, match="one of refuse, cut, not 'stretch'"):
-        compress(model, tiny_tokenizer, "the code", max_context="stretch", **SMALL)
+        compress_with(model, tiny_tokenizer, "the code", max_context="stretch", **SMALL)
 
 
 def test_a_cut_is_recorded_and_leaves_room_for_a_question(model, tiny_tokenizer, tmp_path, recwarn):
     whole = make_context(tiny_tokenizer, TEXT)
-    small = compress(model, tiny_tokenizer, TEXT, max_context="cut", **SMALL)
+    small = compress_with(model, tiny_tokenizer, TEXT, max_context="cut", **SMALL)
     assert small.manifest.cut == whole.tokens - small.manifest.tokens > 0
     assert torch.equal(small.context.ids, whole.ids[:, : small.context.positions])
     assert (

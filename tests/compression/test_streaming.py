@@ -10,9 +10,9 @@ import torch
 from transformers import AttentionInterface
 
 from restorekv import evictors
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import CompressionConfig
-from restorekv.compression.streaming import Stream, StreamedContext, parts
+from restorekv.compression.streaming import Stream, StreamedContext, split_context
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
@@ -61,7 +61,7 @@ def make_adapter(model, tokens=4):
 def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=None, **conventions):
     context, shape = context or make_text(), CacheShape.from_model(model)
     rules = CompressionConfig(**conventions)
-    budget = rules.budget(
+    budget = rules.make_budget(
         ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0
     )
     made = Stream(
@@ -89,7 +89,12 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
     model = build_model("qwen3")
     plain = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3)
     whole = compress(
-        model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, streaming=plain.context.tokens
+        model,
+        tiny_tokenizer,
+        TEXT,
+        evictor=evictor,
+        ratio=0.3,
+        config=CompressionConfig(streaming=plain.context.tokens),
     )
     assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     assert whole.manifest.streaming is None
@@ -164,7 +169,7 @@ def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evict
         model, evictor, 0.3, 24, context=context, tokenizer=tiny_tokenizer, allocation=allocation
     )
     assert len(scores) > 2
-    expected = made.conventions.allocation(torch.cat(scores, -1), made.budget.retained)
+    expected = made.config.allocation(torch.cat(scores, -1), made.budget.retained)
     assert marks(cache, context.positions)[..., context.prefix :].equal(expected)
 
 
@@ -296,7 +301,7 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
         ("kvzap:window=5", 256, 5),
     ):
         evictor = evictors.make_evictor(spec)
-        pieces = parts(evictor, context, chunk)
+        pieces = split_context(evictor, context, chunk)
         assert (
             pieces[0].start == PREFIX and pieces[-1].settled == pieces[-1].end == context.positions
         )
@@ -315,8 +320,7 @@ def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
             TEXT,
             ratio=0.3,
             adapter=make_adapter(tiny_model),
-            streaming=40,
-            storage="int8",
+            config=CompressionConfig(streaming=40, storage="int8"),
         )
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model))
     assert made.manifest.streaming == 40 and made.manifest.pairs == plain.manifest.pairs
@@ -340,9 +344,16 @@ def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
 )
 def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evictor, chunk, reason):
     model = build_model("qwen3")
-    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
+    monkeypatch.setattr("restorekv.compression.full_cache.prefill", None)
     with pytest.raises(RestoreKVError, match=reason):
-        compress(model, tiny_tokenizer, TEXT, evictor=evictor, streaming=chunk, adapter=None)
+        compress(
+            model,
+            tiny_tokenizer,
+            TEXT,
+            evictor=evictor,
+            config=CompressionConfig(streaming=chunk),
+            adapter=None,
+        )
 
 
 def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):

@@ -157,7 +157,7 @@ def test_scores_and_kept_pairs(folder, template, chunk, plus, worst):
         budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads)
         assert count - budget.total in (0, 1)
         assert kept_by(theirs, (layers, heads, context.positions)).equal(
-            exact_top(prepared.competing(), count)
+            exact_top(prepared.competing_scores(), count)
         )
 
 
@@ -204,7 +204,7 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         theirs_cache = press_once(press, theirs, context)
         pairs = layers * heads * context.positions
         count = pairs - int(pairs * min(1.0, compression + TOKENS / context.positions))
-        keep = exact_top(prepared.competing(), count)
+        keep = exact_top(prepared.competing_scores(), count)
         assert kept_by(theirs, keep.shape).equal(keep)
         ours_cache = RaggedCache.from_dense(prepared.full, keep, prepared.restore_cache)
         assert (
@@ -254,7 +254,9 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
     )
     layers, heads, _ = prepared.scores.shape
     pairs = layers * heads * context.positions
-    keep = exact_top(prepared.competing(), pairs - int(pairs * (0.9 + TOKENS / context.positions)))
+    keep = exact_top(
+        prepared.competing_scores(), pairs - int(pairs * (0.9 + TOKENS / context.positions))
+    )
     assert kept_by(theirs, keep.shape).equal(keep)
     for (keys, values), exact in zip(prepared.restore_cache, cache.layers, strict=True):
         assert exact.keys.shape[-2] == context.positions + TOKENS

@@ -164,7 +164,7 @@ def test_the_bridge_hands_over_a_presss_own_scores(tiny_model, name, prefix, wor
 def test_the_bridge_from_text_to_answers(tiny_model, tiny_tokenizer, name):
     prepared = Eviction(FromKVPress(BRIDGED[name]())).prepare(tiny_model, tiny_tokenizer, TEXT)
     cache = prepared.evict(0.2)
-    assert prepared.conventions.counted_pairs(cache, prepared.context) == prepared.budget(0.2).pairs
+    assert prepared.config.count_pairs(cache, prepared.context) == prepared.make_budget(0.2).pairs
     if (own := name.replace(" ", "-")) in evictors.EVICTORS:
         ours = Eviction.make(own).prepare(tiny_model, tiny_tokenizer, TEXT).evict(0.2)
         assert all(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from restorekv import compress, tasks
+from restorekv import CompressionConfig, compress, tasks
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.fidelity import FIGURES, summarized
 from restorekv.evaluation.frame import GridResults
@@ -21,6 +21,7 @@ from restorekv.evaluation.run import run
 from restorekv.generation.generate import answer_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
+from tests.helpers.compressing import compress_with
 from tests.helpers.grid_world import Plain, grid, save_world
 
 
@@ -75,13 +76,21 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
     model, tokenizer = load_model(str(path))
     samples = list(Plain().samples(tokenizer, "kvpress"))
     whole = [
-        compress(model, tokenizer, each.context, evictor="knorm", adapter=None, ratio=1, between="")
+        compress(
+            model,
+            tokenizer,
+            each.context,
+            evictor="knorm",
+            adapter=None,
+            ratio=1,
+            config=CompressionConfig(between=""),
+        )
         for each in samples
     ]
     for result in done[1:]:
         how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
         for sample, full, line in zip(samples, whole, result.lines, strict=True):
-            small = compress(
+            small = compress_with(
                 model, tokenizer, sample.context, prefix_policy="counted", between="", **how
             )
             prompts = [
@@ -119,8 +128,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
             sample.context,
             ratio=ratio,
             adapter=adapter,
-            on_small_budget="fewer",
-            between="",
+            config=CompressionConfig(on_small_budget="fewer", between=""),
         )
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )

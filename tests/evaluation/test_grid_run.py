@@ -9,8 +9,8 @@ from math import floor
 
 import pytest
 
-from restorekv import compress, tasks
-from restorekv.compression import streaming
+from restorekv import tasks
+from restorekv.compression import full_cache
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
@@ -23,6 +23,7 @@ from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.compressing import compress_with
 from tests.helpers.grid_world import WORDS, Plain, contents, grid, save_world
 from tests.helpers.models import build_model
 
@@ -57,7 +58,7 @@ def counted(monkeypatch):
 
         return called
 
-    monkeypatch.setattr(streaming, "prefill", count(streaming.prefill, "", "prefill"))
+    monkeypatch.setattr(full_cache, "prefill", count(full_cache.prefill, "", "prefill"))
     monkeypatch.setattr(worker, "prefill", count(worker.prefill, "", "prefill"))
     monkeypatch.setattr(KVzip, "score", count(KVzip.score, "", "score"))
     monkeypatch.setattr(RestoreAdapter, "append", count(RestoreAdapter.append, "", "restore"))
@@ -110,7 +111,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
             "on_small_budget": "fewer",
         }
         for sample, line in zip(samples, result.lines, strict=True):
-            compressed = compress(
+            compressed = compress_with(
                 model, tokenizer, sample.context, ratio=cell.ratio, between="", **how
             )
             prompts = [
@@ -166,7 +167,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
             key: getattr(cell, key)
             for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_small_budget")
         }
-        compressed = compress(
+        compressed = compress_with(
             model, tokenizer, sample.context, prefix_policy="counted", between="", **how
         )
         assert compressed.manifest.streaming == 20 and compressed.cache.nbytes == line["bytes"]

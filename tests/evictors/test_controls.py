@@ -11,8 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from restorekv.compression.budget import Budget
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction, make_compressor
-from restorekv.compression.prepared import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
@@ -23,6 +23,7 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
 from restorekv.train.loop import train_adapter
+from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model
 
 TEXT = (
@@ -67,7 +68,14 @@ def test_an_offset_moves_the_question_and_nothing_else(tiny_model, tiny_tokenize
 
 
 def test_an_offset_survives_the_file_and_generate(tiny_model, tiny_tokenizer, tmp_path):
-    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=None, offset=5)
+    made = compress(
+        tiny_model,
+        tiny_tokenizer,
+        TEXT,
+        ratio=0.3,
+        adapter=None,
+        config=CompressionConfig(offset=5),
+    )
     made.save(tmp_path / "doc.rkv")
     again = CompressedContext.load(tmp_path / "doc.rkv", tiny_model, tiny_tokenizer)
     assert (
@@ -79,7 +87,12 @@ def test_an_offset_survives_the_file_and_generate(tiny_model, tiny_tokenizer, tm
     assert len(answers) == 1
     with pytest.raises(RestoreKVError, match="offset"):
         compress(
-            tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model), offset=5
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.3,
+            adapter=make_adapter(tiny_model),
+            config=CompressionConfig(offset=5),
         )
 
 
@@ -101,7 +114,7 @@ def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
         assert one.get_seq_length() == other.get_seq_length()
     # The definition: the n tokens read what eviction left, as any question would.
     kept = after.evict(0.2)
-    keep = after.conventions.allocation(after.competing(), after.budget(0.2).retained)
+    keep = after.config.allocation(after.competing_scores(), after.make_budget(0.2).retained)
     mask = torch.cat([keep.new_ones(*keep.shape[:2], context.prefix), keep], -1)
     states = masked_restore(tiny_model, adapter, prefill(tiny_model, context.ids), mask)
     for layer, (keys, values) in zip(kept.layers, states, strict=True):
@@ -158,7 +171,12 @@ def test_training_reaches_every_part(tiny_tokenizer, tmp_path, restore_from):
     ):
         other = {"full": "evicted", "evicted": "full"}[restore_from]
         compress(
-            model, tiny_tokenizer, TEXT, ratio=0.3, adapter=tmp_path / "adapter", restore_from=other
+            model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.3,
+            adapter=tmp_path / "adapter",
+            config=CompressionConfig(restore_from=other),
         )
 
 
@@ -241,7 +259,7 @@ def test_a_rectangular_cache_is_a_plain_one(tiny_model, tiny_tokenizer, restored
 def test_transformers_answers_from_a_plain_cache_as_we_do(tiny_model, tiny_tokenizer, restored):
     adapter = make_adapter(tiny_model) if restored else None
     options = {"evictor": "random", "ratio": 0.2, "adapter": adapter, "allocation": "per-head"}
-    made = compress(tiny_model, tiny_tokenizer, TEXT, **options)
+    made = compress_with(tiny_model, tiny_tokenizer, TEXT, **options)
     plain, inputs = made.cache.to_dynamic_cache(), made.inputs(QUESTION, plain=True)
     held = plain.get_seq_length()
     told = tiny_model.generate(
@@ -274,7 +292,7 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
     )
     shape, context = prepared.scores.shape, prepared.context
     for ratio in ("1", "0.333", "0.1"):
-        budget, cache = prepared.budget(ratio), prepared.evict(ratio)
+        budget, cache = prepared.make_budget(ratio), prepared.evict(ratio)
         assert cache.pairs - context.prefix * shape[0] * shape[1] == budget.total
         if allocation == "per-head":
             assert len(cache.lengths.unique()) == 1 and budget.whole_tokens
@@ -285,7 +303,7 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
 def test_an_offset_leaves_the_shipped_adapter_out_and_says_so():
     model, tokenizer = load_model("tiny")
     with pytest.warns(RestoreKVWarning, match="no adapter is used"):
-        made = compress(model, tokenizer, TEXT, ratio=0.5, offset=3)
+        made = compress(model, tokenizer, TEXT, ratio=0.5, config=CompressionConfig(offset=3))
     assert made.manifest.adapter is None
 
 
@@ -306,7 +324,14 @@ def test_a_failed_start_leaves_no_folder(tiny_tokenizer, tmp_path):
 def test_controls_that_would_do_nothing_are_refused(tiny_model, tiny_tokenizer):
     adapter = make_adapter(tiny_model)
     with pytest.raises(RestoreKVError, match="no adapter"):
-        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=None, restore_from="evicted")
+        compress(
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.3,
+            adapter=None,
+            config=CompressionConfig(restore_from="evicted"),
+        )
     with pytest.raises(RestoreKVError, match="no restore pass"):
         make_compressor("am-fast", CompressionConfig(restore_from="evicted"))
     moved = Eviction.make("knorm", offset=5).prepare(tiny_model, tiny_tokenizer, TEXT)
@@ -329,7 +354,14 @@ def test_an_adapter_of_another_prefix_policy_is_warned_about(tiny_tokenizer, tmp
         compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=adapter, prefix_policy="counted")
+        compress(
+            model,
+            tiny_tokenizer,
+            TEXT,
+            ratio=0.3,
+            adapter=adapter,
+            config=CompressionConfig(prefix_policy="counted"),
+        )
 
 
 def test_a_ready_budget_must_fit_the_allocation(tiny_model, tiny_tokenizer):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from restorekv import evictors
+from restorekv import CompressionConfig, evictors
 from restorekv.compression.eviction import Eviction
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVWarning
@@ -58,10 +58,16 @@ def test_scores_budget_restore_file_and_answer(
     assert prepared.scores.shape == (shape.layers, shape.heads, context.tokens)
     assert prepared.scores.dtype == torch.float32 and not prepared.scores.isnan().any()
     for ratio in ("0.5", "0.07"):
-        budget = prepared.budget(ratio)
-        assert prepared.conventions.counted_pairs(prepared.evict(ratio), context) == budget.total
+        budget = prepared.make_budget(ratio)
+        assert prepared.config.count_pairs(prepared.evict(ratio), context) == budget.total
     made = compress(
-        model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter, allocation=allocation
+        model,
+        tiny_tokenizer,
+        TEXT,
+        evictor=spec,
+        ratio=0.3,
+        adapter=adapter,
+        config=CompressionConfig(allocation=allocation),
     )
     assert (
         made.manifest.evictor == evictors.make_evictor(spec).identity(model)

@@ -210,7 +210,7 @@ def test_streaming_keeps_sinks_then_the_latest(tiny_model, prefix, sinks):
     layers, heads, _ = prepared.scores.shape
     first = max(sinks - prefix, 0)
     for count in (0, 1, first, first + 1, 20, T):
-        keep = prepared.conventions.allocation(prepared.competing(), count * layers * heads)
+        keep = prepared.config.allocation(prepared.competing_scores(), count * layers * heads)
         wanted = {*range(min(first, count)), *range(T - max(count - first, 0), T)}
         assert all(set(head.nonzero().flatten().tolist()) == wanted for head in keep.flatten(0, 1))
 
@@ -254,7 +254,10 @@ def test_from_the_model_to_a_cache(tiny_model, spec):
         for mine, its in zip(prepared.full.layers, plain.layers, strict=True)
     )
     for ratio in ("0.2", "1"):
-        assert prepared.evict(ratio).pairs == prepared.budget(ratio).pairs + 3 * 2 * context.prefix
+        assert (
+            prepared.evict(ratio).pairs
+            == prepared.make_budget(ratio).pairs + 3 * 2 * context.prefix
+        )
     rough = eviction.prepare(tiny_model.bfloat16(), None, context).scores
     assert rough.dtype == torch.float32 and rough.isfinite().all()
 

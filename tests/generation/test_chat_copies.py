@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from restorekv import Chat, compress
+from restorekv import Chat, CompressionConfig, compress
 from restorekv.errors import CacheFileError, RestoreKVError
 from tests.helpers.compressing import QUESTIONS, TEXT, make_small
 
@@ -60,11 +60,20 @@ def test_a_system_message_is_a_text_or_none(small, tmp_path):
     chat.ask(QUESTIONS[0], 4)
     chat.save(tmp_path / "chat.json")
     assert Chat.load(tmp_path / "chat.json", small).system == chat.system == ""
-    made = compress(small.model, small.tokenizer, TEXT, ratio=0.4, adapter=None, system=None)
+    made = compress(
+        small.model,
+        small.tokenizer,
+        TEXT,
+        ratio=0.4,
+        adapter=None,
+        config=CompressionConfig(system=None),
+    )
     assert made.manifest.system == ""
     for wrong in (
         lambda: small.chat(5),
-        lambda: compress(small.model, small.tokenizer, TEXT, system=b"Be brief."),
+        lambda: compress(
+            small.model, small.tokenizer, TEXT, config=CompressionConfig(system=b"Be brief.")
+        ),
     ):
         with pytest.raises(RestoreKVError, match="A system message is text, not"):
             wrong()

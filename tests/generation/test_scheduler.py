@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from restorekv import compress
 from restorekv.generation import generate
 from restorekv.generation.sampling import Decoding, rows_of
 from restorekv.generation.scheduler import AnswerTask, Scheduler
 from restorekv.model.prompt import encode_question
+from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model
 
 WORDS = (
@@ -38,7 +38,7 @@ def world(request, tiny_tokenizer):
     texts = [" ".join(WORDS * (2 + 3 * number)) for number in range(4)]
     ratios = (0.3, 0.6, 1, 0.2)
     documents = [
-        compress(model, tiny_tokenizer, text, ratio=ratio, adapter=None, **more)
+        compress_with(model, tiny_tokenizer, text, ratio=ratio, adapter=None, **more)
         for text, ratio, more in zip(
             texts, ratios, ({}, {"evictor": "snapkv"}, {}, {"storage": "int8"}), strict=True
         )

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from restorekv import CompressionConfig
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import attend, pass_trials
 from restorekv.generation import generate, step_trials
@@ -241,7 +242,9 @@ def test_an_offloading_stream_that_is_wrong_is_not_used(fake, case, fault):
     with pytest.warns(
         RestoreKVWarning, match="Offloading cannot be used on Fake 9000.*waited for"
     ) as told:
-        found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
+        found = compress(
+            model, tokenizer, TEXT, ratio=0.4, adapter=None, config=CompressionConfig(offload=True)
+        )
     assert len(told) == 1
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
     store = offload.make_offloaded_cache(model, 9).layers[0].store
@@ -266,7 +269,9 @@ def test_where_no_copy_is_right_the_cache_stays_on_the_device(fake, case):
     plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
     fake.setattr(HostStore, "write", lost_columns)
     with pytest.warns(RestoreKVWarning, match="whole cache stays on the device"):
-        found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
+        found = compress(
+            model, tokenizer, TEXT, ratio=0.4, adapter=None, config=CompressionConfig(offload=True)
+        )
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
     assert type(offload.make_offloaded_cache(model, 9)) is offload.DynamicCache
 
@@ -274,7 +279,9 @@ def test_where_no_copy_is_right_the_cache_stays_on_the_device(fake, case):
 def test_a_store_that_is_right_is_used(fake, case):
     model, tokenizer = case[:2]
     plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
-    found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
+    found = compress(
+        model, tokenizer, TEXT, ratio=0.4, adapter=None, config=CompressionConfig(offload=True)
+    )
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
     assert offload.make_offloaded_cache(model, 9).layers[0].store.stream is not None
 

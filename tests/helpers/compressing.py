@@ -1,11 +1,12 @@
 """Texts, questions and adapters of random weights for compressing with the small models."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from restorekv import CompressedContext, compress
+from restorekv import CompressedContext, CompressionConfig, compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
@@ -17,11 +18,22 @@ QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
 TOKENS = 4  # restore tokens
 
 
+CONFIG_FIELDS = {field.name for field in fields(CompressionConfig)}
+
+
+def compress_with(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: Any, **options: Any
+) -> CompressedContext:
+    """Compress with options by name, of which some belong into the config."""
+    settings = {name: options.pop(name) for name in CONFIG_FIELDS & options.keys()}
+    return compress(model, tokenizer, text, config=CompressionConfig(**settings), **options)
+
+
 def make_small(
     tokenizer: PreTrainedTokenizerFast, family: str = "qwen3", **options: Any
 ) -> CompressedContext:
     model = build_model(family)
-    return compress(
+    return compress_with(
         model, tokenizer, TEXT, **{"ratio": 0.4, "adapter": make_adapter(model), **options}
     )
 

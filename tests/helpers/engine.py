@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from restorekv import compress
 from restorekv.storage.portable import Portable
 from restorekv.vllm import prompt, transfer_config
+from tests.helpers.compressing import compress_with
 
 TOKENS = 24  # of an answer
 PORT = 8765
@@ -66,7 +66,7 @@ def make_world(
     tokenizer.save_pretrained(folder)
     documents = []
     for name, text in texts.items():
-        portable = compress(
+        portable = compress_with(
             model, tokenizer, text, adapter=None, allocation="per-head", **options
         ).portable()
         portable.save(store / f"{name}.safetensors")

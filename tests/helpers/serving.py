@@ -10,8 +10,8 @@ import openai
 import uvicorn
 from fastapi import FastAPI
 
-from restorekv import compress
 from restorekv.serve.run import HTTP, Server, Settings, build_app
+from tests.helpers.compressing import compress_with
 
 TEXT = (
     "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
@@ -81,7 +81,7 @@ def ask(client, messages, model=VARIANT, **options):
 
 def expected(model, tokenizer, text=TEXT, ratio="0.4"):
     options = {"evictor": "snapkv", "adapter": None} if ratio != 1 else {"adapter": None}
-    return compress(model, tokenizer, text, ratio=ratio, **options)
+    return compress_with(model, tokenizer, text, ratio=ratio, **options)
 
 
 def until(holds, seconds: float = 30) -> None:

@@ -80,7 +80,7 @@ def in_child(kind: Kind, words: Words, tmp: Path) -> Result:
 
 def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
     """Sets the process up as Python starts one, and runs the command as its script does."""
-    import restorekv.compression.streaming as compressor
+    import restorekv.compression.full_cache as compressor
     import restorekv.train.loop as loop
     from restorekv.cli import main
 

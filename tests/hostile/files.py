@@ -16,6 +16,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.helpers.compressing import compress_with
 from tests.hostile.campaign import finish, read_options
 from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAN, RAW, File, evil_model
 from tests.hostile.judge import Judge, bound_memory
@@ -41,7 +42,7 @@ def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
 
 def made(folder: Path) -> list[bytes]:
     """Good files: every kind of contents that the format knows."""
-    from restorekv import compress, load_model
+    from restorekv import load_model
 
     model, tokenizer = load_model("tiny")
     kinds = (
@@ -55,7 +56,7 @@ def made(folder: Path) -> list[bytes]:
     found = []
     for number, options in enumerate(kinds):
         path = folder / f"good{number}.rkv"
-        compress(model, tokenizer, TEXT, ratio=0.2, **options).save(path)
+        compress_with(model, tokenizer, TEXT, ratio=0.2, **options).save(path)
         found.append(path.read_bytes())
     return found
 

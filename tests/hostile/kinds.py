@@ -44,6 +44,7 @@ from restorekv.train.examples import Example
 from restorekv.train.features import collect_features
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers import gguf_world
+from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model, build_tokenizer
 from tests.hostile.damage import BLANK, seal
 
@@ -287,7 +288,7 @@ TEXT_OF_CHAT = TEXT * 2
 def document() -> CompressedContext:
     """What conversations are about; one allocation for all heads, so that it is portable too."""
     options = {"evictor": "snapkv", "adapter": None, "allocation": "per-head"}
-    return compress(MODEL, TOKENIZER, TEXT_OF_CHAT, ratio=0.5, **options)
+    return compress_with(MODEL, TOKENIZER, TEXT_OF_CHAT, ratio=0.5, **options)
 
 
 def make_chat(folder: Path) -> None:

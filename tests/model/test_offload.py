@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from restorekv import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.knorm import Knorm
@@ -64,7 +65,13 @@ def test_compress_gives_the_same(tiny_tokenizer, evictor, kind):
     adapter = RestoreAdapter.create(model, 4, rank=2)
     plain = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, adapter=adapter)
     found = compress(
-        model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, adapter=adapter, offload=True
+        model,
+        tiny_tokenizer,
+        TEXT,
+        evictor=evictor,
+        ratio=0.3,
+        adapter=adapter,
+        config=CompressionConfig(offload=True),
     )
     assert {**vars(found.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     for ours, theirs in zip(found.cache.layers, plain.cache.layers, strict=True):
@@ -81,8 +88,8 @@ def test_a_restore_pass_with_gradients_reads_it(tiny_tokenizer, kind, monkeypatc
     model, found = build_model("qwen3"), []
     adapter = RestoreAdapter.create(model, 4, rank=2)
     for offloading in (False, True):
-        prepared = Eviction.make("knorm", adapter).prepare(
-            model, tiny_tokenizer, TEXT, offload=offloading
+        prepared = Eviction.make("knorm", adapter, offload=offloading).prepare(
+            model, tiny_tokenizer, TEXT
         )
         adapter.zero_grad()
         sum(x.square().sum() for pair in prepared.restore_cache for x in pair).backward()
@@ -120,8 +127,8 @@ def test_one_layer_is_in_the_process(evictor, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(FileStore, "unload", lambda self: (seen.append(resident()), unload(self)))
     adapter = RestoreAdapter.create(model, 4, rank=2)
     with torch.no_grad():
-        prepared = Eviction.make(evictor, adapter).prepare(
-            model, tiny_tokenizer, context, offload=True
+        prepared = Eviction.make(evictor, adapter, offload=True).prepare(
+            model, tiny_tokenizer, context
         )
         assert len(prepared.full.layers[0].store.maps) == 5
         prepared.evict(0.3, consume=True)
@@ -168,9 +175,9 @@ def test_too_little_room_is_told_before_any_work(tiny_model, tiny_tokenizer, mon
     monkeypatch.setattr(
         offload.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(10)
     )
-    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
+    monkeypatch.setattr("restorekv.compression.full_cache.prefill", None)
     with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
-        compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
+        compress(tiny_model, tiny_tokenizer, TEXT, config=CompressionConfig(offload=True))
 
 
 def test_room_that_is_not_there_is_told_before_any_work(tiny_model, tiny_tokenizer, monkeypatch):
@@ -187,9 +194,9 @@ def test_room_that_is_not_there_is_told_before_any_work(tiny_model, tiny_tokeniz
 
     monkeypatch.setattr(offload.os, "posix_fallocate", reserve, raising=False)
     monkeypatch.setattr(offload.mmap, "mmap", lambda file, nbytes: None)
-    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
+    monkeypatch.setattr("restorekv.compression.full_cache.prefill", None)
     with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
-        compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
+        compress(tiny_model, tiny_tokenizer, TEXT, config=CompressionConfig(offload=True))
     assert len(wanted) == 3 and len(set(wanted)) == 1
 
 
@@ -212,13 +219,25 @@ def test_a_scorer_with_a_cache_of_its_own_does_not_offload(tiny_model, tiny_toke
     """kvpress's presses; the package need not be there to tell."""
     assert not FromKVPress.offloads
     monkeypatch.setattr(Knorm, "offloads", False)
-    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
+    monkeypatch.setattr("restorekv.compression.full_cache.prefill", None)
     with pytest.raises(
         RestoreKVError, match="knorm makes a full cache of its own in memory; leave out offload"
     ):
-        compress(tiny_model, tiny_tokenizer, TEXT, evictor="knorm", offload=True)
+        compress(
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            evictor="knorm",
+            config=CompressionConfig(offload=True),
+        )
 
 
 def test_am_fast_does_not_offload(tiny_model, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="leave out offload"):
-        compress(tiny_model, tiny_tokenizer, TEXT, evictor="am-fast", offload=True)
+        compress(
+            tiny_model,
+            tiny_tokenizer,
+            TEXT,
+            evictor="am-fast",
+            config=CompressionConfig(offload=True),
+        )

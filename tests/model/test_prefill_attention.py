@@ -83,7 +83,9 @@ def test_the_window_always_stays(tiny_model, length, sinks):
     prepared = Eviction.make(f"snapkv:sinks={sinks}").prepare(tiny_model, None, context)
     layers, heads, tokens = prepared.scores.shape
     window, first = min(32, tokens), min(sinks, max(tokens - 32, 0))
-    keep = prepared.conventions.allocation(prepared.competing(), (window + first) * layers * heads)
+    keep = prepared.config.allocation(
+        prepared.competing_scores(), (window + first) * layers * heads
+    )
     assert keep[..., tokens - window :].all() and keep[..., :first].all()
     assert int(keep.sum()) == (window + first) * layers * heads
 
@@ -91,7 +93,7 @@ def test_the_window_always_stays(tiny_model, length, sinks):
 def test_a_budget_below_the_window_keeps_its_end_in_every_head(tiny_model):
     prepared = Eviction.make("snapkv").prepare(tiny_model, None, make_context())
     layers, heads, _ = prepared.scores.shape
-    keep = prepared.conventions.allocation(prepared.competing(), 7 * layers * heads)
+    keep = prepared.config.allocation(prepared.competing_scores(), 7 * layers * heads)
     assert keep[..., -7:].all() and int(keep.sum()) == 7 * layers * heads
 
 

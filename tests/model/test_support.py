@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig
 
-from restorekv import compress, load_model
+from restorekv import CompressionConfig, compress, load_model
 from restorekv.cli import execute
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import ModelError, RestoreKVError
@@ -234,7 +234,14 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     refusal = r"400 tokens, .* because layers see at most 300 positions; .*--max-context cut"
     with pytest.raises(RestoreKVError, match=refusal):
         compress(model, tokenizer, ids, adapter=None)
-    cut = compress(model, tokenizer, ids, adapter=None, max_context="cut", evictor="random")
+    cut = compress(
+        model,
+        tokenizer,
+        ids,
+        adapter=None,
+        config=CompressionConfig(max_context="cut"),
+        evictor="random",
+    )
     assert cut.context.positions < WINDOW and cut.manifest.cut
     small = compress(model, tokenizer, ids[:150], adapter=None, evictor="random", ratio=0.5)
     beyond = "needs .* positions, and layers see at most 300 positions of MistralForCausalLM"

@@ -12,7 +12,8 @@ from paper.experiment import Row
 from paper.experiments import FURTHER, chosen
 from paper.recipe import ABLATIONS
 from paper.setting import TRAINED, backbone, tiny
-from restorekv.compression.eviction import Eviction, load_adapter
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.restore.adapter import RestoreAdapter

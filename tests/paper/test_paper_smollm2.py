@@ -15,7 +15,8 @@ from paper.experiments import EXPERIMENTS, FURTHER, chosen, mechanism
 from paper.setting import ASKED, SEEDS
 from paper.smollm2 import smollm2
 from restorekv import tasks
-from restorekv.compression.eviction import Eviction, load_adapter, shipped_adapter
+from restorekv.compression.adapters import load_adapter, shipped_adapter
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import CELLS, load
 from restorekv.evaluation.run import check

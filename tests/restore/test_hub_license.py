@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 
-from restorekv.compression.eviction import load_adapter, make_compressor
+from restorekv import CompressionConfig
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.pipeline import compress
 from restorekv.restore import publish
@@ -196,7 +198,7 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
                 evictor="kvzip+",
                 ratio=0.3,
                 adapter="published",
-                prefix_policy="counted",
+                config=CompressionConfig(prefix_policy="counted"),
             )
         )
         assert small.manifest.adapter["evictor"] == "kvzip+" and small.manifest.restore_tokens == 4

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from restorekv import CompressionConfig
+
 openai = pytest.importorskip("openai")
 
 from restorekv import compose, compress, load_model  # noqa: E402
@@ -73,8 +75,7 @@ def small_of(model, tokenizer, text=TEXT):
         evictor="snapkv",
         ratio="0.4",
         adapter=None,
-        allocation="per-head",
-        on_small_budget="fewer",
+        config=CompressionConfig(allocation="per-head", on_small_budget="fewer"),
     )
 
 

@@ -5,14 +5,14 @@ data.
 import pytest
 import torch
 
-from restorekv import compress, load_portable, seal
-from restorekv.compression.eviction import shipped_adapter
+from restorekv import load_portable, seal
+from restorekv.compression.adapters import shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model import rope
 from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter_file import read_adapter
 from restorekv.storage import portable
-from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
 from tests.helpers.models import build_model
 
 YARN = {
@@ -41,7 +41,7 @@ def small_of(model, tokenizer, text=TEXT, **options):
         "adapter": make_adapter(model),
         **options,
     }
-    return compress(model, tokenizer, text, **options)
+    return compress_with(model, tokenizer, text, **options)
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES))

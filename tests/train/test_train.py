@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import CohereForCausalLM, GraniteForCausalLM
 
 from restorekv import seal
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade

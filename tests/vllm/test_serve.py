@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.compressing import compress_with
+
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
-from restorekv import compose, compress  # noqa: E402
+from restorekv import compose  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
 from restorekv.storage.portable import load_portable  # noqa: E402
 from tests.helpers.engine import ENVIRONMENT, TOKENS, World, make_world, server, without_halves  # noqa: E402
@@ -48,7 +50,7 @@ def world(tmp_path_factory) -> World:
 
 def smalls(world) -> list:
     how = {"evictor": "snapkv", "ratio": "0.4", "adapter": None, "allocation": "per-head"}
-    return [compress(world.model, world.tokenizer, text, **how) for text in TEXTS]
+    return [compress_with(world.model, world.tokenizer, text, **how) for text in TEXTS]
 
 
 def told(answer) -> list[str]:

@@ -18,12 +18,12 @@ from restorekv.cli.session import (
     read_text,
 )
 from restorekv.compression.budget import exact_ratio
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.compression.prepared import CompressionConfig
 from restorekv.context import CompressedContext, size
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import check_target, write_json
-from restorekv.pipeline import chosen_evictor, compress
+from restorekv.pipeline import choose_evictor, compress
 
 
 def run(
@@ -68,9 +68,20 @@ def run(
     ] = 2,
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
-    make_compressor(
-        evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
+    config = CompressionConfig(
+        prefix_policy=prefix_policy,
+        on_small_budget=on_small_budget,
+        allocation=allocation,
+        restore_from=restore_from,
+        offset=offset,
+        streaming=streaming,
+        offload=offload,
+        restore_tokens=restore_tokens,
+        storage=storage,
+        system=system,
+        max_context=max_context,
     )
+    make_compressor(evictor, config)  # refuses what could not be done, before a model is loaded
     recipe = folder.Recipe(
         model,
         dtype,
@@ -81,18 +92,8 @@ def run(
             "ratio": ratio,
             "tokens_per_head": tokens_per_head,
             "adapter": None if adapter == "none" else adapter,
-            "restore_tokens": restore_tokens,
-            "system": system,
-            "prefix_policy": prefix_policy,
-            "on_small_budget": on_small_budget,
-            "allocation": allocation,
-            "restore_from": restore_from,
-            "offset": offset,
-            "storage": storage,
-            "streaming": streaming,
-            "offload": offload,
-            "max_context": max_context,
         },
+        config,
     )
     if file != "-" and Path(file).is_dir():
         return folder.run(Path(file), out, recipe, ray, workers, json)
@@ -109,7 +110,14 @@ def compress_file(file: str, out: Path, recipe: folder.Recipe, json: Path | None
     loaded, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
     with notes.status("compressing") as status:
-        compressed = compress(loaded, tokenizer, text, progress=status.update, **recipe.options)
+        compressed = compress(
+            loaded,
+            tokenizer,
+            text,
+            config=recipe.config,
+            progress=status.update,
+            **recipe.options,
+        )
         seconds = time.perf_counter() - start
         status.update("saving")
         compressed.save(out)
@@ -134,7 +142,7 @@ def checked(
     if ratio is not None:
         exact_ratio(ratio)
     check_storage(storage)
-    return chosen_evictor(evictor, preset)
+    return choose_evictor(evictor, preset)
 
 
 def summary(

@@ -19,8 +19,10 @@ from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, show_progress_share, silence_transformers
-from restorekv.compression.eviction import Eviction, load_adapter
-from restorekv.compression.prepared import ScoredContext, timed
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.compressor import timed
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import SHIPPED, Grid
 from restorekv.evaluation.grid_tables import tables_of

@@ -23,9 +23,10 @@ from restorekv.cli.session import (
     output,
     show_progress_share,
 )
+from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
 from restorekv.context import size
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
@@ -38,20 +39,20 @@ from restorekv.seal import digest_file
 from restorekv.storage.cache_file import read
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
-CONVENTIONS = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
 # What one document may raise without ending the others.
 EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The model and how texts are compressed; `options` are those of `compress`."""
+    """The model and how texts are compressed; `options` and `config` are those of `compress`."""
 
     model: str
     dtype: str
     device: str
     yarn: float | None
     options: dict[str, Any]
+    config: CompressionConfig
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,14 @@ class Maker:
         recipe = self.recipe
         options = self.recipe.options
         model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
-        how = make_compressor(
-            options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS))
-        )
+        how = make_compressor(options["evictor"], recipe.config)
         between = get_default_between(tokenizer)
         ratio = exact_ratio(options["ratio"]) if options["ratio"] else None
         adapter = load_adapter(
-            model, options["adapter"], how, options["restore_tokens"], between, ratio
+            model, options["adapter"], how, recipe.config.restore_tokens, between, ratio
         )
+        settings = vars(recipe.config) | recipe.config.to_json()
+        del settings["between"]  # which is a fact already
         facts = [
             __version__,
             fingerprint_model(model),
@@ -95,7 +96,7 @@ class Maker:
             between,
             how.identity(model),
             adapter and adapter.identity(),
-            options,
+            {**options, **settings},
         ]
         self.facts = json.dumps(facts, sort_keys=True, default=str)
         self.opened = (model, tokenizer)
@@ -118,7 +119,12 @@ class Maker:
             return there
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
-        compressed = compress(*self.opened, extract_text(name, content), **self.recipe.options)
+        compressed = compress(
+            *self.opened,
+            extract_text(name, content),
+            config=self.recipe.config,
+            **self.recipe.options,
+        )
         seconds = compressed.manifest.seconds
         plain = replace(compressed.manifest, seconds={})
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none

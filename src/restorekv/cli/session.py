@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.errors import visible
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import read_bytes

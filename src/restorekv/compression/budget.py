@@ -8,7 +8,7 @@ tokens is 3.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 from typing import Literal
@@ -58,13 +58,8 @@ class Budget:
             )
         if tokens < 1:
             raise BudgetError("The context is empty; give at least one token to compress.")
-        exact = exact_ratio(ratio)
-        room = floor(exact * tokens) if whole_tokens else exact * tokens
-        if restore_tokens > room and on_small_budget == "error":
-            raise BudgetError(too_small(exact, tokens, restore_tokens))
-        if on_small_budget == "fewer":
-            restore_tokens = min(restore_tokens, floor(exact * tokens))
-        return cls(exact, tokens, layers, heads, restore_tokens, on_small_budget, whole_tokens)
+        budget = cls(exact_ratio(ratio), tokens, layers, heads, 0, on_small_budget, whole_tokens)
+        return budget.reserve(restore_tokens)
 
     @classmethod
     def of_tokens_per_head(
@@ -93,6 +88,16 @@ class Budget:
         return cls.of_ratio(
             Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_small_budget
         )
+
+    def reserve(self, restore_tokens: int) -> "Budget":
+        """Return this budget with room for n restore tokens, as `on_small_budget` says."""
+        room = self.ratio * self.tokens
+        if self.on_small_budget == "fewer":
+            restore_tokens = min(restore_tokens, floor(room))
+        whole = floor(room) if self.whole_tokens else room
+        if self.on_small_budget == "error" and restore_tokens > whole:
+            raise BudgetError(too_small(self.ratio, self.tokens, restore_tokens))
+        return replace(self, restore_tokens=restore_tokens)
 
     @property
     def total(self) -> int:

@@ -26,9 +26,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
+from restorekv.compression.compressor import timed
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import timed
-from restorekv.compression.streaming import Pairs, read_part, restore_pairs
+from restorekv.compression.full_cache import prefill_and_score
+from restorekv.compression.streaming import Pairs, run_restore_pass
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model import support
 from restorekv.model.prefill import prefill
@@ -58,7 +59,7 @@ class Growth:
 
     def __post_init__(self) -> None:
         evictor = self.how.evictor
-        config = self.how.conventions
+        config = self.how.config
         check_choice("restore", self.restore, RESTORE)
         if not evictor.streams:
             why = f"The evictor {evictor.name} scores a context as a whole"
@@ -79,7 +80,7 @@ class Growth:
         shape = CacheShape.from_model(self.model)
         adapter = self.how.adapter
         tokens = adapter.restore_tokens if adapter else 0
-        return self.how.conventions.budget(
+        return self.how.config.make_budget(
             self.ratio, self.whole, shape.layers, shape.heads, tokens
         )
 
@@ -98,16 +99,16 @@ class Growth:
         room = self.room()
         tokens = self.budget.restore_tokens
         restored = []
-        reading, scores = read_part(
+        reading, scores = prefill_and_score(
             self.model, self.tokenizer, evictor, part, self.opened(), self.seconds
         )
-        if tokens and self.how.conventions.restore_from == "full":
-            restored = restore_pairs(self.how.adapter, reading, tokens, self.seconds)
+        if tokens and self.how.config.restore_from == "full":
+            restored = run_restore_pass(self.how.adapter, reading, tokens, self.seconds)
         with timed(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
             cache = self.gathered(
                 reading,
-                self.how.conventions.allocation(scores, min(room, scores.numel())),
+                self.how.config.allocation(scores, min(room, scores.numel())),
                 restored,
             )
         if tokens and not restored:
@@ -141,7 +142,7 @@ class Growth:
         kept.
         """
         budget = self.budget
-        first = self.context.prefix if self.how.conventions.prefix_policy == "free" else 0
+        first = self.context.prefix if self.how.config.prefix_policy == "free" else 0
         held = sum(
             int(((layer.positions >= first) & (layer.positions < self.context.positions)).sum())
             for layer in self.cache.layers

@@ -19,7 +19,6 @@ cache.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar, Self
@@ -28,24 +27,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
-from restorekv.compression.prepared import (
-    GONE,
-    CompressionConfig,
-    PreparedContext,
-    Progress,
-    Ratio,
-    pin_prefix,
-    timed,
-)
+from restorekv.compression.compressor import PreparedContext, Progress, timed
+from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import Evictor
 from restorekv.model import support
-from restorekv.model.observer import observe_layers
-from restorekv.model.prefill import prefill, read_only_view
+from restorekv.model.prefill import read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -64,12 +56,10 @@ class Part:
     end: int
 
 
-def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
+def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     """Returns parts of up to `chunk` tokens, all alike; each but the first repeats the latest
     columns before it.
     """
-    if chunk < 1:
-        raise RestoreKVError(f"Streaming reads at least 1 token at a time, not {chunk}.")
     tokens = context.tokens
     first = context.prefix
     if tokens <= chunk:
@@ -101,16 +91,16 @@ class StreamedContext(PreparedContext):
     tokenizer: Tokenizer
     context: Context
     evictor: Evictor
-    conventions: CompressionConfig
+    config: CompressionConfig
     streaming: int
-    restorer: RestoreAdapter | None = None
-    tell: Progress = lambda phase: None
+    adapter: RestoreAdapter | None = None
+    progress: Progress = lambda phase: None
     seconds: dict[str, float] = field(default_factory=dict)
     full: ClassVar[None] = None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
         """Leaves the restore pass to `evict`."""
-        return replace(self, restorer=adapter)
+        return replace(self, adapter=adapter)
 
     def evict(
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
@@ -123,10 +113,10 @@ class StreamedContext(PreparedContext):
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Times every phase."""
         shape = CacheShape.from_model(self.model)
-        available = self.restorer.restore_tokens if self.restorer else 0
+        available = self.adapter.restore_tokens if self.adapter else 0
         tokens = available if restore_tokens is None else restore_tokens
         stream = Stream(
-            self, self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens)
+            self, self.config.make_budget(budget, self.context, shape.layers, shape.heads, tokens)
         )
         return stream.run(), stream.seconds
 
@@ -145,23 +135,23 @@ class Stream:
     def __post_init__(self) -> None:
         self.model = self.source.model
         self.context = self.source.context
-        self.conventions = self.source.conventions
+        self.config = self.source.config
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache at the budget."""
         support.prepare_model(self.model)
         shape = CacheShape.from_model(self.model)
-        pieces = parts(self.source.evictor, self.context, self.source.streaming)
+        pieces = split_context(self.source.evictor, self.context, self.source.streaming)
         size = shape.layers, shape.heads, self.context.positions
         self.scores = torch.full(size, GONE, device=self.model.device)
-        reads_full = self.budget.restore_tokens and self.conventions.restore_from == "full"
+        reads_full = self.budget.restore_tokens and self.config.restore_from == "full"
         if reads_full and len(pieces) > 1:
             learned = "The adapter learned to read full caches; with streaming it reads what is held at the end"
             warn(f"{learned}; expect worse answers.")
         cache = None
         for number, part in enumerate(pieces, 1):
-            self.source.tell(f"part {number} of {len(pieces)}")
+            self.source.progress(f"part {number} of {len(pieces)}")
             cache = self.read(cache, part)
             self.most = max(
                 self.most,
@@ -169,16 +159,16 @@ class Stream:
             )
             restored = []
             if reads_full and part is pieces[-1]:
-                restored = restore_pairs(
-                    self.source.restorer, cache, self.budget.restore_tokens, self.seconds
+                restored = run_restore_pass(
+                    self.source.adapter, cache, self.budget.restore_tokens, self.seconds
                 )
             with timed(self.seconds, "evict"):
                 self.settle(cache, part, restored, part is pieces[-1])
         if self.budget.restore_tokens and not reads_full:
             with timed(self.seconds, "restore"):
-                self.source.restorer.append(cache, self.budget.restore_tokens)
+                self.source.adapter.append(cache, self.budget.restore_tokens)
                 cache.commit_tail()
-        assert self.conventions.counted_pairs(cache, self.context) == self.budget.pairs
+        assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
 
     def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
@@ -187,12 +177,12 @@ class Stream:
         """
         seen = portion(self.context, part)
         evictor = self.source.evictor if cache is None else self.source.evictor.for_later_part(seen)
-        full, scores = read_part(
+        full, scores = prefill_and_score(
             self.model, self.source.tokenizer, evictor, seen, cache, self.seconds
         )
         columns = self.scores[..., part.start : part.settled]
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
-        if self.conventions.prefix_policy == "counted":
+        if self.config.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix)
         return full if cache is not None else RaggedCache([as_tail(layer) for layer in full.layers])
 
@@ -200,7 +190,7 @@ class Stream:
         """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
         prefix = self.context.prefix
         keep = self.kept(last)
-        seen = self.context.positions + self.conventions.offset if last else part.settled - prefix
+        seen = self.context.positions + self.config.offset if last else part.settled - prefix
         device = self.scores.device
         columns = torch.cat(
             [torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)]
@@ -223,44 +213,15 @@ class Stream:
         without the prefix.
         """
         prefix = self.context.prefix
-        if last and self.conventions.prefix_policy == "counted":
-            return self.conventions.allocation(self.scores, self.budget.retained)
+        if last and self.config.prefix_policy == "counted":
+            return self.config.allocation(self.scores, self.budget.retained)
         competing = self.scores[..., prefix:]
         pairs = min(self.budget.retained, int((competing > GONE).sum()))
-        keep = self.conventions.allocation(competing, pairs)
+        keep = self.config.allocation(competing, pairs)
         return torch.nn.functional.pad(keep, (prefix, 0), value=last)
 
 
-def read_part(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    evictor: Evictor,
-    seen: Context,
-    cache: Cache | None,
-    seconds: dict[str, float],
-    tell: Progress = lambda phase: None,
-) -> tuple[Cache, Tensor]:
-    """Prefills what `cache`, an empty one by default, does not hold of `seen`; returns the cache
-    and scores.
-
-    `seen` is what the evictor takes for the whole text: all of it, or prefix and part, behind a
-    ragged cache.
-    """
-    observer = evictor.make_observer(model, seen)
-    observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
-    tell("prefill")
-    with timed(seconds, "prefill"), observing:
-        full = prefill(
-            model,
-            seen.ids[:, seen.prefix :] if isinstance(cache, RaggedCache) else seen.ids,
-            into=cache,
-        )
-    tell("score")
-    with timed(seconds, "score"):
-        return full, evictor.score(model, tokenizer, seen, full, observer)
-
-
-def restore_pairs(
+def run_restore_pass(
     adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]
 ) -> list[Pairs]:
     """Returns the restore cache of a pass over all that is held, layer by layer."""

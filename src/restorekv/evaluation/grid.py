@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Self, TypeVar, get_type_hints
 
 from restorekv import tasks
+from restorekv.compression.adapters import shipped_adapter
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.eviction import make_compressor, shipped_adapter
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.files import matches_type
 from restorekv.model.names import TINY, tiny_path, to_canonical_name
@@ -118,11 +119,16 @@ class Cell:
         readable = "_".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
         return f"{readable[:120]}_{digest}"
 
-    def conventions(self, prefix_policy: str) -> CompressionConfig:
+    def config(self, prefix_policy: str) -> CompressionConfig:
         """Returns how the cell compresses; `prefix_policy` counts where the cell names none."""
         policy = self.prefix_policy or prefix_policy
         return CompressionConfig(
-            policy, self.on_small_budget, self.allocation, self.restore_from, self.offset
+            prefix_policy=policy,
+            on_small_budget=self.on_small_budget,
+            allocation=self.allocation,
+            restore_from=self.restore_from,
+            offset=self.offset,
+            streaming=self.streaming or None,
         )
 
 

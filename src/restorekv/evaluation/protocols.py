@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import PrefixPolicy
-from restorekv.compression.prepared import Compressor
+from restorekv.compression.compressor import Compressor
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import (
     Context,

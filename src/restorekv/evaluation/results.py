@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.config import CompressionConfig
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import Answer
@@ -241,7 +241,7 @@ def load(folder: Path) -> list[Result]:
     return results
 
 
-def provenance(model: PreTrainedModel, conventions: CompressionConfig) -> dict:
+def provenance(model: PreTrainedModel, config: CompressionConfig) -> dict:
     """Returns model, conventions, device and versions as JSON values; they decide whether two
     figures compare.
     """
@@ -251,7 +251,7 @@ def provenance(model: PreTrainedModel, conventions: CompressionConfig) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": get_rope_settings(model.config),
         "shape": asdict(CacheShape.from_model(model)),
-        **conventions.described(),
+        **config.to_json(),
         "budget": "B = floor(r T L H), exact",
         "decoding": "greedy",
         "device": model.device.type,

@@ -88,12 +88,12 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
     if cell.evictor != FULL:
         context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapted(
-            make_compressor(cell.evictor, worker.conventions(cell)), context.prefix
+            make_compressor(cell.evictor, worker.config(cell)), context.prefix
         )
         name = compressor.identity(worker.model)
     unit = "contexts" if benchmark.by_context(worker.protocol.name) else "questions"
     return {
-        **provenance(worker.model, worker.conventions(cell)),
+        **provenance(worker.model, worker.config(cell)),
         "method": name,
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
@@ -184,8 +184,8 @@ def check(cells: Sequence[Cell]) -> None:
         quantized.check_storage(cell.storage)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
-            conventions = cell.conventions(protocols.make(cell.protocol).prefix_policy)
-            make_compressor(cell.evictor, conventions, cell.streaming or None)
+            config = cell.config(protocols.make(cell.protocol).prefix_policy)
+            make_compressor(cell.evictor, config)
 
 
 def missing_samples(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:

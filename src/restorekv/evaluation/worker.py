@@ -11,14 +11,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import (
-    CompressionConfig,
-    Compressor,
-    PreparedContext,
-    ScoredContext,
-    timed,
-)
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.compressor import Compressor, PreparedContext, timed
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
@@ -49,7 +46,7 @@ class Worker:
         support.prepare_model(self.model)
         self.adapters = {cell: self.load(cell) for cell in job.cells}
         methods = {cell: self.compressor(cell) for cell in job.cells if cell.evictor != FULL}
-        fixed = {method.conventions for method in methods.values() if not method.any_config}
+        fixed = {method.config for method in methods.values() if not method.any_config}
         if len(fixed) > 1:
             raise RestoreKVError(
                 f"{first.evictor} builds its cache by its conventions; evaluate one set of them."
@@ -63,16 +60,16 @@ class Worker:
     def by_id(self) -> dict[str, Sample]:
         return {sample.id: sample for sample in self.samples}
 
-    def conventions(self, cell: Cell) -> CompressionConfig:
+    def config(self, cell: Cell) -> CompressionConfig:
         """Returns the cell's config; the full cache has the default one."""
         return (
             CompressionConfig()
             if cell.evictor == FULL
-            else cell.conventions(self.protocol.prefix_policy)
+            else cell.config(self.protocol.prefix_policy)
         )
 
     def compressor(self, cell: Cell) -> Compressor:
-        return make_compressor(cell.evictor, self.conventions(cell), cell.streaming or None)
+        return make_compressor(cell.evictor, self.config(cell))
 
     def load(self, cell: Cell) -> RestoreAdapter | None:
         """Returns a cell's adapter, checked against the evictor as the cell names it."""
@@ -113,7 +110,7 @@ class Worker:
                 "tokens": context.tokens,
                 "prefix": context.prefix,
                 "restore_tokens": cache.restore_length,
-                "pairs": view.conventions.counted_pairs(cache, context),
+                "pairs": view.config.count_pairs(cache, context),
                 "pairs_with_prefix": cache.pairs,
                 "bytes": cache.nbytes,
             }
@@ -133,7 +130,7 @@ class Worker:
         seconds = dict(prepared.seconds)
         for members in grouped(cells, self.treatment).values():
             adapter = self.adapters[members[0]]
-            view = prepared.with_conventions(self.conventions(members[0]))
+            view = prepared.with_config(self.config(members[0]))
             view = view.with_restore_cache(adapter) if adapter else view
             seconds |= {
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
@@ -154,7 +151,7 @@ class Worker:
 
     def treatment(self, cell: Cell) -> tuple:
         """Returns what the cells have in common that differ in ratio and storage alone."""
-        return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
+        return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
 
     def prepare(self, context: Context, only_full: bool) -> PreparedContext:
         """Returns the context with its prefill and, unless only the full cache is asked, scores."""

@@ -89,7 +89,7 @@ class Chat:
     """A conversation over `document`. `system` is said once, between the text and the first
     question.
 
-    A system message in its usual place is a matter of compressing: `compress(..., system=...)`.
+    A system message in its usual place is a matter of compressing: `CompressionConfig(system=...)`.
     """
 
     document: ChatContext

@@ -186,6 +186,7 @@ def render_card(card: AdapterCard, config: LoraConfig, name: str = NAMELESS) -> 
         license=license,
         non_commercial=find_noncommercial_license(card),
         arguments=make_usage_arguments(card, name),
+        compression=find_changed_settings(card),
         evictor=evictor,
         evictor_settings=evictor_settings,
         table=format_table,
@@ -233,21 +234,20 @@ def is_hub_name(name: str) -> bool:
 
 
 def make_usage_arguments(card: AdapterCard, name: str) -> dict[str, object]:
-    """Returns the arguments of `compress`: a ratio near 0.1, and the conventions that are not its
-    defaults.
-    """
+    """Return the arguments of `compress`, with a ratio near 0.1."""
     low, high = card.ratio_range or (0.1, 0.1)
-    arguments = {
+    return {
         "evictor": card.evictor or "kvzip",
         "ratio": min(max(0.1, low), high),
         "adapter": name,
     }
+
+
+def find_changed_settings(card: AdapterCard) -> dict[str, object]:
+    """Return the fields of `CompressionConfig` that the card says and that are not the defaults."""
     defaults = {"prefix_policy": "free", "allocation": "global", "restore_from": "full"}
-    return arguments | {
-        key: getattr(card, key)
-        for key in defaults
-        if getattr(card, key) not in (None, defaults[key])
-    }
+    said = {name: getattr(card, name) for name in defaults}
+    return {name: value for name, value in said.items() if value not in (None, defaults[name])}
 
 
 def format_table(rows: list[dict]) -> str:

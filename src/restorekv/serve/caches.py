@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import generate
@@ -77,11 +78,11 @@ def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
 class Caches:
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
-    `more` are options of `compress` beyond a variant's own; caches that differ in them have other
+    `more` are fields of `CompressionConfig` beyond a variant's own; caches that differ in them have other
     keys.
     """
 
-    more: ClassVar[Mapping[str, str]] = {}
+    more: ClassVar[Mapping[str, Any]] = {}
     farewell = 0.0
 
     def __init__(
@@ -240,9 +241,9 @@ class Caches:
                     self.model,
                     self.tokenizer,
                     content,
+                    config=CompressionConfig(**variant.settings, **self.more),
                     progress=lambda name: self.on_phase(key, name),
                     **variant.options,
-                    **self.more,
                 )
         finally:
             self.on_phase("", "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Self
+from typing import Any, Self
 
 from restorekv.compression.budget import exact_ratio
 from restorekv.errors import RestoreKVError
@@ -52,15 +52,15 @@ class Variant:
         return f"{self.base}:{self.method}-{ratio}" + ALONE * (not self.restores)
 
     @property
-    def options(self) -> dict[str, object]:
-        """What `compress` is asked for."""
+    def options(self) -> dict[str, Any]:
+        """The arguments of `compress`."""
         if not self.method:
             return {"ratio": 1, "adapter": None}
         evictor = PRESETS.get(self.method, self.method)
         adapter = "auto" if self.restores else None
-        return {
-            "evictor": evictor,
-            "ratio": self.ratio,
-            "adapter": adapter,
-            "on_small_budget": "fewer",
-        }
+        return {"evictor": evictor, "ratio": self.ratio, "adapter": adapter}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of `CompressionConfig` that are not the defaults."""
+        return {"on_small_budget": "fewer"} if self.method else {}

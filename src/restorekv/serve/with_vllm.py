@@ -75,7 +75,7 @@ class Vllm(Caches):
     this process with `options` of its AsyncEngineArgs.
     """
 
-    more: ClassVar[Mapping[str, str]] = {"allocation": "per-head"}
+    more: ClassVar[Mapping[str, Any]] = {"allocation": "per-head"}
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from restorekv.cache import quantized
 from restorekv.cache.quantized import STORAGE_DTYPES, STORAGES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
-from restorekv.compression.prepared import RESTORE_FROM
+from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
 from restorekv.model.identity import fingerprint_model

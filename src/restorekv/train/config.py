@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Self, get_type_hints
 
 from restorekv.compression.budget import PrefixPolicy
+from restorekv.compression.config import RestoreFrom
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import RestoreFrom
 from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError, check_choice, make_printable
 from restorekv.files import matches_type, parse_json

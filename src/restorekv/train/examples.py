@@ -286,7 +286,7 @@ def check_example_lengths(
     """
     limit = count_usable_positions(model)
     few = 0
-    conventions = config.make_evictions()[0].conventions
+    conventions = config.make_evictions()[0].config
     ratio = config.ratio_min if is_sharded(get_backbone(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
@@ -304,12 +304,12 @@ def check_example_lengths(
                 f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
                 f"question and answer, and the model was made for {limit}; shorten it."
             )
-        if not conventions.budget(ratio, context, 1, 1, config.restore_tokens).restore_tokens:
+        if not conventions.make_budget(ratio, context, 1, 1, config.restore_tokens).restore_tokens:
             raise RestoreKVError(
                 f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
                 "them; leave it out."
             )
-        fitting = conventions.budget(
+        fitting = conventions.make_budget(
             config.ratio_min, context, 1, 1, config.restore_tokens
         ).restore_tokens
         few += fitting < config.restore_tokens

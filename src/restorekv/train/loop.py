@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, import_extra
 from restorekv.files import folder_lock, open_without_links
 from restorekv.model.prompt import encode_text, get_default_between
@@ -288,7 +288,7 @@ def _save_adapter(
         evictor=checkpoint.identify_scores(config, teachers.model),
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
-        allocation=teachers.evictions[0].conventions.allocation.spec,
+        allocation=teachers.evictions[0].config.allocation.spec,
         restore_from=config.restore_from,
         settings=json.loads(config.to_json()) | {"processes": group.size},
         data=own + (inherited if config.init else []),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.generation.generate import BATCH, answer_ids, stop_ids
 from restorekv.model.prompt import encode_question, encode_text
 from restorekv.model.shape import compute_logits

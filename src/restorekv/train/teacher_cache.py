@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import ScoredContext
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.manifest import hash_tokenizer
 from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.generate import stop_ids
@@ -197,7 +197,7 @@ class TeacherCache:
             full = _unpack_cache(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
         of_pairs = stored["scores"].to(self.model.device)
-        return ScoredContext(self.model, context, full, of_pairs, eviction.conventions)
+        return ScoredContext(self.model, context, full, of_pairs, eviction.config)
 
     def find_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Returns the targets of a context, from the store if they are there."""

@@ -34,14 +34,9 @@ from restorekv import spec
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, read_shares
 from restorekv.compression.attention_matching.matching import Targets, fit, observe
-from restorekv.compression.prepared import (
-    CompressionConfig,
-    Compressor,
-    Progress,
-    Ratio,
-    ScoredContext,
-    timed,
-)
+from restorekv.compression.compressor import Compressor, Progress, timed
+from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
@@ -55,7 +50,7 @@ INSTRUCTION = "Repeat the previous context verbatim."
 
 @dataclass(frozen=True)
 class AttentionMatching(Compressor):
-    """The settings of the method, and the conventions of the cache that it makes.
+    """The settings of the method, and the config of the cache that it makes.
 
     `queries` caps the reference queries of a KV head; `steps` and `box` belong to the bias; `heads`
     is "uniform" or a JSON file of head budgets. The chat prefix stays as it is, so only the prefix
@@ -72,7 +67,7 @@ class AttentionMatching(Compressor):
     instruction: str = INSTRUCTION
     heads: str = UNIFORM
     seed: int = 0
-    conventions: CompressionConfig = CompressionConfig()
+    config: CompressionConfig = CompressionConfig()
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.steps < 0 or not 0 <= self.box <= 20:
@@ -87,13 +82,18 @@ class AttentionMatching(Compressor):
             raise RestoreKVError(
                 "am-fast's instruction and file of head budgets are one line without commas."
             )
-        if self.conventions.prefix_policy != "free":
+        if self.config.prefix_policy != "free":
             raise RestoreKVError(
                 "am-fast compresses the article alone; use the prefix policy free."
             )
-        if self.conventions.restore_from != "full":
+        if self.config.restore_from != "full":
             raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
-        if self.conventions.allocation != GLOBAL:
+        for name in ("streaming", "offload"):
+            if getattr(self.config, name):
+                raise RestoreKVError(
+                    f"am-fast fits a cache to a full one in memory; leave out {name}."
+                )
+        if self.config.allocation != GLOBAL:
             raise RestoreKVError(
                 "am-fast divides the budget among heads itself; set heads=FILE, not an allocation."
             )
@@ -112,16 +112,13 @@ class AttentionMatching(Compressor):
         tokenizer: Tokenizer,
         context: str | Context,
         progress: Progress | None = None,
-        offload: bool = False,
     ) -> MatchedContext:
-        """Does the prefill, and one more pass for queries, masses and outputs."""
-        if offload:
-            raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out offload.")
+        """Prefill, and read the article once more for queries, masses and outputs."""
         tell = progress or (lambda phase: None)
         support.prepare_model(model)
         shape = CacheShape.from_model(model)
-        conventions = replace(
-            self.conventions, allocation=HeadShares.of(self.heads, shape.layers, shape.heads)
+        config = replace(
+            self.config, allocation=HeadShares.of(self.heads, shape.layers, shape.heads)
         )
         if isinstance(context, str):
             context = make_context(tokenizer, context)
@@ -149,7 +146,7 @@ class AttentionMatching(Compressor):
             context,
             full,
             torch.stack(scores),
-            conventions,
+            config,
             seconds=seconds,
             targets=targets,
             method=self,
@@ -167,7 +164,7 @@ class MatchedContext(ScoredContext):
     targets: tuple[Targets, ...] = ()
     method: AttentionMatching = AttentionMatching()
 
-    def with_conventions(self, conventions: CompressionConfig) -> MatchedContext:
+    def with_config(self, config: CompressionConfig) -> MatchedContext:
         """Returns the same context: its allocation is the method's own."""
         return self
 

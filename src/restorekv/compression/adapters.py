@@ -1,0 +1,165 @@
+"""Which adapter a compression uses: the one given, or the one that ships for model and evictor."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from restorekv.compression.allocate import GLOBAL
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.compressor import Compressor
+from restorekv.errors import AdapterError, RestoreKVError, warn
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.names import (
+    SHIPPING,
+    get_install_command,
+    get_model_name,
+    is_shipping_installed,
+    shipped_path,
+    to_canonical_name,
+)
+from restorekv.restore import publish
+from restorekv.restore.adapter import RestoreAdapter
+
+# How many adapters a model keeps loaded, and its attribute for them.
+LOADED = 4
+ADAPTERS = "_restorekv_adapters"
+
+
+def load_adapter(
+    model: PreTrainedModel,
+    adapter: RestoreAdapter | str | Path | None,
+    compressor: Compressor,
+    restore_tokens: int | None = None,
+    between: str | None = None,
+    ratio: Fraction | None = None,
+) -> RestoreAdapter | None:
+    """Return the adapter to use, or None where nothing is restored.
+
+    Warns where the adapter was trained for another use.
+
+    Args:
+        model: The model whose caches are restored.
+        adapter: What `compress` takes. "tiny:NAME" or "smollm2:NAME" is the adapter that ships for
+            the evictor NAME, for use with another evictor.
+        compressor: The method that makes the caches, with its config.
+        restore_tokens: Return the first n tokens of the adapter as an adapter; None returns all.
+        between: What separates text and question, which is part of an adapter's use.
+        ratio: The share of the pairs to hold. "auto" restores nothing above the ratios of the
+            adapter's training, unless the config or `restore_tokens` asks for restoring.
+
+    Raises:
+        AdapterError: The adapter cannot be loaded, or does not fit the model or the method.
+        RestoreKVError: The config asks for restoring, and there is no adapter.
+    """
+    config = compressor.config
+    if not compressor.restores:
+        if adapter not in (None, "auto"):
+            raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
+        return None
+    auto = adapter == "auto"
+    wanted = restore_tokens is not None or config.restore_from != "full"
+    if isinstance(adapter, str):
+        adapter = locate_adapter(model, adapter, compressor)
+    if adapter is None:
+        _refuse_restoring_without_adapter(config.restore_from, restore_tokens)
+        return None
+    if not isinstance(adapter, RestoreAdapter):
+        try:
+            adapter = _load_shared(model, adapter)
+        except AdapterError as error:
+            if not auto or config.restore_from != "full":
+                raise
+            warn(f"{error} Nothing is restored.")
+            return None
+    if auto and not wanted and ratio is not None:
+        _, highest = adapter.card.ratio_range or (0, 1)
+        if ratio > exact_ratio(highest):
+            return None  # docs/concepts.md has the figures
+    if adapter.model is not model:
+        raise AdapterError("The adapter was made for another model object; load it for this one.")
+    adapter.warn_of_other_use(
+        compressor.identity(model),
+        config.allocation.spec,
+        config.restore_from,
+        config.prefix_policy,
+        between,
+    )
+    return adapter if restore_tokens is None else adapter.first(restore_tokens)
+
+
+def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | None) -> None:
+    if restore_from != "full":
+        raise RestoreKVError(
+            f"restore_from={restore_from!r} needs an adapter; pass adapter=..., "
+            "or drop restore_from."
+        )
+    if restore_tokens is not None:
+        raise RestoreKVError(
+            "restore_tokens needs an adapter; pass adapter=..., or drop restore_tokens."
+        )
+
+
+def _load_shared(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
+    """Return an adapter from a folder or the hub.
+
+    Contexts of one model share the adapter of a folder, as long as its files do not change.
+    """
+    folder = Path(place)
+    if not folder.is_dir():
+        return RestoreAdapter.from_pretrained(model, place)
+    files = []
+    for path in folder.iterdir():
+        # A broken link has no status of its own; the link's must do.
+        status = path.stat() if path.exists() else path.lstat()
+        files.append((path.name, status.st_mtime_ns, status.st_size))
+    identity = fingerprint_model(model)
+    key = (str(folder.resolve()), str(sorted(files)), model.device, model.dtype, identity)
+    # On the model and not in a weak dictionary, since an adapter has a reference to its model.
+    known = vars(model).setdefault(ADAPTERS, {})
+    adapter = known.get(key)
+    if adapter is None:
+        adapter = RestoreAdapter.from_pretrained(model, place)
+        known[key] = adapter
+        for old in list(known)[:-LOADED]:
+            known.pop(old, None)  # another thread may have been first
+    return adapter
+
+
+def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
+    """Return the folder or hub id that a name stands for, None where "auto" finds no adapter."""
+    if name == "published":
+        return publish.find_published_name(get_model_name(model), compressor.spec)
+    if name != "auto":
+        shipped = shipped_adapter(*name.split(":", 1)) if ":" in name else None
+        return shipped or name
+    config = compressor.config
+    folder = shipped_adapter(get_model_name(model), compressor.spec, config.allocation.spec)
+    if folder and config.offset:
+        warn("An offset is a control without restoring: no adapter is used.")
+        return None
+    return folder
+
+
+def shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> Path | None:
+    """Return the folder that ships for the model of that name and this evictor, if one does.
+
+    One trained with the allocation (its folder's name ends in it) goes before one trained with the
+    global ranking.
+    """
+    name = to_canonical_name(model)
+    if name not in SHIPPING or not evictor:
+        return None
+    if not is_shipping_installed(name):
+        warn(
+            f"The adapters for {name} are not installed, so nothing is restored; "
+            f"{get_install_command(name)}, or pass adapter=None."
+        )
+        return None
+    for each in (f"{evictor}.{allocation}", evictor):
+        folder = shipped_path(name, "adapters", each)
+        if folder.is_dir():
+            return folder
+    return None

@@ -1,0 +1,127 @@
+"""What every compression method does: a Compressor prepares a context once, and `evict` then makes
+a cache of any budget from what was prepared.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.budget import Budget
+from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.model.prompt import Context
+from restorekv.restore.adapter import RestoreAdapter
+
+Progress = Callable[[str], None]
+
+
+class Compressor(ABC):
+    """A compression method with its settings."""
+
+    restores: ClassVar[bool]  # an adapter can restore what it loses
+    any_config: ClassVar[bool]  # one preparation serves every CompressionConfig
+    config: CompressionConfig
+    adapter: RestoreAdapter | None = None
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """The shortest spec that makes this method."""
+
+    def identity(self, model: PreTrainedModel) -> str:
+        """Return what decides the scores of `model`, for records: the spec, with the contents of
+        files it names.
+        """
+        return self.spec
+
+    def as_published(self, prefix: int) -> Self:
+        """Return the method with its authors' own settings where the spec leaves the defaults;
+        `prefix` is S.
+        """
+        return self
+
+    def specialize(self, context: Context, budget: Budget) -> Self:
+        """Return the method for this context and budget alone: it may leave out what these do not
+        need.
+        """
+        return self
+
+    @abstractmethod
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: str | Context,
+        progress: Progress | None = None,
+    ) -> PreparedContext:
+        """Do everything expensive that no budget changes: prefill, scores, restore pass.
+
+        Args:
+            model: The model that will answer.
+            tokenizer: Its tokenizer.
+            context: A text, or one that is tokenized already.
+            progress: Called with the name of each phase when it begins.
+
+        Returns:
+            The context, from which `evict` makes a cache of any budget.
+        """
+
+
+class PreparedContext(ABC):
+    """A context that is ready for every budget. `seconds` holds what each phase of preparing took."""
+
+    model: PreTrainedModel
+    context: Context
+    config: CompressionConfig
+    seconds: dict[str, float]
+    full: DynamicCache | None  # S + T columns; None where the context is never held whole
+    streaming: int | None  # tokens of a part, where the context is read part by part
+
+    def with_config(self, config: CompressionConfig) -> Self:
+        """Return the same context under another config."""
+        return replace(self, config=config)
+
+    @abstractmethod
+    def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
+        """Return the same context with the adapter's restore cache; this one stays without."""
+
+    @abstractmethod
+    def evict(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> RaggedCache:
+        """Return the cache at one budget.
+
+        Args:
+            budget: A ratio or a Budget.
+            restore_tokens: Use the first n tokens of the restore cache; None uses all of them.
+            consume: Free the full cache layer by layer on the way. No other cache can be made from
+                it afterwards.
+        """
+
+    def evict_timed(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> tuple[RaggedCache, dict[str, float]]:
+        """Return the cache that `evict` makes, and the seconds of every phase of the call."""
+        seconds: dict[str, float] = {}
+        with timed(seconds, "evict"):
+            cache = self.evict(budget, restore_tokens, consume)
+        return cache, seconds
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the wall time of the block to the phase's seconds."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -1,0 +1,150 @@
+"""`CompressionConfig`: the settings of a compression that are rarely changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from restorekv.cache import quantized
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression import allocate
+from restorekv.compression.allocate import GLOBAL, Allocation
+from restorekv.compression.budget import (
+    ON_SMALL_BUDGET,
+    PREFIX_POLICIES,
+    Budget,
+    OnSmallBudget,
+    PrefixPolicy,
+)
+from restorekv.errors import BudgetError, RestoreKVError, check_choice
+from restorekv.model.prompt import TOO_LONG, Context
+
+RestoreFrom = Literal["full", "evicted"]
+Ratio = float | str | Fraction | Budget
+RESTORE_FROM: tuple[str, ...] = ("full", "evicted")
+# The fields that decide which pairs a method keeps. Results, cache files and adapters record them.
+RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Everything that decides a cache besides the model, the text, the evictor, the adapter and the
+    ratio.
+
+    `compress` uses all fields. `Eviction` uses those up to `offload`: it takes a context that is
+    tokenized already, and makes a cache that is not quantized.
+
+    Args:
+        prefix_policy: "free" keeps the chat prefix and does not count it; "counted" lets it compete
+            with the context for the budget.
+        on_small_budget: What to do when the restore tokens alone exceed the budget. "error"
+            refuses, "fewer" uses as many as fit, "clip" exceeds the budget, as kvpress does.
+        allocation: Which pairs compete with which: an Allocation, or its spec, such as "global",
+            "per-layer", "per-head" or "adakv:safeguard=0.3".
+        restore_from: What the restore pass reads: the "full" cache, or the "evicted" one. The
+            latter is a control of the paper, for adapters that were trained so.
+        offset: Let questions start this many positions later, with no restore tokens. A control of
+            the paper.
+        streaming: Compress during the prefill, which reads this many tokens at a time, and never
+            hold the full cache. An approximation (streaming.py). None holds the full cache.
+        offload: Keep all but one layer of the full cache in a temporary file, on a GPU in the
+            host's memory.
+        restore_tokens: Use the first n of the adapter's restore tokens only. None uses all.
+        storage: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
+            bits a number.
+        system: The system message before the text; "" leaves it to the chat template.
+        between: What separates the text from every question. None takes what the tokenizer's config
+            names, or a blank line.
+        max_context: "refuse" a text that is too long for the model's positions, or "cut" its end.
+
+    Raises:
+        RestoreKVError: A value is unknown, or two of them exclude each other.
+    """
+
+    prefix_policy: PrefixPolicy = "free"
+    on_small_budget: OnSmallBudget = "error"
+    allocation: Allocation | str = GLOBAL
+    restore_from: RestoreFrom = "full"
+    offset: int = 0
+    streaming: int | None = None
+    offload: bool = False
+    restore_tokens: int | None = None
+    storage: str = "model"
+    system: str | None = ""
+    between: str | None = None
+    max_context: str = "refuse"
+
+    def __post_init__(self) -> None:
+        check_choice("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
+        check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
+        check_choice("restore_from", self.restore_from, RESTORE_FROM)
+        check_choice("max_context", self.max_context, TOO_LONG)
+        quantized.check_storage(self.storage)
+        if self.offset < 0:
+            raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")
+        if self.streaming is not None and self.streaming < 1:
+            raise RestoreKVError(
+                f"Streaming reads at least 1 token at a time, not {self.streaming}."
+            )
+        if self.streaming is not None and self.offload:
+            raise RestoreKVError(
+                "streaming never holds the full cache that offload moves; leave out one of them."
+            )
+        if isinstance(self.allocation, str):
+            object.__setattr__(self, "allocation", allocate.make(self.allocation))
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return the settings that results and cache files record."""
+        recorded = {name: getattr(self, name) for name in RECORDED}
+        return recorded | {"allocation": self.allocation.spec}
+
+    def competing_columns(self, context: Context) -> int:
+        """Return T_b: the columns that compete for the budget."""
+        return context.tokens if self.prefix_policy == "free" else context.positions
+
+    def make_budget(
+        self, ratio: Ratio, context: Context, layers: int, heads: int, restore_tokens: int = 0
+    ) -> Budget:
+        """Return the budget of a context.
+
+        Args:
+            ratio: The share of the pairs to hold. A Budget is checked and returned as it is.
+            context: The context, whose columns compete for the budget.
+            layers: L of the model.
+            heads: H, the KV heads of a layer.
+            restore_tokens: n, the restore tokens to reserve room for.
+
+        Raises:
+            BudgetError: The Budget is for another context, or the restore tokens do not fit.
+        """
+        columns = self.competing_columns(context)
+        if not isinstance(ratio, Budget):
+            return Budget.of_ratio(
+                ratio,
+                columns,
+                layers,
+                heads,
+                restore_tokens,
+                self.on_small_budget,
+                whole_tokens=self.allocation.rectangular,
+            )
+        if (ratio.tokens, ratio.layers, ratio.heads) != (columns, layers, heads):
+            given = f"{ratio.tokens} tokens, {ratio.layers} layers and {ratio.heads} heads"
+            raise BudgetError(
+                f"The budget is for {given}, not {columns}, {layers} and {heads}; make another."
+            )
+        if self.allocation.rectangular and ratio.total % (layers * heads):
+            raise BudgetError(
+                "Heads of one length need whole tokens per head; make the budget with "
+                "whole_tokens=True."
+            )
+        return ratio
+
+    def count_pairs(self, cache: RaggedCache, context: Context) -> int:
+        """Count the pairs that the budget bounds: all of them under "counted", all but the prefix's
+        under "free".
+        """
+        if self.prefix_policy == "counted":
+            return cache.pairs
+        return cache.pairs - cache.count_prefix_pairs(context.prefix)

@@ -1,0 +1,210 @@
+"""The plain road from a context to a small cache: it holds the full cache on the way.
+
+    prefill and score    one pass of the model over S + T columns, and scores (L, H, T) of all pairs
+    restore pass         n more columns over the full cache (Eq. 5)
+    evict                B = floor(r * T_b * L * H); the B - n*L*H best pairs stay (Eqs. 1-3, 6)
+
+The first two are expensive and do not depend on the ratio. `evict` chooses pairs and gathers them.
+streaming.py is the other road, which never holds the full cache.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.budget import Budget
+from restorekv.compression.compressor import PreparedContext, Progress, timed
+from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.evictors import Evictor
+from restorekv.model import attention
+from restorekv.model.observer import observe_layers
+from restorekv.model.prefill import prefill, read_only_view
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
+
+SINKS = 4
+GONE = -torch.inf  # the score of a pair that is not held
+
+
+def prefill_and_score(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    evictor: Evictor,
+    context: Context,
+    cache: Cache | None,
+    seconds: dict[str, float],
+    progress: Progress = lambda phase: None,
+) -> tuple[Cache, Tensor]:
+    """Read a context once and score its pairs.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, for evictors that write instructions.
+        evictor: What scores; it may observe the layers during the prefill.
+        context: What the evictor takes for the whole text.
+        cache: Where the pairs go; None makes an ordinary cache. A ragged one holds the prefix and
+            earlier parts of the text already, so that only what follows the prefix is read.
+        seconds: Gets the seconds of the phases "prefill" and "score".
+        progress: Called with the name of each phase.
+
+    Returns:
+        The filled cache, and scores (L, H, T).
+    """
+    observer = evictor.make_observer(model, context)
+    observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+    ids = context.ids
+    if isinstance(cache, RaggedCache):
+        ids = ids[:, context.prefix :]
+    progress("prefill")
+    with timed(seconds, "prefill"), observing:
+        full = prefill(model, ids, into=cache)
+    progress("score")
+    with timed(seconds, "score"):
+        scores = evictor.score(model, tokenizer, context, full, observer)
+    return full, scores
+
+
+def prefill_unscored(
+    model: PreTrainedModel,
+    context: Context,
+    cache: Cache | None,
+    seconds: dict[str, float],
+    progress: Progress = lambda phase: None,
+) -> tuple[Cache, Tensor]:
+    """Read a context once, with the score 0 for every pair: enough where all of them stay."""
+    progress("prefill")
+    with timed(seconds, "prefill"):
+        full = prefill(model, context.ids, into=cache)
+    shape = CacheShape.from_model(model)
+    return full, torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+
+
+@dataclass(frozen=True)
+class ScoredContext(PreparedContext):
+    """A context with its full cache, scores (L, H, T) and, with an adapter, the restore cache.
+
+    `restore_cache` holds keys and values (1, H, n, D) of every layer.
+    """
+
+    model: PreTrainedModel
+    context: Context
+    full: DynamicCache
+    scores: Tensor
+    config: CompressionConfig = CompressionConfig()
+    restore_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    evicted_adapter: RestoreAdapter | None = None  # for a restore pass over each evicted cache
+    restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
+    streaming: ClassVar[None] = None
+
+    def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
+        """Run the restore pass over the full cache, unless it reads evicted caches. Gradients reach
+        the adapter.
+        """
+        if self.restore_tokens:
+            raise RestoreKVError(
+                "This context has a restore cache already; prepare it without an adapter."
+            )
+        if self.config.offset:
+            raise RestoreKVError(
+                "An offset is the control without restore states; prepare without it to restore."
+            )
+        if self.config.restore_from == "evicted":
+            return replace(self, evicted_adapter=adapter, restore_tokens=adapter.restore_tokens)
+        seconds = dict(self.seconds)
+        cache = (
+            read_only_view(self.full)
+            if self._fits_joined()
+            else RaggedCache.from_full_cache(self.full)
+        )
+        with timed(seconds, "restore"):
+            adapter.append(cache)
+        return replace(
+            self,
+            restore_cache=tuple((layer.keys, layer.values) for layer in cache.layers),
+            restore_tokens=adapter.restore_tokens,
+            seconds=seconds,
+        )
+
+    def _fits_joined(self) -> bool:
+        """Return whether a restore pass may copy each layer for SDPA, which gets the pairs once for
+        every query head.
+
+        With gradients all copies stay until the backward pass.
+        """
+        shape = CacheShape.from_model(self.model)
+        layer = self.full.layers[0]
+        copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
+        return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
+
+    def make_budget(self, ratio: Ratio, restore_tokens: int | None = None) -> Budget:
+        """Return the `Budget` for `ratio`.
+
+        `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
+        """
+        layers, heads, _ = self.scores.shape
+        tokens = self.restore_tokens if restore_tokens is None else restore_tokens
+        return self.config.make_budget(ratio, self.context, layers, heads, tokens)
+
+    def evict(
+        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+    ) -> RaggedCache:
+        """Choose the pairs that stay and gather them, with the restore cache as the tail.
+
+        With fewer restore tokens, the evictor gets their share of the budget.
+        """
+        if not self.full.layers[0].is_initialized:
+            raise RestoreKVError(
+                "The full cache was used up by evict(..., consume=True); prepare the context again."
+            )
+        budget = self.make_budget(budget, restore_tokens)
+        if budget.restore_tokens > self.restore_tokens:
+            raise BudgetError(
+                f"The budget reserves {budget.restore_tokens} restore tokens; "
+                "prepare with an adapter."
+            )
+        keep = self.config.allocation(self.competing_scores(), budget.retained)
+        if self.config.prefix_policy == "free":
+            keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)
+        # The restore pass is causal: its first columns are those of a shorter one.
+        first = budget.restore_tokens
+        tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in self.restore_cache]
+        cache = RaggedCache.from_dense(self.full, keep, tail or None, self.config.offset, consume)
+        if self.evicted_adapter and budget.restore_tokens:
+            self.evicted_adapter.append(cache, budget.restore_tokens)
+            cache.commit_tail()
+        assert self.config.count_pairs(cache, self.context) == budget.pairs
+        return cache
+
+    def competing_scores(self) -> Tensor:
+        """Return the scores of the pairs that compete: (L, H, T), or (L, H, S + T) with the prefix
+        counted.
+        """
+        if self.config.prefix_policy == "free":
+            return self.scores
+        padded = torch.nn.functional.pad(self.scores, (self.context.prefix, 0))
+        return pin_prefix(padded, self.context.prefix)
+
+
+def pin_prefix(scores: Tensor, prefix: int) -> Tensor:
+    """Write into scores (L, H, S + T) how a counted prefix of S columns competes, as in kvpress
+    0.5.5.
+
+    The first SINKS columns that are held, of prefix or context, always stay; the rest of the prefix
+    goes first.
+    """
+    scores[..., :prefix] = torch.finfo(scores.dtype).min
+    first = scores[..., :SINKS]
+    first.masked_fill_(first > GONE, torch.inf)
+    return scores
