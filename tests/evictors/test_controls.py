@@ -323,7 +323,7 @@ def test_a_failed_start_leaves_no_folder(tiny_tokenizer, tmp_path):
 
 def test_controls_that_would_do_nothing_are_refused(tiny_model, tiny_tokenizer):
     adapter = make_adapter(tiny_model)
-    with pytest.raises(RestoreKVError, match="no adapter"):
+    with pytest.raises(RestoreKVError, match="needs an adapter"):
         compress(
             tiny_model,
             tiny_tokenizer,
