@@ -52,20 +52,12 @@ class FlatLayer(MultiPartLayer):
         """(1, H, columns, D), for kvpress; see TailLayer.shape."""
         return 1, self.heads, self.columns, self.parts[0].keys.shape[-1]
 
-    def _split_rows(self, states: Tensor) -> list[Tensor]:
-        """Return views (B, H, Q, D) of states (1, H, T, D), one for each part."""
-        pieces = states[0].split([block.tokens for block in self.blocks], dim=1)
-        return [
-            piece.unflatten(1, (block.rows, block.queries)).transpose(0, 1)
-            for piece, block in zip(pieces, self.blocks, strict=True)
-        ]
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Append (1, H, T, D) to the tails and return this layer twice, for the attention function."""
-        for part, keys, values in zip(
-            self.parts, self._split_rows(key_states), self._split_rows(value_states), strict=True
-        ):
-            part.update(keys, values)
+        """Append (1, H, T, D) to the tails and return this layer twice, for attention."""
+        keys = self._split_rows(key_states)
+        values = self._split_rows(value_states)
+        for part, part_keys, part_values in zip(self.parts, keys, values, strict=True):
+            part.update(part_keys, part_values)
         return self, self
 
     def split_query(self, query: Tensor) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
@@ -73,11 +65,17 @@ class FlatLayer(MultiPartLayer):
         for part, rows, block in zip(self.parts, self._split_rows(query), self.blocks, strict=True):
             yield part, rows, block.mask
 
+    def _split_rows(self, states: Tensor) -> list[Tensor]:
+        """Return views (B, H, Q, D) of states (1, H, T, D), one for each part."""
+        pieces = states[0].split([block.tokens for block in self.blocks], dim=1)
+        views = []
+        for piece, block in zip(pieces, self.blocks, strict=True):
+            views.append(piece.unflatten(1, (block.rows, block.queries)).transpose(0, 1))
+        return views
+
 
 def share_tail(layer: RaggedLayer) -> RaggedLayer:
-    """Return a layer with the same context that shares the tail so far; once it grows, it has a
-    tail of its own.
-    """
+    """Return a layer with the same context that shares the tail until either of them grows."""
     other = copy.copy(layer)
     other.keys, other.values = layer.pair
     return other
@@ -94,22 +92,23 @@ def gather_rows(
         widths: how many of its last columns each source keeps; its rows need no others.
         room: columns that the tail is expected to grow by, reserved at once.
     """
-    made = copy.copy(sources[0][0])
     width = max(widths)
-    taken = [(layer, torch.tensor(list(rows), device=layer.device)) for layer, rows in sources]
-    count = sum(len(rows) for _, rows in taken)
+    indices = [torch.tensor(list(rows), device=layer.device) for layer, rows in sources]
     buffers = []
     for number in range(2):  # keys, then values
-        like = taken[0][0].pair[number]
+        like = sources[0][0].pair[number]
+        count = sum(len(rows) for rows in indices)
         buffer = like.new_zeros(count, like.shape[1], width + max(room, SPARE), like.shape[-1])
         first = 0
-        for (layer, rows), own in zip(taken, widths, strict=True):
-            states = layer.pair[number]
-            block = buffer[first : first + len(rows), :, width - own : width]
-            block.copy_(states[:, :, states.shape[2] - own :].index_select(0, rows))
+        for (layer, _), rows, own_width in zip(sources, indices, widths, strict=True):
+            states = layer.pair[number][:, :, layer.columns - own_width :]
+            block = buffer[first : first + len(rows), :, width - own_width : width]
+            block.copy_(states.index_select(0, rows))
             first += len(rows)
         buffers.append(buffer)
-    made.keys, made.values = buffers  # which says that no buffers belong to the tail; these do
-    made.buffers = tuple(buffers)
-    made.set_end(width)
-    return made
+    gathered = copy.copy(sources[0][0])
+    # Assigned first: that alone would leave the tail without buffers to grow into.
+    gathered.keys, gathered.values = buffers
+    gathered.buffers = buffers[0], buffers[1]
+    gathered.set_end(width)
+    return gathered

@@ -58,43 +58,48 @@ class MultiContextLayer(MultiPartLayer):
     def split_query(
         self, query: Tensor, mask: Tensor | None
     ) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
-        """Yields each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
+        """Yield each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
         columns) or None.
         """
-        masks = [None] * len(self.parts)
-        if mask is not None:
-            masks = mask.expand(len(query), -1, -1, -1).split(self.rows)
-        for part, queries, own in zip(self.parts, query.split(self.rows), masks, strict=True):
-            yield part, queries, None if own is None else own[..., own.shape[-1] - part.columns :]
+        queries = query.split(self.rows)
+        if mask is None:
+            for part, part_query in zip(self.parts, queries, strict=True):
+                yield part, part_query, None
+            return
+        masks = mask.expand(len(query), -1, -1, -1).split(self.rows)
+        for part, part_query, part_mask in zip(self.parts, queries, masks, strict=True):
+            first = part_mask.shape[-1] - part.columns  # tails are aligned at their last column
+            yield part, part_query, part_mask[..., first:]
 
-    def make_static(self, count: int, moved: Tensor) -> None:
-        """Fixes the tail of every part; see TailLayer."""
+    def make_static(self, count: int, written: Tensor) -> None:
+        """Make the tail of every part static; see TailLayer."""
         for part in self.parts:
-            part.make_static(count, moved)
+            part.make_static(count, written)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Appends (B, H, Q, D) to the tails; see TailLayer."""
-        for part, *states in zip(
-            self.parts, key_states.split(self.rows), value_states.split(self.rows), strict=True
-        ):
-            part.update(*states)
+        """Append (B, H, Q, D) to the tails; see TailLayer."""
+        keys = key_states.split(self.rows)
+        values = value_states.split(self.rows)
+        for part, part_keys, part_values in zip(self.parts, keys, values, strict=True):
+            part.update(part_keys, part_values)
         return self, self
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, given in ascending order, and drops documents that have none left."""
-        kept = []
+        """Keep these rows, given in ascending order, and drop documents that have none left."""
+        remaining = []
         first = 0
         for part, rows in zip(self.parts, self.rows, strict=True):
-            own = indices[(indices >= first) & (indices < first + rows)] - first
+            in_part = (indices >= first) & (indices < first + rows)
+            own = indices[in_part] - first
             first += rows
             if len(own):
                 part.batch_select_indices(own)
-                kept.append(part)
-        self.parts = kept
+                remaining.append(part)
+        self.parts = remaining
 
 
 def fork_caches(caches: Sequence[RaggedCache]) -> Cache:
-    """Returns a cache for a batch whose row i asks caches[i]; where all are the same cache, that is
+    """Return a cache for a batch whose row i asks caches[i]; where all are the same cache, that is
     a plain fork.
     """
     forks = [
@@ -102,8 +107,7 @@ def fork_caches(caches: Sequence[RaggedCache]) -> Cache:
     ]
     if len(forks) == 1:
         return forks[0]
-    return Cache(
-        layers=[
-            MultiContextLayer(parts) for parts in zip(*(fork.layers for fork in forks), strict=True)
-        ]
-    )
+    layers = []
+    for parts in zip(*(fork.layers for fork in forks), strict=True):
+        layers.append(MultiContextLayer(parts))
+    return Cache(layers=layers)

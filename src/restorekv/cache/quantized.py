@@ -1,9 +1,11 @@
 """Contexts stored in 8 bits per number, independently of the ratio, which counts pairs.
 
-int8    keys: one scale per channel and group of GROUP neighboring rows of a head; values: one scale per row. Keys have
-        outlier channels and values have none (KIVI, arXiv:2402.02750, whose 2 bits need smaller groups and zero
-        points). With the scale s = max|x| / 127 a number is off by at most s / 2.
-fp8     e4m3, one scale s = max|x| / 448 per head for keys and one for values: off by at most |x| / 16 or s / 1024.
+int8    keys: one scale per channel and group of GROUP neighboring rows of a head; values: one scale
+        per row. Keys have outlier channels and values have none (KIVI, arXiv:2402.02750, whose 2
+        bits need smaller groups and zero points). With the scale s = max|x| / 127 a number is off
+        by at most s / 2.
+fp8     e4m3, one scale s = max|x| / 448 per head for keys and one for values: off by at most
+        |x| / 16 or s / 1024.
 
 Restore cache, question and answer keep the model's dtype. Scales are float32. Rows are read a few
 at a time, in the model's dtype or in a wider one for sums.
@@ -53,16 +55,16 @@ class QuantizedRows:
         return len(self.codes)
 
     def to(self, device: torch.device) -> QuantizedRows:
-        """Returns the same rows on a device."""
+        """Return the same rows on a device."""
         starts = None if self.starts is None else self.starts.to(device)
         return QuantizedRows(self.codes.to(device), self.scales.to(device), starts, self.dtype)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Returns (n, D) in `dtype`."""
+        """Return (n, D) in `dtype`."""
         return self.dequantize(rows, self.dtype)
 
     def dequantize(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Returns (n, D) in `dtype`; the product is taken in float32, or in `dtype` if that is
+        """Return (n, D) in `dtype`; the product is taken in float32, or in `dtype` if that is
         wider.
         """
         wide = torch.promote_types(dtype, torch.float32)
@@ -76,30 +78,36 @@ class QuantizedRows:
 
 
 def list_tensors(rows: Tensor | QuantizedRows) -> list[Tensor]:
-    """Returns the tensors that hold the rows."""
+    """Return the tensors that hold the rows."""
     if isinstance(rows, Tensor):
         return [rows]
-    return [rows.codes, rows.scales] + ([] if rows.starts is None else [rows.starts])
+    if rows.starts is None:
+        return [rows.codes, rows.scales]
+    return [rows.codes, rows.scales, rows.starts]
 
 
 def check_storage(storage: str) -> None:
-    """Refuses a name that is not in STORAGES."""
+    """Refuse a name that is not in STORAGES."""
     check_choice("storage", storage, STORAGES)
 
 
 def quantize(
     keys: Tensor, values: Tensor, bounds: Bounds, storage: str
 ) -> tuple[QuantizedRows, QuantizedRows]:
-    """Encodes keys and values (N, D) of one layer; head h has the rows bounds[h]:bounds[h + 1]."""
-    parts = zip(
-        (keys, values),
-        _choose_group_sizes(bounds, storage),
-        (storage == "int8", False),
-        strict=True,
-    )
-    return tuple(
-        _quantize_rows(x, bounds, size, STORAGE_DTYPES[storage], channels)
-        for x, size, channels in parts
+    """Encode keys and values (N, D) of one layer.
+
+    Args:
+        keys: (N, D).
+        values: (N, D).
+        bounds: head h has the rows bounds[h]:bounds[h + 1].
+        storage: "int8" or "fp8".
+    """
+    key_size, value_size = _choose_group_sizes(bounds, storage)
+    dtype = STORAGE_DTYPES[storage]
+    per_channel = storage == "int8"
+    return (
+        _quantize_rows(keys, bounds, key_size, dtype, per_channel=per_channel),
+        _quantize_rows(values, bounds, value_size, dtype, per_channel=False),
     )
 
 
@@ -110,79 +118,101 @@ def from_codes(
     storage: str,
     dtype: torch.dtype,
 ) -> tuple[QuantizedRows, QuantizedRows]:
-    """Returns keys and values from the codes and scales that a file holds."""
-    starts = (
-        _find_group_starts(bounds, size, codes[0].device)
-        for size in _choose_group_sizes(bounds, storage)
+    """Return keys and values from the codes and scales that a file holds.
+
+    Args:
+        codes: of keys and of values, (N, D).
+        scales: of keys and of values, in the shapes of `compute_scale_shapes`.
+        bounds: head h has the rows bounds[h]:bounds[h + 1].
+        storage: "int8" or "fp8".
+        dtype: the model's dtype, in which the rows are read.
+    """
+    key_size, value_size = _choose_group_sizes(bounds, storage)
+    key_starts = _find_group_starts(bounds, key_size, codes[0].device)
+    value_starts = _find_group_starts(bounds, value_size, codes[0].device)
+    return (
+        QuantizedRows(codes[0], scales[0], key_starts, dtype),
+        QuantizedRows(codes[1], scales[1], value_starts, dtype),
     )
-    return tuple(QuantizedRows(*each, dtype) for each in zip(codes, scales, starts, strict=True))
-
-
-def _choose_group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
-    """Returns how many rows of a head share a scale at most, for keys and for values."""
-    return (GROUP, 1) if storage == "int8" else (max(bounds[-1], 1),) * 2
 
 
 def compute_scale_shapes(bounds: Bounds, storage: str, dim: int) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of the scales of keys and of values that a file holds for heads of D =
+    """Return the shapes of the scales of keys and of values that a file holds for heads of D =
     `dim`.
     """
-    starts = (
-        _find_group_starts(bounds, size, torch.device("cpu"))
-        for size in _choose_group_sizes(bounds, storage)
-    )
-    counts = (bounds[-1] if each is None else len(each) for each in starts)
-    return tuple(zip(counts, (dim if storage == "int8" else 1, 1), strict=True))
+    counts = []
+    for size in _choose_group_sizes(bounds, storage):
+        starts = _find_group_starts(bounds, size, torch.device("cpu"))
+        counts.append(bounds[-1] if starts is None else len(starts))
+    key_width = dim if storage == "int8" else 1
+    return (counts[0], key_width), (counts[1], 1)
+
+
+def _choose_group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
+    """Return how many rows of a head share a scale at most, for keys and for values."""
+    if storage == "int8":
+        return GROUP, 1
+    whole_head = max(bounds[-1], 1)
+    return whole_head, whole_head
 
 
 def _find_group_starts(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:
-    """Returns the first row of every group of up to `size` rows of one head, or None for groups of
+    """Return the first row of every group of up to `size` rows of one head, or None for groups of
     one row.
     """
     if size == 1:
         return None
-    firsts = [row for start, end in pairwise(bounds) for row in range(start, end, size)]
-    return torch.tensor(firsts, dtype=torch.int32, device=device)
+    starts: list[int] = []
+    for start, end in pairwise(bounds):
+        starts += range(start, end, size)
+    return torch.tensor(starts, dtype=torch.int32, device=device)
 
 
 def _quantize_rows(
-    rows: Tensor, bounds: Bounds, size: int, kind: torch.dtype, channels: bool
+    rows: Tensor, bounds: Bounds, size: int, dtype: torch.dtype, per_channel: bool
 ) -> QuantizedRows:
-    """Encodes groups of up to `size` rows of a head; with `channels`, every column of a group has
+    """Encode groups of up to `size` rows of a head; with `per_channel`, every column of a group has
     its own scale.
     """
-    heads = [
-        _quantize_head(rows[start:end], size, kind, channels)
-        for start, end in pairwise(bounds)
-        if end > start
-    ]
-    if not heads:
-        heads = [
-            (
-                rows.to(kind),
-                rows.new_zeros(0, rows.shape[1] if channels else 1, dtype=torch.float32),
-            )
-        ]
-    codes, scales = (
-        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*heads, strict=True)
+    codes = []
+    scales = []
+    for start, end in pairwise(bounds):
+        if end > start:
+            head_codes, head_scales = _quantize_head(rows[start:end], size, dtype, per_channel)
+            codes.append(head_codes)
+            scales.append(head_scales)
+    if not codes:  # every head is empty
+        width = rows.shape[1] if per_channel else 1
+        codes.append(rows.to(dtype))
+        scales.append(rows.new_zeros(0, width, dtype=torch.float32))
+    return QuantizedRows(
+        # A single head is not copied.
+        codes=torch.cat(codes) if len(codes) > 1 else codes[0],
+        scales=torch.cat(scales) if len(scales) > 1 else scales[0],
+        starts=_find_group_starts(bounds, size, rows.device),
+        dtype=rows.dtype,
     )
-    return QuantizedRows(codes, scales, _find_group_starts(bounds, size, rows.device), rows.dtype)
 
 
 def _quantize_head(
-    rows: Tensor, size: int, kind: torch.dtype, channels: bool
+    rows: Tensor, size: int, dtype: torch.dtype, per_channel: bool
 ) -> tuple[Tensor, Tensor]:
-    """Encodes one head's rows (N, D): codes (N, D), scales (M, D) or (M, 1). A group of zeros has
+    """Encode one head's rows (N, D): codes (N, D), scales (M, D) or (M, 1). A group of zeros has
     the least scale.
     """
     exact = rows.to(torch.float32)
-    largest = LARGEST_CODE[kind]
-    highest = exact.abs() if channels else exact.abs().amax(-1, keepdim=True)
-    lengths = torch.full((-(-len(rows) // size),), min(size, len(rows)), device=rows.device)
-    lengths[-1] = len(rows) - size * (len(lengths) - 1)
+    largest = LARGEST_CODE[dtype]
+    magnitudes = exact.abs()
+    if not per_channel:
+        magnitudes = magnitudes.amax(-1, keepdim=True)
+    # Groups have `size` rows each, the last one what is left.
+    groups = -(-len(rows) // size)
+    lengths = torch.full((groups,), min(size, len(rows)), device=rows.device)
+    lengths[-1] = len(rows) - size * (groups - 1)
     if size > 1:
-        highest = torch.segment_reduce(highest, "max", lengths=lengths, axis=0)
-    scales = (highest / largest).clamp_min(torch.finfo(torch.float32).tiny)
-    exact = exact / scales.repeat_interleave(lengths, 0)
-    codes = (exact.round() if kind == torch.int8 else exact).clamp(-largest, largest).to(kind)
-    return codes, scales
+        magnitudes = torch.segment_reduce(magnitudes, "max", lengths=lengths, axis=0)
+    scales = (magnitudes / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = exact / scales.repeat_interleave(lengths, 0)
+    if dtype == torch.int8:
+        codes = codes.round()
+    return codes.clamp(-largest, largest).to(dtype), scales

@@ -13,23 +13,30 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from restorekv.cache import quantized
 from restorekv.cache.quantized import QuantizedRows
-from restorekv.cache.tail import TailLayer
+from restorekv.cache.tail import Pair, TailLayer
 from restorekv.errors import RestoreKVError
 
 
 class RaggedLayer(TailLayer):
     """One layer: a context and the tail that follows it.
 
-    context_keys, context_values (N, D), in 8 bits if QuantizedRows; offsets (H + 1,) int32: head h has the
-    rows offsets[h]:offsets[h + 1]; positions (N,) int32: the column of the full cache that each row
-    came from; bias (N,) is added to the logits, or None.
+    Args:
+        context_keys: (N, D), perhaps in 8 bits.
+        context_values: (N, D), like the keys.
+        offsets: (H + 1,) int32; head h has the rows offsets[h]:offsets[h + 1].
+        positions: (N,) int32, the column of the full cache that each row came from.
+        seen: the number of positions that the context occupied.
+        restore_keys: (1, H, n, D), the first columns of the tail.
+        restore_values: (1, H, n, D).
+        bias: (N,), added to the logits; or None.
     """
 
     def __init__(
@@ -55,22 +62,29 @@ class RaggedLayer(TailLayer):
         self.plans: dict[str, object] = {}
 
     @classmethod
-    def from_full_layer(cls, dense: DynamicLayer) -> RaggedLayer:
-        """Returns a layer with all pairs of a dense one, as views of them, and an empty tail."""
+    def from_full_layer(cls, dense: Any) -> RaggedLayer:
+        """Return a layer with all pairs of a dense one, as views of them, and an empty tail."""
         keys = dense.keys.contiguous()
         values = dense.values.contiguous()
         # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill,
         # all are contiguous). An offloaded layer has no keys of its own to replace.
         if "keys" in vars(dense):
-            dense.keys, dense.values = keys, values
+            dense.keys = keys
+            dense.values = values
         keys = keys.detach()
         values = values.detach()
         heads, columns = keys.shape[1:3]
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
-        positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
-        flat = (x[0].flatten(0, 1) for x in (keys, values))
-        empty = (x[:, :, :0] for x in (keys, values))
-        return cls(*flat, offsets, positions, columns, *empty)
+        positions = torch.arange(columns, dtype=torch.int32, device=keys.device)
+        return cls(
+            context_keys=keys[0].flatten(0, 1),
+            context_values=values[0].flatten(0, 1),
+            offsets=offsets,
+            positions=positions.repeat(heads),
+            seen=columns,
+            restore_keys=keys[:, :, :0],
+            restore_values=values[:, :, :0],
+        )
 
     @property
     def longest_head(self) -> int:
@@ -79,12 +93,12 @@ class RaggedLayer(TailLayer):
 
     @property
     def row_heads(self) -> Tensor:
-        """Returns the head (N,) int64 of every row of the context."""
+        """The head (N,) int64 of every row of the context."""
         counts = self.offsets.diff().long()
         return torch.arange(self.heads, device=counts.device).repeat_interleave(counts)
 
     def fork(self, batch: int = 1) -> RaggedLayer:
-        """Returns a layer with the same context and restore cache and its own tail, for `batch`
+        """Return a layer with the same context and restore cache and its own tail, for `batch`
         questions.
         """
         layer = copy.copy(self)
@@ -93,19 +107,19 @@ class RaggedLayer(TailLayer):
         return layer
 
     def list_tensors(self) -> list[Tensor]:
-        """Returns every tensor of the layer; the restore cache counts once while it is still the
+        """Return every tensor of the layer; the restore cache counts once while it is still the
         whole tail.
         """
-        tensors = [
-            x
-            for rows in (self.context_keys, self.context_values)
-            for x in quantized.list_tensors(rows)
-        ]
+        tensors = quantized.list_tensors(self.context_keys)
+        tensors += quantized.list_tensors(self.context_values)
         tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
-        tensors += [] if self.bias is None else [self.bias]
-        return tensors + list(
-            self.buffers or (self.pair if self.columns > self.restore_length else ())
-        )
+        if self.bias is not None:
+            tensors.append(self.bias)
+        if self.buffers:
+            tensors += self.buffers
+        elif self.columns > self.restore_length:
+            tensors += self.pair
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -121,39 +135,65 @@ class ContextPairs:
 
     @classmethod
     def from_layer(cls, layer: RaggedLayer) -> ContextPairs:
-        """Returns a layer's context, in the model's dtype."""
+        """Return a layer's context, in the model's dtype."""
         return cls(
-            layer.context_keys[:], layer.context_values[:], layer.row_heads, layer.positions.long()
+            keys=layer.context_keys[:],
+            values=layer.context_values[:],
+            heads=layer.row_heads,
+            positions=layer.positions.long(),
         )
 
     @classmethod
     def from_restore_cache(cls, layer: RaggedLayer, first: int) -> ContextPairs:
-        """Returns a layer's restore cache as context pairs from position `first` on."""
-        heads = layer.heads
+        """Return a layer's restore cache as context pairs from position `first` on."""
         count = layer.restore_length
-        numbers = torch.arange(heads * count, device=layer.device)
-        keys, values = (x[0].flatten(0, 1) for x in (layer.restore_keys, layer.restore_values))
-        return cls(keys, values, numbers // max(count, 1), first + numbers % max(count, 1))
+        rows = torch.arange(layer.heads * count, device=layer.device)
+        return cls(
+            keys=layer.restore_keys[0].flatten(0, 1),
+            values=layer.restore_values[0].flatten(0, 1),
+            heads=rows // max(count, 1),
+            positions=first + rows % max(count, 1),
+        )
 
     @classmethod
     def concatenate(cls, parts: Iterable[ContextPairs]) -> ContextPairs:
-        """Returns the rows of all."""
-        return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+        """Return the pairs of all parts."""
+        parts = list(parts)
+        return cls(
+            keys=torch.cat([part.keys for part in parts]),
+            values=torch.cat([part.values for part in parts]),
+            heads=torch.cat([part.heads for part in parts]),
+            positions=torch.cat([part.positions for part in parts]),
+        )
 
-    def select(self, kept: Tensor) -> ContextPairs:
-        """Returns the rows that `kept` (N,) marks."""
-        return ContextPairs(*(x[kept] for x in vars(self).values()))
+    def select(self, mask: Tensor) -> ContextPairs:
+        """Return the pairs that `mask` (N,) bool marks."""
+        return ContextPairs(
+            self.keys[mask], self.values[mask], self.heads[mask], self.positions[mask]
+        )
 
-    def to_layer(self, heads: int, seen: int, *tail: Tensor) -> RaggedLayer:
-        """Returns a layer with these rows as its context; `tail` are its restore keys and values
-        (1, H, n, D).
+    def to_layer(
+        self, heads: int, seen: int, restore_keys: Tensor, restore_values: Tensor
+    ) -> RaggedLayer:
+        """Return a layer with these pairs as its context, sorted by head and position.
+
+        Args:
+            heads: the number H of KV heads.
+            seen: the number of positions that the context occupied.
+            restore_keys: (1, H, n, D).
+            restore_values: (1, H, n, D).
         """
         columns = int(self.positions.max()) + 1 if len(self.heads) else 1
         order = (self.heads * columns + self.positions).argsort()
-        counts = torch.bincount(self.heads, minlength=heads).cumsum(0)
-        offsets = torch.cat([counts.new_zeros(1), counts]).int()
+        ends = torch.bincount(self.heads, minlength=heads).cumsum(0)
         return RaggedLayer(
-            self.keys[order], self.values[order], offsets, self.positions[order].int(), seen, *tail
+            context_keys=self.keys[order],
+            context_values=self.values[order],
+            offsets=torch.cat([ends.new_zeros(1), ends]).int(),
+            positions=self.positions[order].int(),
+            seen=seen,
+            restore_keys=restore_keys,
+            restore_values=restore_values,
         )
 
 
@@ -162,94 +202,106 @@ class RaggedCache(Cache):
     works.
     """
 
-    layers: list[RaggedLayer]
+    layers: list[RaggedLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, layers: list[RaggedLayer]) -> None:
-        super().__init__(layers=layers)
+        super().__init__(layers=list[Any](layers))
 
     @classmethod
     def from_dense(
         cls,
         full: DynamicCache,
         keep: Tensor,
-        restore_cache: Iterable[tuple[Tensor, Tensor]] | None = None,
+        restore_cache: Iterable[Pair] | None = None,
         offset: int = 0,
         consume: bool = False,
     ) -> RaggedCache:
-        """Gathers the pairs that `keep` (L, H, S + T) bool marks and adds `restore_cache`.
+        """Gather the pairs of a full cache that stay, and add a restore cache.
 
-        `restore_cache` holds keys and values (1, H, n, D) of every layer; by default these are the
-        columns of `full` after the first S + T. `offset` moves the positions of questions (a
-        control of the paper). Gradients reach the restore cache and never the context, even if both
-        are views of one tensor. `consume` empties each layer of `full` before the next is gathered,
-        so that the full and the ragged cache never exist side by side.
+        Gradients reach the restore cache and never the context, even if both are views of one
+        tensor.
+
+        Args:
+            full: the full cache, with S + T columns or more.
+            keep: (L, H, S + T) bool, which pairs stay.
+            restore_cache: keys and values (1, H, n, D) of every layer; by default the columns of
+                `full` after the first S + T.
+            offset: moves the positions of questions (a control of the paper).
+            consume: whether to empty each layer of `full` before the next is gathered, so that the
+                full and the ragged cache never exist side by side.
         """
+        dense_layers: list[Any] = full.layers  # transformers types their tensors as optional
         columns = keep.shape[-1]
         if restore_cache is None:
             restore_cache = (
-                (layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers
+                (dense.keys[:, :, columns:], dense.values[:, :, columns:]) for dense in dense_layers
             )
         layers = []
-        for dense, kept, restored in zip(full.layers, keep, restore_cache, strict=True):
-            kept = kept.to(dense.keys.device)
-            heads, columns_kept = kept.nonzero(as_tuple=True)
-            counts = kept.sum(-1).cumsum(0)
-            layers.append(
-                RaggedLayer(
-                    dense.keys.detach()[0][heads, columns_kept],
-                    dense.values.detach()[0][heads, columns_kept],
-                    torch.cat([counts.new_zeros(1), counts]).to(torch.int32),
-                    columns_kept.to(torch.int32),
-                    columns + offset,
-                    *(x.clone() for x in restored),  # a view would keep the whole full cache alive
-                )
+        for dense, layer_mask, (restore_keys, restore_values) in zip(
+            dense_layers, keep, restore_cache, strict=True
+        ):
+            mask = layer_mask.to(dense.keys.device)
+            heads, positions = mask.nonzero(as_tuple=True)
+            ends = mask.sum(-1).cumsum(0)
+            layer = RaggedLayer(
+                context_keys=dense.keys.detach()[0][heads, positions],
+                context_values=dense.values.detach()[0][heads, positions],
+                offsets=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+                positions=positions.to(torch.int32),
+                seen=columns + offset,
+                # Copied, because a view would keep the whole full cache alive.
+                restore_keys=restore_keys.clone(),
+                restore_values=restore_values.clone(),
             )
+            layers.append(layer)
             if consume:
-                dense.keys = dense.values = None
+                dense.keys = None
+                dense.values = None
                 dense.is_initialized = False
         return cls(layers)
 
     @classmethod
     def from_full_cache(cls, full: DynamicCache) -> RaggedCache:
-        """Returns every pair of `full`, which is not changed, for passes whose own pairs go to the
+        """Return every pair of `full`, which is not changed, for passes whose own pairs go to the
         tails.
         """
         return cls([RaggedLayer.from_full_layer(layer) for layer in full.layers])
 
     def quantize(self, storage: str) -> None:
-        """Converts the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
+        """Convert the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
         it as it is.
         """
-        for layer in self.layers if storage != "model" else ():
-            rows = layer.context_keys, layer.context_values
+        if storage == "model":
+            return
+        for layer in self.layers:
             layer.context_keys, layer.context_values = quantized.quantize(
-                *rows, layer.bounds, storage
+                layer.context_keys[:], layer.context_values[:], layer.bounds, storage
             )
 
     def fork(self, batch: int = 1) -> RaggedCache:
-        """Returns a cache that shares the context and the restore cache and has its own tail."""
+        """Return a cache that shares the context and the restore cache and has its own tail."""
         return RaggedCache([layer.fork(batch) for layer in self.layers])
 
     def lock(self) -> None:
-        """Lets only forks change from now on: the cache itself refuses, also inside
+        """Let only forks change from now on: the cache itself refuses, also inside
         `model.generate`.
         """
         for layer in self.layers:
             layer.locked = True
 
     def commit_tail(self) -> None:
-        """Makes what the tails hold now the restore cache."""
+        """Make what the tails hold now the restore cache."""
         for layer in self.layers:
             layer.commit_tail()
 
     @property
     def positions(self) -> int:
-        """S + T, the positions that the context occupied, plus the offset if there is one."""
+        """The positions S + T that the context occupied, plus the offset if there is one."""
         return self.layers[0].seen
 
     @property
     def restore_length(self) -> int:
-        """n, the rows of the restore cache in every head."""
+        """The length n of the restore cache in every head."""
         return self.layers[0].restore_length
 
     @property
@@ -258,7 +310,7 @@ class RaggedCache(Cache):
         return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
 
     def keep_mask(self, columns: int) -> Tensor:
-        """Returns which of the full cache's first `columns` columns are held: (L, H, columns) bool."""
+        """Return which of the full cache's first columns are held: (L, H, columns) bool."""
         keep = torch.zeros(len(self.layers), self.layers[0].heads, columns, dtype=torch.bool)
         for index, layer in enumerate(self.layers):
             heads = layer.row_heads.cpu()
@@ -268,7 +320,7 @@ class RaggedCache(Cache):
         return keep
 
     def to_dynamic_cache(self) -> DynamicCache:
-        """Returns a plain transformers cache with copies of context and restore cache.
+        """Return a plain transformers cache with copies of context and restore cache.
 
         transformers takes a plain cache's length for the number of tokens seen, which is too low
         here: pass position_ids that start at `get_seq_length()` of this cache, as
@@ -276,17 +328,17 @@ class RaggedCache(Cache):
         """
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):
             raise RestoreKVError(
-                "A plain cache needs heads of one length and no bias; evict with allocation='per-head'."
+                "A plain cache needs heads of one length and no bias; "
+                "evict with allocation='per-head'."
             )
         plain = DynamicCache()
         for index, layer in enumerate(self.layers):
-            context = (
-                x[:].unflatten(0, (layer.heads, -1))[None]
-                for x in (layer.context_keys, layer.context_values)
-            )
-            restored = (layer.restore_keys, layer.restore_values)
+            keys = layer.context_keys[:].unflatten(0, (layer.heads, -1))[None]
+            values = layer.context_values[:].unflatten(0, (layer.heads, -1))[None]
             plain.update(
-                *(torch.cat(pair, 2) for pair in zip(context, restored, strict=True)), index
+                torch.cat([keys, layer.restore_keys], 2),
+                torch.cat([values, layer.restore_values], 2),
+                index,
             )
         return plain
 
@@ -296,14 +348,14 @@ class RaggedCache(Cache):
         return sum(layer.bounds[-1] + layer.heads * layer.restore_length for layer in self.layers)
 
     def count_prefix_pairs(self, prefix: int) -> int:
-        """Returns how many kept pairs came from the first `prefix` columns."""
+        """Return how many kept pairs came from the first `prefix` columns."""
         return sum(int((layer.positions < prefix).sum()) for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor, plans included; the tail counts with what it holds now."""
-        return sum(
-            getattr(x, "nbytes", 0)
-            for layer in self.layers
-            for x in (*layer.list_tensors(), *layer.plans.values())
-        )
+        total = 0
+        for layer in self.layers:
+            total += sum(tensor.nbytes for tensor in layer.list_tensors())
+            total += sum(getattr(plan, "nbytes", 0) for plan in layer.plans.values())
+        return total

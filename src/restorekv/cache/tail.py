@@ -4,7 +4,7 @@ every head.
 While gradients are recorded, every append makes new tensors, as autograd requires. Otherwise keys
 and values are the start of larger buffers, an append writes only its own columns, and `reset`
 writes only the restore cache: a step costs what it adds, and addresses stay while the buffers
-suffice. A `fixed` tail shows its whole buffer and a tensor says where to write, so that every step
+suffice. A static tail shows its whole buffer and a tensor says where to write, so that every step
 is the same work (see `Steps` in generation/generate.py).
 """
 
@@ -17,31 +17,39 @@ from transformers.cache_utils import CacheLayerMixin
 from restorekv.errors import RestoreKVError
 
 SPARE = 16  # columns, at least, that a buffer gains when it has to grow
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 class CompressedLayer(CacheLayerMixin):
-    """What transformers asks of a layer with `columns` columns in its tail, which start after
-    `seen` positions.
-    """
+    """What transformers asks of a layer whose tail has `columns` columns after `seen` positions."""
 
     is_sliding = False
+    seen: int
+
+    @property
+    def columns(self) -> int:
+        raise NotImplementedError
 
     def lazy_initialization(self, *_: object) -> None:
-        """Does nothing: a compressed layer is complete from the start."""
+        """Do nothing: a compressed layer is complete from the start."""
 
     def get_seq_length(self, *_: object) -> int:
-        """Returns the number of positions seen, from which transformers derives the next RoPE
+        """Return the number of positions seen, from which transformers derives the next RoPE
         position.
         """
         return self.seen + self.columns
 
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Returns the mask's width and offset: it covers the tail alone, since every query sees the
+    # transformers 5.2 names the parameter `cache_position`.
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, query: int | Tensor
+    ) -> tuple[int, int]:
+        """Return the mask's width and offset: it covers the tail alone, since every query sees the
         whole context.
 
         transformers 5.2 passes the positions of the queries, later versions their number.
         """
-        return self.columns + (query.shape[0] if isinstance(query, Tensor) else query), self.seen
+        length = query.shape[0] if isinstance(query, Tensor) else query
+        return self.columns + length, self.seen
 
     def get_max_length(self) -> int:
         return -1
@@ -53,14 +61,16 @@ class TailLayer(CompressedLayer):
     """One layer: `seen` positions, the restore cache (1, H, n, D), keys and values (B, H, n + q, D)
     that start with it.
 
-    `room` holds the buffers (B, H, columns, D) whose start keys and values are, or None. `fixed` is
-    None or (first, moved) with a 0-d int64 tensor `moved`: an append of Q columns then writes the
-    columns from first + moved. A `locked` tail belongs to a compressed context that many questions
-    share: it refuses every change.
+    `buffers` are the tensors (B, H, columns, D) whose first columns keys and values are, or None.
+    `static` is None or (first, written) with a 0-d int64 tensor `written`: an append of Q columns
+    then writes the columns from first + written. A `locked` tail belongs to a compressed context
+    that many questions share: it refuses every change.
     """
 
     is_croppable = True
     locked = False
+    buffers: Pair | None
+    static: tuple[int, Tensor] | None
 
     def __init__(self, restore_keys: Tensor, restore_values: Tensor, seen: int) -> None:
         super().__init__()
@@ -73,8 +83,10 @@ class TailLayer(CompressedLayer):
         self.device = restore_keys.device
         self.is_initialized = True
 
+    # Assigned keys or values are tensors of their own, not the start of a buffer.
+
     @property
-    def keys(self) -> Tensor:
+    def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._keys
 
     @keys.setter
@@ -85,7 +97,7 @@ class TailLayer(CompressedLayer):
         self.static = None
 
     @property
-    def values(self) -> Tensor:
+    def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._values
 
     @values.setter
@@ -98,12 +110,12 @@ class TailLayer(CompressedLayer):
     def check_unlocked(self) -> None:
         if self.locked:
             raise RestoreKVError(
-                "This cache belongs to a compressed context, whose other questions need it as it is; "
+                "This cache belongs to a compressed context that other questions share; "
                 "pass past_key_values=compressed.cache.fork()."
             )
 
     @property
-    def pair(self) -> tuple[Tensor, Tensor]:
+    def pair(self) -> Pair:
         """Keys and values."""
         return self._keys, self._values
 
@@ -113,12 +125,12 @@ class TailLayer(CompressedLayer):
 
     @property
     def restore_length(self) -> int:
-        """n."""
+        """The length n of the restore cache."""
         return self.restore_keys.shape[-2]
 
     @property
     def columns(self) -> int:
-        """n + q."""
+        """The length n + q of the tail."""
         return self.keys.shape[-2]
 
     @property
@@ -130,113 +142,123 @@ class TailLayer(CompressedLayer):
         return batch, heads, self.seen + tail, dim
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Appends (B, H, Q, D) to the tail and returns this layer twice, for the attention
-        function.
+        """Append (B, H, Q, D) to the tail and return this layer twice, for the attention function.
+
+        One of three ways: new tensors while gradients are recorded, columns that a tensor names in
+        a static tail, or the next columns of the buffers, which grow when they are full.
         """
         self.check_unlocked()
-        new = (key_states, value_states)
-        end = self.columns + key_states.shape[-2]
+        new_columns = key_states.shape[-2]
         if torch.is_grad_enabled():
-            self.keys, self.values = (
-                torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True)
-            )
+            self.keys = torch.cat([self.keys, key_states], -2)
+            self.values = torch.cat([self.values, value_states], -2)
             return self, self
         if self.static:
-            first, moved = self.static
-            columns = moved + torch.arange(first, first + key_states.shape[-2], device=self.device)
-            for buffer, states in zip(self.buffers, new, strict=True):
-                buffer.index_copy_(-2, columns, states)
+            first, written = self.static
+            columns = written + torch.arange(first, first + new_columns, device=self.device)
+            key_buffer, value_buffer = self._get_buffers()
+            key_buffer.index_copy_(-2, columns, key_states)
+            value_buffer.index_copy_(-2, columns, value_states)
             return self, self
-        # The first append gets exactly what it needs, since it may be the last.
+        start = self.columns
+        end = start + new_columns
         if not self.can_write(end):
-            self.reserve_columns(
-                end if self.columns == self.restore_length else end + max(end // 4, SPARE)
-            )
-        for buffer, states in zip(self.buffers, new, strict=True):
-            buffer[:, :, self.columns : end] = states
+            # The first append gets exactly what it needs, since it may be the last.
+            is_first = start == self.restore_length
+            self.reserve_columns(end if is_first else end + max(end // 4, SPARE))
+        key_buffer, value_buffer = self._get_buffers()
+        key_buffer[:, :, start:end] = key_states
+        value_buffer[:, :, start:end] = value_states
         self.set_end(end)
         return self, self
 
     def can_write(self, columns: int) -> bool:
-        """Returns whether the first `columns` columns of the buffers may be written."""
-        if self.buffers is None or self.buffers[0].shape[-2] < columns:
+        """Return whether the first `columns` columns of the buffers may be written."""
+        if self.buffers is None:
             return False
-        # torch.compile cannot ask whether a tensor was made in inference mode, and it traces none
-        # that were.
-        return (
-            torch.compiler.is_compiling()
-            or not self.buffers[0].is_inference()
-            or torch.is_inference_mode_enabled()
-        )
+        buffer = self.buffers[0]
+        if buffer.shape[-2] < columns:
+            return False
+        # A tensor made in inference mode can only be written there. torch.compile cannot ask
+        # whether one was, and it traces none that were.
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return True
+        return not buffer.is_inference()
 
     def reserve_columns(self, columns: int) -> None:
-        """Makes buffers of `columns` columns that start with what the tail holds now; the rest is
-        zero.
-        """
+        """Make buffers of `columns` columns that start with the tail; the rest is zero."""
         self.check_unlocked()
-        room = tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair)
         end = self.columns
-        for buffer, states in zip(room, self.pair, strict=True):
-            buffer[:, :, :end] = states
-        self.buffers = room
+        key_buffer = self.keys.new_zeros(*self.keys.shape[:2], columns, self.keys.shape[-1])
+        value_buffer = self.values.new_zeros(*self.values.shape[:2], columns, self.values.shape[-1])
+        key_buffer[:, :, :end] = self.keys
+        value_buffer[:, :, :end] = self.values
+        self.buffers = key_buffer, value_buffer
         self.set_end(end)
 
     def set_end(self, end: int) -> None:
-        """Shows the first `end` columns of the buffers."""
-        self._keys, self._values = (buffer[:, :, :end] for buffer in self.buffers)
+        """Let keys and values be the first `end` columns of the buffers."""
+        key_buffer, value_buffer = self._get_buffers()
+        self._keys = key_buffer[:, :, :end]
+        self._values = value_buffer[:, :, :end]
         self.static = None
 
-    def make_static(self, count: int, moved: Tensor) -> None:
-        """Reserves and shows `count` more columns; appends write where `moved`, which starts at 0,
-        says.
+    def _get_buffers(self) -> Pair:
+        assert self.buffers is not None, "reserve_columns comes first"
+        return self.buffers
 
-        The caller moves it and hides the columns that are not written yet with a mask.
+    def make_static(self, count: int, written: Tensor) -> None:
+        """Add `count` columns at once; appends then write after the first `written` of them.
+
+        The caller advances `written`, which starts at 0, and hides the columns that are not written
+        yet with a mask.
         """
         first = self.columns
         self.reserve_columns(first + count)
         self.set_end(first + count)
-        self.static = first, moved
+        self.static = first, written
 
     def commit_tail(self) -> None:
-        """Makes what the tail holds now the restore cache."""
-        self.keys, self.values = (x.clone() for x in self.pair)
+        """Make what the tail holds now the restore cache."""
+        self.keys = self.keys.clone()
+        self.values = self.values.clone()
         self.restore_keys, self.restore_values = self.pair
 
     def reset(self) -> None:
-        """Goes back to the restore cache, with as many rows as the tail has now; buffers keep their
+        """Go back to the restore cache, with as many rows as the tail has now; buffers keep their
         addresses.
         """
-        if not self.can_write(self.restore_length) or torch.is_grad_enabled():
+        end = self.restore_length
+        if not self.can_write(end) or torch.is_grad_enabled():
             self.share_restore_cache(len(self.keys))
             return
-        for buffer, states in zip(
-            self.buffers, (self.restore_keys, self.restore_values), strict=True
-        ):
-            buffer[:, :, : self.restore_length] = states  # `crop` may have gone further back
-        self.set_end(self.restore_length)
+        # Written again, because `crop` may have gone further back.
+        key_buffer, value_buffer = self._get_buffers()
+        key_buffer[:, :, :end] = self.restore_keys
+        value_buffer[:, :, :end] = self.restore_values
+        self.set_end(end)
 
     def share_restore_cache(self, batch: int) -> None:
-        """Reduces the tail to the restore cache, for `batch` rows, which share it until they are
+        """Reduce the tail to the restore cache, for `batch` rows, which share it until they are
         written.
         """
-        self.keys, self.values = (
-            x.expand(batch, -1, -1, -1) for x in (self.restore_keys, self.restore_values)
-        )
+        self.keys = self.restore_keys.expand(batch, -1, -1, -1)
+        self.values = self.restore_values.expand(batch, -1, -1, -1)
 
     def crop(self, length: int) -> None:
-        """Drops -length positions (if negative) or all after the first `length`; never drops
-        context.
-        """
-        end = min(
-            max(self.columns + length if length <= 0 else length - self.seen, 0), self.columns
-        )
+        """Drop -length positions (if negative) or all after the first `length`, never context."""
+        end = self.columns + length if length <= 0 else length - self.seen
+        end = min(max(end, 0), self.columns)
         if self.buffers:
             self.set_end(end)
         else:
-            self.keys, self.values = (x[:, :, :end] for x in self.pair)
+            self.keys = self.keys[:, :, :end]
+            self.values = self.values[:, :, :end]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.keys, self.values = (x.repeat_interleave(repeats, 0) for x in self.pair)
+        self.keys = self.keys.repeat_interleave(repeats, 0)
+        self.values = self.values.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.keys, self.values = (x[indices] for x in self.pair)
+        self.keys = self.keys[indices]
+        self.values = self.values[indices]
