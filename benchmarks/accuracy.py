@@ -20,9 +20,8 @@ from restorekv.cache.quantized import STORAGES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.run import LocalPool, Progress
-from restorekv.evaluation.run import run as run_grid
-from restorekv.evaluation.stats import compared
+from restorekv.evaluation.run import GridProgress, LocalPool, run_grid
+from restorekv.evaluation.stats import score_answers
 from restorekv.model.names import TINY
 
 RATIOS = ("0.2", "0.05")
@@ -54,7 +53,7 @@ def run(
     """What is missing in the folder is done."""
     wanted = cells(documents)
 
-    def tell(told: Progress) -> None:
+    def tell(told: GridProgress) -> None:
         progress(f"{told.what}: {told.share:.0%}")
 
     done = {
@@ -68,7 +67,7 @@ def markdown(results: dict[Key, Result]) -> str:
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
     for (name, ratio), result in results.items():
         plain = results[STORAGES[0], ratio]
-        found = compared(result.answers, plain.answers)
+        found = score_answers(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
         gain = f"{found['gain']:+.1f} [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
         text += f"| {name} | {ratio} | {found['score']:.1f} | {'' if result is plain else gain} | {share:.3f} |\n"

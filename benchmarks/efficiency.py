@@ -31,7 +31,7 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.results import differences, make_label, provenance
+from restorekv.evaluation.results import describe_changes, identify_setup, make_label
 from restorekv.files import read_json, write_json
 from restorekv.model import attention
 from restorekv.model.names import get_model_name
@@ -102,9 +102,9 @@ def measure(
     machine = (
         torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
     )
-    settings = {**provenance(model, conventions), "machine": machine, **asdict(options)}
+    settings = {**identify_setup(model, conventions), "machine": machine, **asdict(options)}
     if path.exists():
-        if changes := differences(read_json(path, str(path))["conventions"], settings):
+        if changes := describe_changes(read_json(path, str(path))["conventions"], settings):
             raise RestoreKVError(
                 f"{path} was made with {changes}; give another --out or --label, or remove it."
             )

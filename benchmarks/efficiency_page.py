@@ -11,7 +11,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
 from restorekv.evaluation.charts import Chart, Mark, plot_line, set_ratio_axis
 from restorekv.evaluation.report import Block, Details, Section, write_page
-from restorekv.evaluation.results import flat
+from restorekv.evaluation.results import flatten_identity
 from restorekv.evaluation.tables import (
     UNKNOWN,
     Table,
@@ -69,7 +69,9 @@ def load_results(folder: Path) -> list[dict]:
 
 def explain_result(found: Mapping) -> Details:
     """Return the file's own definitions and conventions."""
-    conventions = [f"{key} {value}" for key, value in flat(found["conventions"]).items()]
+    conventions = [
+        f"{key} {value}" for key, value in flatten_identity(found["conventions"]).items()
+    ]
     definitions = [f"{key}: {words}" for key, words in found["definitions"].items()]
     return Details(
         f"Definitions and conventions: {found['label']}",

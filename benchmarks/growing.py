@@ -23,7 +23,7 @@ from restorekv.compression.growing import RESTORE
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVWarning
 from restorekv.evaluation.fidelity import FullAnswers
-from restorekv.evaluation.stats import weighted_interval
+from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.evaluation.tables import Table
 from restorekv.generation.chat import Chat
 from restorekv.generation.generate import answer_ids
@@ -89,7 +89,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
 
 def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
     """Yields groups of texts that are asked together: one, or `together` of them."""
-    samples = tasks.make(options.benchmark).chosen(tokenizer, "kvpress")
+    samples = tasks.make_benchmark(options.benchmark).choose_samples(tokenizer, "kvpress")
     size = options.together or 1
     for start in range(0, len(samples) - size + 1, size):
         yield [
@@ -113,7 +113,7 @@ def compared(
     ]
     limits = [question.max_new_tokens for question in asked]
     answers = answer_ids(model, tokenizer, full.cache, prompts, limits)
-    reference = FullAnswers.read(model, full.cache, prompts, answers)
+    reference = FullAnswers.from_answers(model, full.cache, prompts, answers)
     sizes = [len(answer) for answer in answers]
     del full
     for name, make in ways(model, tokenizer, options, group, ids).items():
@@ -123,7 +123,7 @@ def compared(
         except BudgetError:  # parts too short for their restore tokens
             continue
         seconds = time.perf_counter() - start
-        divergences = reference.divergences(model, small.cache)
+        divergences = reference.measure_divergences(model, small.cache)
         weighed = float(np.dot(divergences, sizes))
         yield (
             name,
@@ -205,7 +205,7 @@ def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float
     sums, tokens = (
         np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens")
     )
-    kl, low, high = weighted_interval(sums, tokens)
+    kl, low, high = bootstrap_ratio(sums, tokens)
     seconds, base = (sum(line["seconds"] for line in each) for each in (lines, reference))
     own = sum(line["sum"] for line in reference) / tokens.sum()
     return {

@@ -15,9 +15,9 @@ from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.grid import Cell, Job, jobs
+from restorekv.evaluation.grid import Cell, Job, group_jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result
-from restorekv.evaluation.run import LocalPool, Progress, WorkerPool, check, run
+from restorekv.evaluation.run import GridProgress, LocalPool, WorkerPool, check_cells, run_grid
 
 # What a preparation and a cell of Attention Matching cost, in cells (tiny model, CPU)
 PREPARING = 10
@@ -92,8 +92,8 @@ def carry_out(
     """Every cell that the experiments share, then every study; what OUT holds is not done again."""
     wanted = cells(experiments, setting)
     if wanted:
-        check(wanted)
-    work = jobs(wanted)
+        check_cells(wanted)
+    work = group_jobs(wanted)
     studies = [study for study in experiments if isinstance(study, Study) and study.measure]
     parts = [(named(job, experiments, setting), cost(job, out)) for job in work]
     parts += [
@@ -105,7 +105,7 @@ def carry_out(
     for turn, job in enumerate(work):
         with done.unless((job.first.benchmark, job.first.evictor), strict=setting.tiny):
             done.results |= zip(
-                job.cells, run(job.cells, out, pool, listener(clock, turn)), strict=True
+                job.cells, run_grid(job.cells, out, pool, listener(clock, turn)), strict=True
             )
     for turn, study in enumerate(studies, len(work)):
         clock.at(turn, 0.0)
@@ -116,11 +116,11 @@ def carry_out(
     return done
 
 
-def listener(clock: Clock, turn: int) -> Callable[[Progress], None]:
+def listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:
     """Hears a run of one job, the clock's part `turn`."""
     begun: list[int] = []  # contexts answered by an earlier start
 
-    def listen(progress: Progress) -> None:
+    def listen(progress: GridProgress) -> None:
         if progress.total == 0:
             clock.at(turn, 0.0)
             return
@@ -147,5 +147,7 @@ def cost(job: Job, out: Path) -> float:
     missing = [cell for cell in job.cells if not (out / CELLS / cell.name / SUMMARY).exists()]
     each = sum(MATCHING if cell.evictor.startswith("am-") else 1 for cell in missing)
     return (
-        (PREPARING + each) * (tasks.make(job.first.benchmark).count or UNKNOWN) if missing else 0.0
+        (PREPARING + each) * (tasks.make_benchmark(job.first.benchmark).count or UNKNOWN)
+        if missing
+        else 0.0
     )

@@ -19,7 +19,7 @@ from paper.setting import Setting
 from paper.shown import ABSENT
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import resamples
+from restorekv.evaluation.stats import draw_resamples
 from restorekv.evaluation.tables import Table, format_number, format_range
 
 NOTE = (
@@ -49,7 +49,7 @@ class Fidelity:
         """The KL of every resampled set of documents: (RESAMPLES,), not a number where a set has no
         tokens.
         """
-        drawn = resamples(len(self.sums), 0)
+        drawn = draw_resamples(len(self.sums), 0)
         with np.errstate(invalid="ignore"):
             return (drawn @ self.sums) / (drawn @ self.tokens)
 

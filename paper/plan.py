@@ -13,8 +13,8 @@ from paper.setting import Bench, Setting
 from paper.study import Study
 from paper.training import Training
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.results import SECONDS, Result, complete_lines
-from restorekv.evaluation.stats import Answer, without_loss
+from restorekv.evaluation.results import SECONDS, Result, load_lines
+from restorekv.evaluation.stats import ScoredAnswer, find_tasks_without_loss
 
 Experiment = Comparison | Study
 Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
@@ -178,7 +178,7 @@ def measured(
     return {spot: by_seed for spot, by_seed in found.items() if by_seed}
 
 
-def answers(found: Sequence[Result]) -> list[Answer]:
+def answers(found: Sequence[Result]) -> list[ScoredAnswer]:
     """Of one result, or of several as one benchmark, whose documents are told apart."""
     if len(found) == 1:
         return found[0].answers
@@ -189,7 +189,7 @@ def answers(found: Sequence[Result]) -> list[Answer]:
     ]
 
 
-def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> list[Answer]:
+def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> list[ScoredAnswer]:
     """The full cache's to all that stands for a benchmark of the paper; none where they are not at
     hand.
     """
@@ -197,15 +197,15 @@ def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> 
     return answers(found) if len(found) == len(setting.benches[key].specs) else []
 
 
-def nothing_to_lose(bench: Bench, full: Sequence[Answer]) -> list[str]:
+def nothing_to_lose(bench: Bench, full: Sequence[ScoredAnswer]) -> list[str]:
     """The benchmark's tasks on which the full cache, which gave the answers, scores below 10."""
-    below = without_loss(full, bench.by_context) if full else []
+    below = find_tasks_without_loss(full, bench.by_context) if full else []
     named = bench.all_tasks
     return [task for task in below if not named or task in named]
 
 
 def counted_tasks(
-    tasks: tuple[str, ...], full: Sequence[Answer], out: Sequence[str]
+    tasks: tuple[str, ...], full: Sequence[ScoredAnswer], out: Sequence[str]
 ) -> tuple[str, ...]:
     """Those of a part (none: all of them) that its mean is over: without those left `out`, unless
     that is every one.
@@ -252,7 +252,7 @@ def phase(found: Sequence[Result], name: str) -> dict[str, float]:
     """The longest that any of the cells bears, by sample: a second start of a run prepares again."""
     longest: dict[str, float] = {}
     for result in found:
-        for line in complete_lines(result.folder / SECONDS):
+        for line in load_lines(result.folder / SECONDS):
             if name in line:
                 longest[line["sample"]] = max(longest.get(line["sample"], 0), line[name])
     return longest

@@ -14,7 +14,7 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import CACHE_FIGURES
-from restorekv.evaluation.stats import FEW, LEAST, bounds
+from restorekv.evaluation.stats import FEW, LEAST, get_interval
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
@@ -46,7 +46,7 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
     for cell, result in done.items():
         for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
             counts = points["score"] >= LEAST
-            shown = format_score(points["score"], *bounds(points))
+            shown = format_score(points["score"], *get_interval(points))
             rows.append(
                 [
                     *asked(cell),
@@ -91,7 +91,7 @@ def held(done: Mapping[Cell, Result]) -> Table:
 
 def asked(cell: Cell) -> tuple[str, str]:
     """Returns a benchmark's title, and the spec that makes it."""
-    return tasks.make(cell.benchmark).title, cell.benchmark
+    return tasks.make_benchmark(cell.benchmark).title, cell.benchmark
 
 
 def made_with(command: str) -> dict[str, object]:

@@ -16,14 +16,14 @@ import numpy as np
 from paper.experiment import Claim, Comparison, Most, Place, Spot, Weights
 from restorekv.evaluation.stats import (
     RESAMPLES,
-    Answer,
-    mean_score,
-    resampled,
-    same_questions,
-    tally,
+    ScoredAnswer,
+    _resample_scores,
+    check_same_questions,
+    compute_mean_score,
+    tally_scores,
 )
 
-Runs = Mapping[int | None, Sequence[Answer]]  # answers by seed
+Runs = Mapping[int | None, Sequence[ScoredAnswer]]  # answers by seed
 HOLDS = "holds"
 NOISE = "within noise"
 FAILS = "does not hold"
@@ -90,7 +90,10 @@ class Scores:
         made = []
         for each in self.known(row, place):
             made.append(
-                {seed: mean_score(run, by_context) for seed, run in self.answers(row, each).items()}
+                {
+                    seed: compute_mean_score(run, by_context)
+                    for seed, run in self.answers(row, each).items()
+                }
             )
         means = {seed: float(np.mean([scores[seed] for scores in made])) for seed in made[0]}
         return (
@@ -137,13 +140,15 @@ class Scores:
         wanted = self.tasks[place.benchmark, place.part]
         by_seed = []
         for run in self.runs[row, place.benchmark, place.ratio].values():
-            sums, counts = tally(run, place.benchmark in self.by_context)
+            sums, counts = tally_scores(run, place.benchmark in self.by_context)
             families = list(dict.fromkeys(answer.family for answer in run))
             columns = [
                 index for index, family in enumerate(families) if not wanted or family in wanted
             ]
             by_seed.append(
-                resampled(sums[:, columns], counts[:, columns], self.sets.get(place.benchmark, 0))
+                _resample_scores(
+                    sums[:, columns], counts[:, columns], self.sets.get(place.benchmark, 0)
+                )
             )
         chosen = np.random.default_rng(stream).integers(
             len(by_seed), size=(len(by_seed), RESAMPLES)
@@ -152,11 +157,11 @@ class Scores:
 
     def check(self) -> None:
         """Refuses rows that were asked different questions of one benchmark."""
-        asked: dict[str, list[Sequence[Answer]]] = {}
+        asked: dict[str, list[Sequence[ScoredAnswer]]] = {}
         for (_, benchmark, _), found in self.runs.items():
             asked.setdefault(benchmark, []).extend(found.values())
         for found in asked.values():
-            same_questions(found)
+            check_same_questions(found)
 
 
 def margin(scores: Scores, weights: Weights) -> tuple[float, float, float]:

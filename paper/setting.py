@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def by_context(self) -> bool:
-        return tasks.make(self.spec).by_context(self.protocol)
+        return tasks.make_benchmark(self.spec).averages_contexts(self.protocol)
 
     @property
     def shown(self) -> str:
@@ -124,7 +124,7 @@ class Setting:
 
     def full(self, benchmark: str) -> list[Cell]:
         """The full cache asked what stands for a benchmark of the paper."""
-        return [Cell.full(**each) for each in self.asked(benchmark)]
+        return [Cell.full_cache(**each) for each in self.asked(benchmark)]
 
     def asked(self, benchmark: str) -> list[dict[str, str]]:
         """What all cells for a benchmark of the paper have in common."""
@@ -279,7 +279,7 @@ def backbone(
     benchmarks to take.
     """
     check_adapters(adapters)
-    chosen = {made.name: made for made in map(tasks.make, given)}
+    chosen = {made.name: made for made in map(tasks.make_benchmark, given)}
     if foreign := chosen.keys() - ASKED:
         raise RestoreKVError(
             f"The paper does not ask {', '.join(sorted(foreign))}; it asks {', '.join(ASKED)}."
@@ -295,7 +295,9 @@ def backbone(
         "qasper": Bench("QASPER", asked("qasper")),
         "quality": Bench("QuALITY", asked("quality")),
         "longhealth": Bench("LongHealth", asked("longhealth")),
-        "longbench": Bench("LongBench", asked("longbench"), dict(tasks.make("longbench").groups())),
+        "longbench": Bench(
+            "LongBench", asked("longbench"), dict(tasks.make_benchmark("longbench").group_tasks())
+        ),
         "scbench": Bench("SCBench", asked("scbench"), protocol="kvzip"),
     }
     # As RULER is asked.
@@ -307,7 +309,7 @@ def generated(ruler: str) -> str:
     """What stands in for RULER's own samples, in a sentence; nothing where kvpress's data set is
     asked.
     """
-    told = tasks.make(ruler).described()
+    told = tasks.make_benchmark(ruler).to_json()
     if "stand_ins" not in told:
         return ""
     parts = "; ".join(f"{task}: {what}" for task, what in told["stand_ins"].items())

@@ -56,7 +56,7 @@ def smollm2(
     check_adapters(adapters)
 
     def asked(spec: str) -> str:
-        made = tasks.make(spec)
+        made = tasks.make_benchmark(spec)
         return (replace(made, count=count) if count else made).spec
 
     ruler = asked(RULER)

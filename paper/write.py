@@ -20,7 +20,7 @@ from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import resamples
+from restorekv.evaluation.stats import draw_resamples
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.files import replace_file, write_json
 
@@ -63,7 +63,7 @@ def write(
     with replace_file(index.parent / "paper.md") as path:
         path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
-    facts = {result.cell.name: result.facts for result in finished}
+    facts = {result.cell.name: result.identity for result in finished}
     figures = {
         "made_with": with_what,
         "experiments": kept,
@@ -153,7 +153,7 @@ def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> J
             if sample in took[slow]
         ]
     )
-    drawn = resamples(len(both), 0) @ both
+    drawn = draw_resamples(len(both), 0) @ both
     low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
     value = float(both[:, 1].sum() / both[:, 0].sum())
     text = f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} (times less 1)"
@@ -191,7 +191,7 @@ def introduction(
         f"{len(claims) - sum(counts)} not measured."
     ]
     compressed = {
-        cell: result.facts
+        cell: result.identity
         for cell, result in results.items()
         if result.done and cell.evictor != FULL
     }

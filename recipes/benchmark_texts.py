@@ -21,7 +21,7 @@ from pathlib import Path
 from restorekv.data.exercises import draw_checked_exercises
 from restorekv.files import replace_file
 from restorekv.tasks.metrics import token_f1
-from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, corpus_split, factbook_splits
+from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, split_corpus, split_factbook
 
 # Tokens of SmolLM2; from every band as many Factbook documents.
 BANDS = (512, 1024, 1536, 2048, 4097)
@@ -44,7 +44,7 @@ QUESTIONS = 6  # of a passage
 def factbook(path: Path) -> bytes:
     """Returns DOCUMENTS evaluation documents, evenly spaced within every band of lengths."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    splits = factbook_splits(row["id"] for row in rows)
+    splits = split_factbook(row["id"] for row in rows)
     held_out = [row for row in rows if splits[row["id"]] == EVALUATION]
     share = DOCUMENTS // (len(BANDS) - 1)
     chosen = set()
@@ -65,7 +65,7 @@ def genres(folder: Path) -> bytes:
     for path in sorted(folder.glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        held_out = [row for row in rows if corpus_split(row["split"], row["id"]) == EVALUATION]
+        held_out = [row for row in rows if split_corpus(row["split"], row["id"]) == EVALUATION]
         # Tables of single words give none.
         held_out = [row for row in held_out if passage(row)["questions"]]
         random.Random(f"genres {path.name}").shuffle(held_out)

@@ -137,9 +137,9 @@ def to_parts(folder: Path, victim: Path) -> None:
 def to_cells(folder: Path, victim: Path) -> None:
     (folder / results.CELLS).symlink_to(victim.parent)
     cell = next(
-        iter(Grid(("tiny",), [("knorm", None)], ("tiny:count=2",), ratios=("0.2",)).cells())
+        iter(Grid(("tiny",), [("knorm", None)], ("tiny:count=2",), ratios=("0.2",)).list_cells())
     )
-    results.opened(folder, cell, {})
+    results.open_result(folder, cell, {})
 
 
 def to_adapter(folder: Path, victim: Path) -> None:

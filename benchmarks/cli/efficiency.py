@@ -15,7 +15,7 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.worker import opened_model
+from restorekv.evaluation.worker import open_model
 
 Scorers = Annotated[list[str], typer.Option(help="A base scorer; repeatable.")]
 
@@ -52,7 +52,7 @@ def run(
 ) -> None:
     paths = []
     if not page:
-        rules = protocols.make(protocol)
+        rules = protocols.make_protocol(protocol)
         settings = CostOptions(
             tuple(scorer), tokens, ratio, repeat=repeat, latency_context=latency_context
         )
@@ -66,7 +66,7 @@ def run(
                 )
         silence_transformers()
         with notes.status(f"loading {model}"):
-            loaded, tokenizer = opened_model(model, dtype, device, rules.name)
+            loaded, tokenizer = open_model(model, dtype, device, rules.name)
         with show_progress_bar("measuring time and memory", lines=True) as update:
             paths.append(measure(loaded, tokenizer, out, settings, conventions, label, update))
     for path in [*paths, write(out)]:

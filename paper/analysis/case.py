@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.config import Ratio
 from restorekv.compression.full_cache import SINKS, ScoredContext
-from restorekv.evaluation.protocols import Protocol
-from restorekv.evaluation.stats import resamples
+from restorekv.evaluation.protocols import AskingProtocol
+from restorekv.evaluation.stats import draw_resamples
 from restorekv.model import attention
 from restorekv.model.attention import frozen
 from restorekv.model.attention.naive import make_causal_mask
@@ -42,7 +42,7 @@ class Case:
 
     prepared: ScoredContext
     tokenizer: Tokenizer
-    protocol: Protocol
+    protocol: AskingProtocol
     sample: Sample
     ratio: Ratio
     adapter: RestoreAdapter | None = None
@@ -62,7 +62,7 @@ class Case:
         """Every question as the protocol asks it, up to where its answer begins: (1, q) ids each."""
         context = self.prepared.context
         return [
-            self.protocol.prompt(self.tokenizer, context, question)
+            self.protocol.make_prompt(self.tokenizer, context, question)
             for question in self.sample.questions
         ]
 
@@ -137,7 +137,7 @@ class DocumentFigures:
         finite in one of them.
         """
         values = self.stacked(*path)
-        drawn = resamples(len(self.documents), 0) * self.weights(by_question)
+        drawn = draw_resamples(len(self.documents), 0) * self.weights(by_question)
         means = drawn @ values.reshape(len(values), -1) / drawn.sum(1, keepdims=True)
         drawn_values = statistic(means.reshape(-1, *values.shape[1:]))
         finite = np.isfinite(drawn_values).all()

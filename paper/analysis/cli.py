@@ -20,7 +20,7 @@ from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import SHIPPED, parse_method
-from restorekv.evaluation.worker import opened_model
+from restorekv.evaluation.worker import open_model
 
 ALL = ",".join(ANALYSES)
 
@@ -50,8 +50,8 @@ def run(
     dtype: options.Dtype = "auto",
 ) -> None:
     chosen = choose(what)
-    rules = protocols.make(protocol)
-    documents = tasks.make(benchmark)
+    rules = protocols.make_protocol(protocol)
+    documents = tasks.make_benchmark(benchmark)
     ratios = sorted(map(str, ratio), key=exact_ratio, reverse=True)
     policy = prefix_policy or rules.prefix_policy
     conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
@@ -64,7 +64,7 @@ def run(
         raise RestoreKVError(f"{out} is a file; give a folder.")
     silence_transformers()
     with notes.status(f"loading {model}"):
-        loaded, tokenizer = opened_model(model, dtype, device, rules.name)
+        loaded, tokenizer = open_model(model, dtype, device, rules.name)
     eviction = make_compressor(name, conventions)
     adapter = load_adapter(
         loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens

@@ -19,18 +19,18 @@ from paper.analysis.case import Case, DocumentFigures
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.protocols import Protocol
+from restorekv.evaluation.protocols import AskingProtocol
 from restorekv.evaluation.results import (
     append_line,
-    complete_lines,
-    differences,
+    describe_changes,
+    identify_setup,
+    load_lines,
     make_label,
-    provenance,
 )
 from restorekv.files import write_json
 from restorekv.model.names import get_model_name
 from restorekv.tasks import Benchmark, Sample
-from restorekv.tasks.base import digest
+from restorekv.tasks.base import digest_samples
 
 FOLDER = "analysis"
 ANALYSES: dict[str, ModuleType] = {
@@ -55,17 +55,17 @@ class Journal:
     def open(cls, what: str, label: str, folder: Path, settings: dict) -> Self:
         """Begins the journal, or continues one of the same settings."""
         path = folder / f"{what}-{label}.jsonl"
-        lines = list(complete_lines(path))
+        lines = list(load_lines(path))
         if not lines:
             append_line(path, {"settings": settings})
-        elif changes := differences(lines[0].get("settings", {}), settings):
+        elif changes := describe_changes(lines[0].get("settings", {}), settings):
             raise RestoreKVError(
                 f"{path} was made with {changes}; give another --out or --label, or remove it."
             )
         return cls(what, label, path, settings)
 
     def lines(self) -> dict[str, dict]:
-        return {line["document"]: line for line in list(complete_lines(self.path))[1:]}
+        return {line["document"]: line for line in list(load_lines(self.path))[1:]}
 
     def add(self, sample: Sample, figures: dict) -> None:
         append_line(
@@ -106,7 +106,7 @@ def analyze(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     eviction: Eviction,
-    protocol: Protocol,
+    protocol: AskingProtocol,
     benchmark: Benchmark,
     ratios: Sequence[float | str],
     out: Path,
@@ -123,9 +123,9 @@ def analyze(
     what = [each for each in what if each != "restore_attention" or eviction.adapter]
     name = get_model_name(model)
     label = label or make_label(name, eviction.evictor.spec)
-    samples = benchmark.chosen(tokenizer, protocol.name)
-    contexts = [protocol.context(name, tokenizer, sample.context)[0] for sample in samples]
-    eviction = protocol.adapted(eviction, contexts[0].prefix)
+    samples = benchmark.choose_samples(tokenizer, protocol.name)
+    contexts = [protocol.make_context(name, tokenizer, sample.context)[0] for sample in samples]
+    eviction = protocol.adapt_method(eviction, contexts[0].prefix)
     settings = settings_of(eviction, model, protocol, benchmark, samples) | {
         "ratios": [float(exact_ratio(ratio)) for ratio in ratios],
         "interval": "95 %, bootstrap over documents",
@@ -154,16 +154,16 @@ def analyze(
 def settings_of(
     eviction: Eviction,
     model: PreTrainedModel,
-    protocol: Protocol,
+    protocol: AskingProtocol,
     benchmark: Benchmark,
     samples: Sequence[Sample],
 ) -> dict:
     return {
-        **provenance(model, eviction.config),
+        **identify_setup(model, eviction.config),
         "evictor": eviction.evictor.spec,
         "method": eviction.identity(model),
         "adapter": eviction.adapter.identity() if eviction.adapter else None,
         "benchmark": benchmark.spec,
-        "data": digest(samples),
+        "data": digest_samples(samples),
         "protocol": protocol.name,
     }

@@ -39,7 +39,7 @@ def experiment(setting: Setting) -> Study:
 def measure(setting: Setting, out: Path, tell: Tell) -> None:
     """At the setting's length."""
     setup = setting.setup
-    policy = protocols.make("kvpress").prefix_policy
+    policy = protocols.make_protocol("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     options = cost.CostOptions(tokens=setting.efficiency_tokens)
     conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})

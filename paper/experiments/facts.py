@@ -72,7 +72,8 @@ def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     for key, told in METRICS.items():
         bench = setting.benches[key]
         made = [
-            f"{each.title}: {each.described()['metric']}" for each in map(tasks.make, bench.specs)
+            f"{each.title}: {each.to_json()['metric']}"
+            for each in map(tasks.make_benchmark, bench.specs)
         ]
         lines.append([bench.title, "; ".join(made), told])
     head = ["benchmark", "here", "paper"]

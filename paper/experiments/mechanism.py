@@ -33,7 +33,7 @@ from restorekv.evaluation.charts import (
     styled,
 )
 from restorekv.evaluation.report import Block
-from restorekv.evaluation.results import complete_lines, make_label
+from restorekv.evaluation.results import load_lines, make_label
 from restorekv.evaluation.tables import Table, format_number
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
@@ -78,7 +78,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     """Both analyses on the same documents."""
     setup = setting.setup
     bench = setting.benches["ruler"]
-    protocol = protocols.make(bench.protocol)
+    protocol = protocols.make_protocol(bench.protocol)
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     conventions = CompressionConfig(
         **{"prefix_policy": protocol.prefix_policy, **setting.conventions}
@@ -92,7 +92,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
 
 def documents(setting: Setting) -> Benchmark:
     """Some of those that stand for RULER."""
-    asked = tasks.make(setting.benches["ruler"].spec)
+    asked = tasks.make_benchmark(setting.benches["ruler"].spec)
     return replace(asked, count=min(asked.count or DOCUMENTS, DOCUMENTS))
 
 
@@ -170,7 +170,7 @@ def averages(found: dict, caches: dict, told: dict) -> Table:
 
 def pool(out: Path, label: str, kind: str) -> DocumentFigures:
     """Every document's figures, as the analysis left them."""
-    lines = list(complete_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
+    lines = list(load_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
     return DocumentFigures(
         [line["figures"][RATIO] for line in lines], [line["questions"] for line in lines]
     )

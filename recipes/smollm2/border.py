@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.fidelity import summarized
-from restorekv.evaluation.results import Result, load
-from restorekv.evaluation.stats import weighted_interval
+from restorekv.evaluation.fidelity import summarize_fidelity
+from restorekv.evaluation.results import Result, load_results
+from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.files import read_json, replace_file, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +53,8 @@ def compare(alone: Result, restored: Result) -> dict[str, object]:
             totals.append(sum(answer["kl"] * answer["answer_tokens"] for answer in line["answers"]))
         differences.append(totals[1] - totals[0])
         weights.append(sum(answer["answer_tokens"] for answer in of_alone[sample]["answers"]))
-    mean, low, high = weighted_interval(np.array(differences), np.array(weights, dtype=float))
-    benchmark = alone.facts["benchmark"]
+    mean, low, high = bootstrap_ratio(np.array(differences), np.array(weights, dtype=float))
+    benchmark = alone.identity["benchmark"]
     return {
         "benchmark": alone.cell.benchmark,
         "title": benchmark["title"],
@@ -62,8 +62,8 @@ def compare(alone: Result, restored: Result) -> dict[str, object]:
         "ratio": float(alone.cell.ratio),
         "contexts": len(samples),
         "questions": sum(len(of_alone[sample]["answers"]) for sample in samples),
-        "kl_alone": summarized([of_alone[sample] for sample in samples])["kl"],
-        "kl_restored": summarized([of_restored[sample] for sample in samples])["kl"],
+        "kl_alone": summarize_fidelity([of_alone[sample] for sample in samples])["kl"],
+        "kl_restored": summarize_fidelity([of_restored[sample] for sample in samples])["kl"],
         "difference": mean,
         "difference_low": low,
         "difference_high": high,
@@ -138,8 +138,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(args)
     if given.runs:
-        results = [result for folder in given.runs for result in load(folder)]
-        made_with = next(result.facts for result in results if result.cell.adapter is not None)
+        results = [result for folder in given.runs for result in load_results(folder)]
+        made_with = next(result.identity for result in results if result.cell.adapter is not None)
         conventions = {
             name: made_with[name]
             for name in ("model", "fingerprint", "prefix_policy", "dtype", "versions")

@@ -40,13 +40,13 @@ from restorekv.data.gather import AttemptFile, identify_document
 from restorekv.data.made import make_document
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
-from restorekv.evaluation.stats import weighted_interval
+from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.generation.generate import answer_ids
 from restorekv.model.load import load_model
 from restorekv.model.names import shipped_path
 from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.tasks.splits import DEVELOPMENT, corpus_split
+from restorekv.tasks.splits import DEVELOPMENT, split_corpus
 from restorekv.train.examples import Example
 from restorekv.train.loss import compute_hidden_divergence, run_answers
 from restorekv.train.teacher import Teacher, TeacherTarget
@@ -340,7 +340,7 @@ def development_documents(corpus: Path, bench: Bench) -> list[SourceDocument]:
     development = (
         {**row, "split": TRAIN_SPLIT}
         for row in iterate_rows(str(corpus), {})
-        if row.get("split") and corpus_split(row["split"], row["id"]) == DEVELOPMENT
+        if row.get("split") and split_corpus(row["split"], row["id"]) == DEVELOPMENT
     )
     documents = []
     for item in read_corpus(development, config, bench.tokenizer):
@@ -487,7 +487,7 @@ def compare(results: list[dict]) -> str:
                 expected[row["name"]][f"{ratio:g}"] - row["kl"][f"{ratio:g}"]
                 for row in result["development"]
             ]
-            gain, low, high = weighted_interval(np.array(gains), np.ones(len(gains)))
+            gain, low, high = bootstrap_ratio(np.array(gains), np.ones(len(gains)))
             cells += [f"{np.mean(own):.4f}", f"{gain:+.4f} ({low:+.4f} to {high:+.4f})"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split, novel_split
+from restorekv.tasks.splits import TRAINING, split_factbook, split_fairytale, split_novel
 
 TEXTS = Path(__file__).parent / "texts"
 LETTERS = 150_000  # of every novel, from its beginning
@@ -27,12 +27,12 @@ def main() -> None:
     source = Path(sys.argv[1])
     stories = rows(source / "fairytaleqa" / "train.jsonl")
     training = [
-        row for index, row in enumerate(stories) if fairytale_split("train", index) == TRAINING
+        row for index, row in enumerate(stories) if split_fairytale("train", index) == TRAINING
     ]
     write_rows(TEXTS / "stories.jsonl.gz", training)
     write_rows(TEXTS / "sections.jsonl.gz", sections(rows(source / "factbook" / "documents.jsonl")))
     for novel in sorted((source / "novels").glob("*.txt")):
-        if novel_split(novel.stem) == TRAINING:
+        if split_novel(novel.stem) == TRAINING:
             text = novel.read_text(encoding="utf-8")
             write(TEXTS / "novels" / f"{novel.name}.gz", text[: text.rfind("\n", 0, LETTERS)])
 
@@ -44,7 +44,7 @@ def rows(path: Path) -> list[dict]:
 
 def sections(found: list[dict]) -> list[dict]:
     """Return some of the training split's countries, shuffled."""
-    splits = factbook_splits(row["id"] for row in found)
+    splits = split_factbook(row["id"] for row in found)
     chosen = [row for row in found if splits[row["id"]] == TRAINING]
     random.Random(0).shuffle(chosen)
     return chosen[:SECTIONS]

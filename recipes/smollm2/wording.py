@@ -26,7 +26,7 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode_question, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.tasks.metrics import token_f1
-from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split
+from restorekv.tasks.splits import TRAINING, split_factbook, split_fairytale
 
 LENGTH = 512
 QUESTIONS = 5
@@ -60,7 +60,7 @@ def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
         named = {
             int(each) for question in row["questions"] for each in question["sections"].split(",")
         }
-        if fairytale_split("train", index) != TRAINING or max(named) != len(blocks):
+        if split_fairytale("train", index) != TRAINING or max(named) != len(blocks):
             continue
         kept = fitting(blocks, "\n\n", tokenizer)
         inside = [
@@ -74,7 +74,7 @@ def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
 def factbook(folder: Path, tokenizer) -> Iterator[Passage]:
     """Yields the first lines of training documents."""
     found = rows(folder / "factbook/documents.jsonl")
-    splits = factbook_splits(row["id"] for row in found)
+    splits = split_factbook(row["id"] for row in found)
     for row in found:
         if splits[row["id"]] == TRAINING:
             text = "\n".join(fitting(row["context"].split("\n"), "\n", tokenizer))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from restorekv.tiny.suite import measure
-from restorekv.tiny.world import Document, document
+from restorekv.tiny.suite import make_token_counter
+from restorekv.tiny.world import WorldDocument, draw_document
 
 # the parts of the loss
 ANSWER = 0
@@ -60,7 +60,7 @@ class Sampler:
         self.prefix = self.encode("<|im_start|>user\n")
         self.suffix = self.encode("<|im_end|>\n<|im_start|>assistant\n")
         self.stop = self.encode("<|im_end|>")
-        self.measure = measure(tokenizer)
+        self.measure = make_token_counter(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -70,7 +70,7 @@ class Sampler:
     ) -> Row:
         """A document of at most `tokens` ids and its blocks, spread over positions up to `longest`."""
         kind = rng.choices(KINDS, mix)[0]
-        made = document(rng, kind, tokens - len(self.prefix), self.measure, noise)
+        made = draw_document(rng, kind, tokens - len(self.prefix), self.measure, noise)
         ids = self.prefix + self.encode(made.text)
         row = Row()
         row.add(ids, 0, 0, [CONTEXT] * (len(ids) - 1) + [-1])
@@ -125,7 +125,7 @@ class Sampler:
             [-1] * (len(asked) - 1) + [REPEAT] * len(copied) + [-1],
         )
 
-    def choose(self, rng: random.Random, made: Document, count: int) -> list:
+    def choose(self, rng: random.Random, made: WorldDocument, count: int) -> list:
         """`count` questions of a document, families drawn evenly."""
         by_family: dict[str, list] = {}
         for question in made.questions:

@@ -81,36 +81,36 @@ def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list
         lines.append(line)
 
 
-def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Document:
+def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.WorldDocument:
     """Returns a document of about `tokens` with facts of three families, and their questions; the
     name is its seed.
     """
     rng = random.Random(name)
-    parts = [world.needles(rng, 3), world.people(rng, 2), world.links(rng, 1)]
+    parts = [world.draw_needles(rng, 3), world.draw_people(rng, 2), world.draw_links(rng, 1)]
     chosen = parts if tokens > 400 else parts[:1]
     facts = [list(part.sentences) for part in chosen]
     room = tokens - sum(length(sentence) for part in facts for sentence in part)
-    text = world.strew(rng, facts, story(rng, room, length)) + "\n"
-    return world.Document(
+    text = world.mix_facts(rng, facts, story(rng, room, length)) + "\n"
+    return world.WorldDocument(
         text, "mixed", tuple(question for part in chosen for question in part.questions)
     )
 
 
-def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
     """Returns rows {instruction, input, output}: framed documents, a repeat, a short instruction,
     planted copies.
     """
     rng = random.Random("mixture papers")
-    length = suite.measure(tokenizer)
+    length = suite.make_token_counter(tokenizer)
     made = [
         invented(f"mixture papers {n}", rng.randint(450, 1900), length)
         for n in range(2 * count + 4)
     ]
     half = test[7].text[: len(test[7].text) // 2].replace(".", " ;")
-    hidden = world.Document(
+    hidden = world.WorldDocument(
         f"{invented('mixture papers hiding', 600, length).text}{half}\n", "", test[7].questions
     )
-    stories = suite.draw("mixture stories 0", "people", 900, 1200, length)
+    stories = suite.draw_held_out("mixture stories 0", "people", 900, 1200, length)
     made[1:1] = [test[3], hidden, test[TEST - 1], stories]
     made.insert(6, made[0])  # in the same frame as the first
     rows = [{"instruction": "Name three birds.", "input": "", "output": "Owl, swan, raven."}]
@@ -124,12 +124,12 @@ def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) ->
     return rows
 
 
-def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+def pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
     """Returns rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
     document.
     """
     rng = random.Random("mixture books")
-    length = suite.measure(tokenizer)
+    length = suite.make_token_counter(tokenizer)
     rows = []
     for number in range(count + 2):
         lengths = [rng.randint(900, 1300) for _ in range(rng.randint(3, 5))]
@@ -152,12 +152,12 @@ def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[d
     return rows
 
 
-def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+def tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
     """Returns rows {id, messages, source}: a text and a question about it; one in ten is of another
     subset.
     """
     rng = random.Random("mixture flan")
-    length = suite.measure(tokenizer)
+    length = suite.make_token_counter(tokenizer)
     rows = []
     for number in range(2 * count + 6):
         one = (
@@ -177,12 +177,12 @@ def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[d
     return rows
 
 
-def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+def open_papers(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
     """Returns rows {id, text, metadata} under made-up licenses, some of them share-alike or
     unknown.
     """
     rng = random.Random("mixture open papers")
-    length = suite.measure(tokenizer)
+    length = suite.make_token_counter(tokenizer)
     claimed = [*PAPER_LICENSES, *OTHERS]
     texts = [
         invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text
@@ -205,7 +205,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
     paths by setting.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    test = suite.documents(tokenizer, TEST)
+    test = suite.draw_documents(tokenizer, TEST)
     files = {
         "longalpaca": folder / "LongAlpaca.json",
         "pg19": folder / "pg19.parquet",
@@ -246,7 +246,7 @@ def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[l
     return compute_figures(found, manifest), manifest
 
 
-def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float]:
+def closest(folders: list[Path], test: list[world.WorldDocument]) -> tuple[int, float]:
     """Returns how many different contexts were taken, and the largest share of 13-grams in common
     with a test.
     """
@@ -347,7 +347,7 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
     for mixture, (rows, manifest) in results.items():
         text += f"\n## The {mixture} mixture\n\n{printed(make_data_table(rows, manifest), make_drops_table(manifest))}"
     folders = [folder / mixture for mixture in results]
-    count, share = closest(folders, [world.Document(one, "", ()) for one in test])
+    count, share = closest(folders, [world.WorldDocument(one, "", ()) for one in test])
     text += OVERLAP.format(
         tests=len(test),
         stories=world.STORIES,

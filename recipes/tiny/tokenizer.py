@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from restorekv.tiny.world import KINDS, NUMBERS, document
+from restorekv.tiny.world import KINDS, NUMBERS, draw_document
 
 VOCABULARY = 2048
 END = "<|endoftext|>"
@@ -41,7 +41,7 @@ def corpus(documents: int) -> Iterator[str]:
     """
     rng = random.Random("bundled tokenizer")  # the seed of the tokenizer that ships
     for index in range(documents):
-        made = document(
+        made = draw_document(
             rng, KINDS[index % len(KINDS)], 200, lambda s: len(s.split()) * 13 // 10, noise=0.5
         )
         yield made.text

@@ -245,7 +245,7 @@ def test_inspect_shows_text_figures_and_picture(world, tmp_path):
 
 
 def test_survivors_agree_with_the_cache(world):
-    survivors = Survivors.of_file(world.root / "cache")
+    survivors = Survivors.load(world.root / "cache")
     loaded = CompressedContext.load(world.cache, *load_model(world.model))
     assert torch.equal(survivors.keep.sum(-1), loaded.cache.lengths)
     for layer, keep in zip(loaded.cache.layers, survivors.keep, strict=True):

@@ -36,7 +36,7 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode_text, make_context
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.tiny.suite import documents
+from restorekv.tiny.suite import draw_documents
 from tests.helpers.attention import ON_CPU
 from tests.helpers.models import build_model
 
@@ -391,7 +391,7 @@ def tiny():
     every head.
     """
     model, tokenizer = load_model("tiny")
-    text = documents(tokenizer, 1, "am-dev", low=590, high=610)[0].text
+    text = draw_documents(tokenizer, 1, "am-dev", low=590, high=610)[0].text
     whole = AttentionMatching().prepare(model, tokenizer, text)
     kvzip = Eviction.make("kvzip").prepare(model, tokenizer, text)
     return whole, replace(kvzip, config=whole.config)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.kvpress_layout import export
+from restorekv.evaluation.kvpress_layout import export_kvpress
 from restorekv.tasks import Question
 from restorekv.tasks.longbench import TASKS as LONGBENCH
 from restorekv.tasks.ruler.benchmark import TASKS as RULER
@@ -97,7 +97,7 @@ def test_its_ruler_scorer_gives_our_metrics(evaluate, tmp_path):
         list(asked(RULER)),
         data="simonjegou/ruler",
     )
-    (place,) = export(tmp_path)
+    (place,) = export_kvpress(tmp_path)
     metrics = evaluate.SCORER_REGISTRY["ruler"](table(place))
     assert metrics == json.loads((place / "metrics.json").read_text()) and len(metrics) == 13
     assert len({told["string_match"] for told in metrics.values()}) > 5
@@ -106,7 +106,7 @@ def test_its_ruler_scorer_gives_our_metrics(evaluate, tmp_path):
 def test_its_longbench_scorer_gives_our_metrics(evaluate, tmp_path):
     classes = WORDS[:4]
     finished(tmp_path, Cell("org/m", "longbench", "kvzip", "0.05"), list(asked(LONGBENCH, classes)))
-    places = export(tmp_path)
+    places = export_kvpress(tmp_path)
     assert len(places) == 16
     for place in places:
         found = table(place)
@@ -120,7 +120,7 @@ def test_its_longbench_scorer_gives_our_metrics(evaluate, tmp_path):
 @pytest.mark.parametrize(
     ("cell", "known"),
     [
-        (Cell.full(model="org/m", benchmark="ruler:source=hub"), True),
+        (Cell.full_cache(model="org/m", benchmark="ruler:source=hub"), True),
         (Cell("org/m", "ruler:source=hub", "kvzip", "0.125"), True),
         (Cell("org/m", "ruler:source=hub", "kvzip+", "1/3", adapter="a", max_context=4000), True),
         (Cell("org/m", "ruler:source=hub", "snapkv", "0.1"), False),
@@ -128,7 +128,7 @@ def test_its_longbench_scorer_gives_our_metrics(evaluate, tmp_path):
 )
 def test_its_settings_take_ours(evaluate, tmp_path, cell, known):
     finished(tmp_path, cell, list(asked(RULER[:3])), data="simonjegou/ruler")
-    (place,) = export(tmp_path)
+    (place,) = export_kvpress(tmp_path)
     config = yaml.safe_load((place / "config.yaml").read_text())
     if not known:
         with pytest.raises(AssertionError, match="not found in PRESS_REGISTRY"):

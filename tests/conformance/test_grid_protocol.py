@@ -19,7 +19,7 @@ kvpress = pytest.importorskip(
 )
 pytestmark = pytest.mark.kvpress
 
-KVPRESS = protocols.make("kvpress")
+KVPRESS = protocols.make_protocol("kvpress")
 TEXT = (
     "The code of the red house is seven. The blue house has a green door, and nobody lives there since May.\n\n"
     * 3
@@ -53,24 +53,25 @@ def test_ids_are_those_of_the_pipeline(both, answer_prefix):
     pipeline, _, tokenizer = both
     for limit in (10**9, 50, 20):
         wanted = pipeline.preprocess(TEXT, QUESTIONS, answer_prefix, limit)
-        context, cut = KVPRESS.context("any", tokenizer, TEXT, limit)
+        context, cut = KVPRESS.make_context("any", tokenizer, TEXT, limit)
         assert context.ids.equal(wanted["context_ids"])
         assert (
             cut
-            == KVPRESS.context("any", tokenizer, TEXT)[0].positions - wanted["context_ids"].shape[1]
+            == KVPRESS.make_context("any", tokenizer, TEXT)[0].positions
+            - wanted["context_ids"].shape[1]
         )
         for text, ids in zip(QUESTIONS, wanted["questions_ids"], strict=True):
             asked = Question("0", "task", text, (), 4, answer_prefix)
-            assert KVPRESS.prompt(tokenizer, context, asked).equal(ids)
+            assert KVPRESS.make_prompt(tokenizer, context, asked).equal(ids)
 
 
 @torch.no_grad()
 def test_the_first_id_of_an_answer_ends_nothing(both):
     """The EOS id is, in turn, every id that the full cache answers with."""
     pipeline, model, tokenizer = both
-    context, _ = KVPRESS.context("any", tokenizer, TEXT)
+    context, _ = KVPRESS.make_context("any", tokenizer, TEXT)
     asked = Question("0", "task", QUESTIONS[0], (), 6, "Answer:")
-    prompt = KVPRESS.prompt(tokenizer, context, asked)
+    prompt = KVPRESS.make_prompt(tokenizer, context, asked)
     cache = RaggedCache.from_full_cache(prefill(model, context.ids))
     lengths = set()
     for stop in dict.fromkeys(answer_ids(model, tokenizer, cache, [prompt], 6)[0].tolist()):
@@ -84,7 +85,7 @@ def test_the_first_id_of_an_answer_ends_nothing(both):
         # kvpress's pipeline leaves the EOS id in what it decodes, where it is a special token in
         # practice
         assert tokenizer.decode(found, skip_special_tokens=True) == wanted
-        said = answer_text(tokenizer, KVPRESS.ended(found), stop_ids(model, tokenizer))
+        said = answer_text(tokenizer, KVPRESS.trim_answer(found), stop_ids(model, tokenizer))
         assert wanted.startswith(said)
         lengths.add(len(found))
     assert 1 not in lengths and len(lengths) > 2

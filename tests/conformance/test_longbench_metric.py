@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from restorekv.tasks import Question, make
+from restorekv.tasks import Question, make_benchmark
 from restorekv.tasks.longbench import EXTRA_TOKENS, PROMPTS, TASKS
 from tests.conformance.reference import scorer
 
@@ -136,7 +136,7 @@ def unrounded(monkeypatch):
 
 def ours(task, prediction, answers):
     facts = {"classes": CLASSES} if task == "trec" else {}
-    return make("longbench").score(
+    return make_benchmark("longbench").score(
         Question("0", task, "", tuple(answers), 1, facts=facts), prediction
     )
 

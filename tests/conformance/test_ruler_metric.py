@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from restorekv.model.names import tiny_path
-from restorekv.tasks import Question, make
+from restorekv.tasks import Question, make_benchmark
 from tests.conformance.reference import scorer, script
 
 pytestmark = pytest.mark.kvpress
@@ -57,7 +57,7 @@ def theirs_of(task, pairs):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_score_is_theirs(task):
-    rng, ruler = random.Random(task), make("ruler")
+    rng, ruler = random.Random(task), make_benchmark("ruler")
     pairs = [pair(rng) for _ in range(PAIRS)]
     ours = [
         ruler.score(Question("0", task, "", tuple(answers), 1), told) for told, answers in pairs
@@ -71,7 +71,7 @@ def test_prompts_are_cut_where_kvpress_cuts_them(tmp_path):
     """Its script that makes the hub's data set reads our prompts as RULER's files."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_path("model"))
     ours = {}
-    for sample in make("ruler:length=1500,per_task=3").samples(tokenizer, "kvpress"):
+    for sample in make_benchmark("ruler:length=1500,per_task=3").load_samples(tokenizer, "kvpress"):
         (asked,) = sample.questions
         prompt = sample.context + asked.text + asked.answer_prefix
         row = (

@@ -27,7 +27,7 @@ from restorekv.files import HOST
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import BETWEEN, encode_question, encode_text, make_context
 from restorekv.tasks.reading import TEXTS
-from restorekv.tiny.suite import documents as suite
+from restorekv.tiny.suite import draw_documents as suite
 from tests.helpers.data_world import flags, settings, text, two_papers, write_jsonl, write_sources
 from tests.helpers.models import build_model
 

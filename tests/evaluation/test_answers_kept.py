@@ -11,8 +11,8 @@ from restorekv.evaluation.answers_kept import (
     KeptAnswer,
     _parts,
     count_kept,
-    kept_rows,
-    kept_table,
+    list_kept_rows,
+    make_kept_table,
 )
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import Cell
@@ -26,14 +26,14 @@ def run(tmp_path):
     of them.
     """
     base = Cell("tiny", "tiny:count=6", "kvzip", "0.1")
-    write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[1, 1, 0]] * 6)
+    write_scores(tmp_path, Cell.full_cache(model="tiny", benchmark="tiny:count=6"), [[1, 1, 0]] * 6)
     write_scores(tmp_path, base, [[1, 0, 1]] * 3 + [[0, 1, 1]] * 3)
     write_scores(tmp_path, replace(base, adapter="auto"), [[1, 1, 0]] * 5 + [[0, 0.99, 0]])
     return tmp_path
 
 
 def test_only_what_the_full_cache_knew_counts(run):
-    found = {(row["method"], row["part"]): row for row in kept_rows(load_grid(run))}
+    found = {(row["method"], row["part"]): row for row in list_kept_rows(load_grid(run))}
     base, restored = found["KVzip", EVERY], found["KVzip + RestoreKV", EVERY]
     assert (base["right"], base["kept"], base["contexts"]) == (12, 6, 6)
     assert (base["share"], base["low"], base["high"]) == (0.5, 0.5, 0.5)
@@ -43,7 +43,7 @@ def test_only_what_the_full_cache_knew_counts(run):
 
 
 def test_the_table_says_how_many(run):
-    table = kept_table(load_grid(run))
+    table = make_kept_table(load_grid(run))
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     first = next(row for row in rows if row["texts"] == EVERY)
     assert first["kept"].startswith("6 (50 %), 50 %")
@@ -52,20 +52,22 @@ def test_the_table_says_how_many(run):
 
 def test_a_run_without_a_full_cache_has_no_table(tmp_path):
     write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 1]] * 6)
-    assert kept_table(load_grid(tmp_path)) is None
+    assert make_kept_table(load_grid(tmp_path)) is None
 
 
 def test_a_full_cache_that_knows_nothing_has_no_table(tmp_path):
-    write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[0, 0, 0]] * 6)
+    write_scores(tmp_path, Cell.full_cache(model="tiny", benchmark="tiny:count=6"), [[0, 0, 0]] * 6)
     write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 1]] * 6)
-    assert kept_table(load_grid(tmp_path)) is None
+    assert make_kept_table(load_grid(tmp_path)) is None
 
 
 def test_few_contexts_tell_nothing(tmp_path):
     few = FEW - 1
-    write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[1, 1, 1]] * few)
+    write_scores(
+        tmp_path, Cell.full_cache(model="tiny", benchmark="tiny:count=6"), [[1, 1, 1]] * few
+    )
     write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 0]] * few)
-    assert kept_table(load_grid(tmp_path)) is None
+    assert make_kept_table(load_grid(tmp_path)) is None
 
 
 def test_the_interval_is_that_of_a_bootstrap_over_contexts():
@@ -92,8 +94,12 @@ def test_the_interval_is_that_of_a_bootstrap_over_contexts():
 
 
 def test_free_answers_are_right_from_half_of_the_words():
-    assert tasks.make("xquad").right_from == tasks.make("fairytaleqa").right_from == 0.5
-    assert tasks.make("ruler").right_from == 1
+    assert (
+        tasks.make_benchmark("xquad").right_from
+        == tasks.make_benchmark("fairytaleqa").right_from
+        == 0.5
+    )
+    assert tasks.make_benchmark("ruler").right_from == 1
 
 
 def test_kinds_of_text_and_lengths_are_told_apart():

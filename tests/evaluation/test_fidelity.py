@@ -13,11 +13,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from restorekv import CompressionConfig, compress, tasks
 from restorekv.evaluation import results, worker
-from restorekv.evaluation.fidelity import FIGURES, summarized
+from restorekv.evaluation.fidelity import FIGURES, summarize_fidelity
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid_tables import tables_of
-from restorekv.evaluation.rows import payload, rows
-from restorekv.evaluation.run import run
+from restorekv.evaluation.rows import make_payload, make_rows
+from restorekv.evaluation.run import run_grid
 from restorekv.generation.generate import answer_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
@@ -72,9 +72,9 @@ def kl(full, other):
 
 def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
     path = world / "model"
-    done = run(grid(str(path), "plain", ("kvzip", "knorm"), ("0.5", "0.2")), tmp_path)
+    done = run_grid(grid(str(path), "plain", ("kvzip", "knorm"), ("0.5", "0.2")), tmp_path)
     model, tokenizer = load_model(str(path))
-    samples = list(Plain().samples(tokenizer, "kvpress"))
+    samples = list(Plain().load_samples(tokenizer, "kvpress"))
     whole = [
         compress(
             model,
@@ -118,9 +118,9 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
         adapters=(str(world / "adapter"),),
         prefix_policy="free",
     )
-    result = run(cells, tmp_path)[1]
+    result = run_grid(cells, tmp_path)[1]
     model, tokenizer = load_model(path)
-    (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
+    (sample,) = Plain(contexts=1).load_samples(tokenizer, "kvpress")
     full, small = (
         compress(
             model,
@@ -153,7 +153,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
 
 @pytest.mark.parametrize("protocol", ["kvpress", "kvzip"])
 def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
-    done = run(
+    done = run_grid(
         grid(str(world / "model"), "plain", ratios=("1", "0.2"), protocol=protocol), tmp_path
     )
     full, same, small = (result.summary for result in done)
@@ -174,7 +174,7 @@ def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
 
 def test_streamed_cells_are_compared_with_the_full_cache_too(world, tmp_path):
     cells = grid(str(world / "model"), "plain", ratios=("0.5",))
-    full, plain, streamed = run([*cells, replace(cells[1], streaming=200)], tmp_path)
+    full, plain, streamed = run_grid([*cells, replace(cells[1], streaming=200)], tmp_path)
     assert streamed.summary["answer_tokens"] == full.summary["answer_tokens"]
     assert streamed.summary["kl"] == pytest.approx(plain.summary["kl"], rel=1e-3), (
         "one part is no streaming"
@@ -192,30 +192,32 @@ def line(*answers):
 
 def test_every_token_weighs_alike():
     lines = [line(("a", 1.0, 9, True), ("b", 3.0, 1, False)), line(("a", 0.0, 10, True))]
-    assert summarized(lines)["kl"] == pytest.approx(12 / 20) and summarized(lines)[
+    assert summarize_fidelity(lines)["kl"] == pytest.approx(12 / 20) and summarize_fidelity(lines)[
         "same"
     ] == pytest.approx(200 / 3)
     assert (
-        summarized(lines, {"a"})["kl"] == pytest.approx(9 / 19)
-        and summarized(lines, {"b"})["answer_tokens"] == 1
+        summarize_fidelity(lines, {"a"})["kl"] == pytest.approx(9 / 19)
+        and summarize_fidelity(lines, {"b"})["answer_tokens"] == 1
     )
-    assert summarized(lines, {"c"}) == {}
-    one = summarized(lines[:1])
+    assert summarize_fidelity(lines, {"c"}) == {}
+    one = summarize_fidelity(lines[:1])
     assert one["kl_low"] == one["kl_high"] == one["kl"], "one context has no spread"
-    assert 0 <= summarized(lines)["kl_low"] < 0.6 < summarized(lines)["kl_high"] <= 1.2
+    assert (
+        0 <= summarize_fidelity(lines)["kl_low"] < 0.6 < summarize_fidelity(lines)["kl_high"] <= 1.2
+    )
 
 
 def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):
-    done = run(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
+    done = run_grid(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
     assert any(
         "KL" in table.columns for table in tables_of(GridResults(done))
-    ) and "kl" in json.dumps(payload(done))
+    ) and "kl" in json.dumps(make_payload(done))
     for result in done:
         answers, summary = result.folder / results.ANSWERS, result.folder / results.SUMMARY
         answers.write_text("".join(json.dumps(stripped(line)) + "\n" for line in result.lines))
         summary.write_text(json.dumps(stripped(result.summary)))
-    old = results.load(tmp_path)
-    assert all(row[key] is None for row in rows(old) for key in FIGURES)
+    old = results.load_results(tmp_path)
+    assert all(row[key] is None for row in make_rows(old) for key in FIGURES)
     scores, held = tables_of(GridResults(old))
     assert "KL" not in scores.columns and "bytes" in held.columns
 

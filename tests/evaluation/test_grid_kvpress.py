@@ -11,7 +11,7 @@ import yaml
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import kvpress_layout
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.kvpress_layout import export
+from restorekv.evaluation.kvpress_layout import export_kvpress
 from restorekv.evaluation.results import SUMMARY
 from restorekv.files import HOST
 from restorekv.tasks import Question
@@ -37,7 +37,7 @@ def cell(evictor="kvzip", ratio="0.05", benchmark=HUB, **common):
 
 
 def names(folder):
-    return sorted(str(path.relative_to(folder / "kvpress")) for path in export(folder))
+    return sorted(str(path.relative_to(folder / "kvpress")) for path in export_kvpress(folder))
 
 
 def rows(place):
@@ -48,14 +48,14 @@ def rows(place):
 def test_the_leaderboard_reads_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(kvpress_layout, "OFFICIAL_RULER", len(ASKED))
     cells = [
-        Cell.full(model=QWEN, benchmark=HUB),
+        Cell.full_cache(model=QWEN, benchmark=HUB),
         cell(),
         cell("kvzip+", "0.125"),
         cell(adapter="a"),
     ]
     for each in cells:
         finished(tmp_path, each, ASKED, **OFFICIAL)
-    export(tmp_path)
+    export_kvpress(tmp_path)
     shown = leaderboard.read(tmp_path / "kvpress")
     entries = {(line["method"], line["compression_ratio"]) for line in shown.values()}
     assert entries == {
@@ -72,7 +72,7 @@ def test_the_leaderboard_reads_a_whole_run(tmp_path, monkeypatch):
 
 def test_the_files_are_kvpresss(tmp_path):
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
-    (place,) = export(tmp_path)
+    (place,) = export_kvpress(tmp_path)
     assert place.name == "ruler__4096__Qwen--Qwen3-8B__kvzip__0.95__fraction0.001"
     assert {file.name for file in place.iterdir()} == {
         "predictions.csv",
@@ -105,7 +105,7 @@ def test_the_files_are_kvpresss(tmp_path):
 def test_ratios_that_print_alike_do_not_overwrite_one_another(tmp_path, order):
     for ratio in order:
         finished(tmp_path, cell(ratio=ratio), ASKED, **OFFICIAL)
-        places = export(tmp_path)
+        places = export_kvpress(tmp_path)
     base = "ruler__4096__Qwen--Qwen3-8B__kvzip__0.88__fraction0.001"
     assert names(tmp_path) == [base, f"{base}/1"]
     ratios = {
@@ -122,7 +122,7 @@ def test_what_kvpress_itself_wrote_stays(tmp_path):
     own.mkdir(parents=True)
     (own / "config.yaml").write_text("dataset: ruler\n")
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
-    assert export(tmp_path) == [own / "1"] == export(tmp_path)
+    assert export_kvpress(tmp_path) == [own / "1"] == export_kvpress(tmp_path)
     assert (own / "config.yaml").read_text() == "dataset: ruler\n"
 
 
@@ -136,21 +136,21 @@ def test_a_folder_with_what_a_killed_process_left_is_free(tmp_path, place):
     # No process has that number.
     (own / f".restorekv.json.{HOST}-{2**22 + 1}-0.tmp").write_text("half")
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
-    assert export(tmp_path) == [own]
+    assert export_kvpress(tmp_path) == [own]
     assert not any(entry.name.startswith(".") for entry in own.iterdir())
 
 
 def test_writing_again_changes_nothing_and_mends_what_is_unfinished(tmp_path):
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
-    (place,) = export(tmp_path)
+    (place,) = export_kvpress(tmp_path)
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()}
-    assert export(tmp_path) == [place]
+    assert export_kvpress(tmp_path) == [place]
     assert {
         file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()
     } == before
     (place / "config.yaml").unlink()
     (place / "predictions.csv").write_text("half")
-    assert export(tmp_path) == [place]
+    assert export_kvpress(tmp_path) == [place]
     assert {file.name: file.read_bytes() for file in place.iterdir()} == {
         name: content for name, (content, _) in before.items()
     }
@@ -159,9 +159,9 @@ def test_writing_again_changes_nothing_and_mends_what_is_unfinished(tmp_path):
 def test_only_finished_cells_of_kvpresss_protocol(tmp_path):
     finished(tmp_path, cell(protocol="kvzip"), ASKED, **OFFICIAL)
     (finished(tmp_path, cell(), ASKED, **OFFICIAL).folder / SUMMARY).unlink()
-    assert export(tmp_path) == [] and not (tmp_path / "kvpress").exists()
+    assert export_kvpress(tmp_path) == [] and not (tmp_path / "kvpress").exists()
     with pytest.raises(RestoreKVError, match="holds no results"):
-        export(tmp_path / "elsewhere")
+        export_kvpress(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_longbench_has_a_folder_for_each_task_and_bare_numbers(tmp_path):
         (Question("lcc-0", "lcc", "", ("x = 1",), 84, "Next line of code:\n"), "x = 2"),
     ]
     finished(tmp_path, cell(benchmark="longbench"), asked)
-    lcc, qasper = sorted(export(tmp_path))
+    lcc, qasper = sorted(export_kvpress(tmp_path))
     assert qasper.name == "longbench__qasper__Qwen--Qwen3-8B__kvzip__0.95__fraction0.005"
     assert lcc.name == "longbench__lcc__Qwen--Qwen3-8B__kvzip__0.95__fraction0.002"
     assert json.loads((qasper / "metrics.json").read_text()) == 100.0
@@ -214,7 +214,7 @@ def test_longbench_has_a_folder_for_each_task_and_bare_numbers(tmp_path):
 def test_other_benchmarks_name_their_settings_and_are_passed_over_by_the_leaderboard(tmp_path):
     asked = [(Question("0-0", "needle_500", "Where?", ("Dolores Park",), 32), "In Dolores Park.")]
     finished(tmp_path, cell(benchmark="needle:depths=5,lengths=500"), asked)
-    (place,) = export(tmp_path)
+    (place,) = export_kvpress(tmp_path)
     assert place.name == "needle__lengths=500-depths=5__Qwen--Qwen3-8B__kvzip__0.95"
     assert json.loads((place / "metrics.json").read_text()) == {"needle_500": {"score": 100.0}}
     assert leaderboard.read(Path(tmp_path / "kvpress")) == {}

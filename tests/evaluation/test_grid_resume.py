@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from restorekv.evaluation import results
-from restorekv.evaluation.run import run
+from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.worker import OPENED
 from tests.helpers.grid_world import contents, resume, tiny_grid
 
@@ -31,7 +31,7 @@ def uninterrupted(tmp_path_factory):
     """The model stays open in this process, for its children."""
     folder = tmp_path_factory.mktemp("whole")
     OPENED.clear()
-    run(tiny_grid(CONTEXTS), folder)
+    run_grid(tiny_grid(CONTEXTS), folder)
     return contents(folder)
 
 
@@ -82,11 +82,11 @@ def test_killed_again_and_again_and_resumed(uninterrupted, tmp_path, start, kill
 def test_killed_before_anything_is_answered(uninterrupted, tmp_path):
     """Folders with cell.json alone, and none."""
     folder = tmp_path / "run"
-    run(tiny_grid(CONTEXTS), folder)
+    run_grid(tiny_grid(CONTEXTS), folder)
     for path in sorted(folder.rglob("*"))[::-1]:
         if path.is_file() and path.name != results.CELL:
             path.unlink()
     for path in next(iter(sorted(folder.glob("cells/*")))).iterdir():
         path.unlink()
-    run(tiny_grid(CONTEXTS), folder)
+    run_grid(tiny_grid(CONTEXTS), folder)
     assert contents(folder) == uninterrupted

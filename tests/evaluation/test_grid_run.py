@@ -14,9 +14,9 @@ from restorekv.compression import full_cache
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
-from restorekv.evaluation.grid import Cell, jobs
-from restorekv.evaluation.rows import rows
-from restorekv.evaluation.run import LOCK, run
+from restorekv.evaluation.grid import Cell, group_jobs
+from restorekv.evaluation.rows import make_rows
+from restorekv.evaluation.run import LOCK, run_grid
 from restorekv.evictors.kvzip import KVzip
 from restorekv.files import file_lock
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids
@@ -78,14 +78,14 @@ def test_twenty_questions_at_five_ratios_cost_one_prefill_and_one_scoring_pass(
         ratios=RATIOS,
         adapters=(None, str(world / "adapter")),
     )
-    done = run(cells, tmp_path)
+    done = run_grid(cells, tmp_path)
     assert len(done) == 11 and all(len(result.answers) == 20 for result in done)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
 
 
 def test_every_context_evictor_and_adapter_costs_once(world, counted, tmp_path):
     both = (None, str(world / "adapter"), str(world / "other"))
-    run(
+    run_grid(
         grid(model_of(world), "plain:contexts=3", ("kvzip", "kvzip:chunk=32"), RATIOS[:2], both),
         tmp_path,
     )
@@ -93,7 +93,7 @@ def test_every_context_evictor_and_adapter_costs_once(world, counted, tmp_path):
 
 
 def test_the_full_cache_alone_is_not_scored(world, counted, tmp_path):
-    run([Cell.full(model=model_of(world), benchmark="plain")], tmp_path)
+    run_grid([Cell.full_cache(model=model_of(world), benchmark="plain")], tmp_path)
     assert counted == {"prefill": 2, "score": 0, "restore": 0}
 
 
@@ -102,8 +102,8 @@ def test_answers_are_those_of_compress(world, tmp_path):
         model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3"), (None, str(world / "adapter"))
     )
     model, tokenizer = load_model(model_of(world))
-    samples, stops = list(Plain().samples(tokenizer, "kvpress")), stop_ids(model, tokenizer)
-    for result in run(cells, tmp_path):
+    samples, stops = list(Plain().load_samples(tokenizer, "kvpress")), stop_ids(model, tokenizer)
+    for result in run_grid(cells, tmp_path):
         cell = result.cell
         how = {"evictor": "knorm", "adapter": None} if cell.evictor == "full" else vars(cell)
         how = {key: how[key] for key in ("evictor", "adapter")} | {
@@ -147,7 +147,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
         adapters=(None, str(world / "adapter")),
     )
     plain = cells[1:]
-    run([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
+    run_grid([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
     streamed = [
         replace(cell, streaming=20, storage=storage)
@@ -158,9 +158,9 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
     monkeypatch.setattr(
         Stream, "run", lambda self: passes.append(self.source.streaming) or real(self)
     )
-    done = run(streamed, tmp_path)
+    done = run_grid(streamed, tmp_path)
     assert passes == [20, 20], "one alone and one restored, which serve both storages"
-    (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
+    (sample,) = Plain(contexts=1).load_samples(tokenizer, "kvpress")
     for result in done:
         cell, (line,) = result.cell, result.lines
         how = {
@@ -175,7 +175,9 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
         assert [answer["prediction"].strip() for answer in line["answers"]] == [
             text.strip() for text in texts
         ]
-    labels = {row["label"] for row in rows(results.load(tmp_path)) if not row["restored"]}
+    labels = {
+        row["label"] for row in make_rows(results.load_results(tmp_path)) if not row["restored"]
+    }
     assert labels == {
         "",
         "int8",
@@ -184,7 +186,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
 
 
 def test_scores_are_means_over_tasks(world, tmp_path):
-    result = run(grid(model_of(world), "plain:contexts=3", ratios=("0.5",)), tmp_path)[1]
+    result = run_grid(grid(model_of(world), "plain:contexts=3", ratios=("0.5",)), tmp_path)[1]
     by_task = {
         task: [a.score for a in result.answers if a.family == task] for task in ("task_0", "task_1")
     }
@@ -196,18 +198,18 @@ def test_scores_are_means_over_tasks(world, tmp_path):
 
 def test_nothing_is_asked_again(world, counted, tmp_path):
     cells = grid(model_of(world), "plain")
-    run(cells, tmp_path)
+    run_grid(cells, tmp_path)
     before, counted["prefill"] = contents(tmp_path), 0
-    assert [result.cell for result in run([*cells, *cells], tmp_path)] == [*cells, *cells]
+    assert [result.cell for result in run_grid([*cells, *cells], tmp_path)] == [*cells, *cells]
     assert contents(tmp_path) == before and counted["prefill"] == 0
 
 
 def test_a_further_ratio_and_evictor_reuse_what_is_there(world, counted, tmp_path):
-    run(grid(model_of(world), "plain"), tmp_path)
+    run_grid(grid(model_of(world), "plain"), tmp_path)
     before = contents(tmp_path)
     counted.update(prefill=0, score=0)
     more = grid(model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3", "0.2"))
-    run(more, tmp_path)
+    run_grid(more, tmp_path)
     after = contents(tmp_path)
     assert before.items() <= after.items() and len(after) == 3 * len(more)
     assert counted == {"prefill": 4, "score": 2, "restore": 0}, (
@@ -217,23 +219,23 @@ def test_a_further_ratio_and_evictor_reuse_what_is_there(world, counted, tmp_pat
 
 def test_the_full_cache_does_not_wait_for_an_evictor(world, counted, tmp_path):
     """It rides with the first of them that comes, once."""
-    run(grid(model_of(world), "plain")[1:], tmp_path)
+    run_grid(grid(model_of(world), "plain")[1:], tmp_path)
     counted.update(prefill=0, score=0)
-    run(grid(model_of(world), "plain"), tmp_path)
+    run_grid(grid(model_of(world), "plain"), tmp_path)
     assert counted == {"prefill": 2, "score": 0, "restore": 0}
 
 
 def test_a_half_written_line_is_dropped(world, tmp_path):
     cells = grid(model_of(world), "plain")
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    run(cells, whole)
-    for result in run(cells, torn):
+    run_grid(cells, whole)
+    for result in run_grid(cells, torn):
         answers = result.folder / results.ANSWERS
         lines = answers.read_bytes().splitlines(keepends=True)
         answers.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2])
         (result.folder / results.SUMMARY).unlink()
-    assert not any(result.done or len(result.lines) != 1 for result in results.load(torn))
-    run(cells, torn)
+    assert not any(result.done or len(result.lines) != 1 for result in results.load_results(torn))
+    run_grid(cells, torn)
     assert contents(torn) == contents(whole)
 
 
@@ -255,18 +257,18 @@ def test_lines_are_added_to_a_long_file_without_reading_it(tmp_path):
 
 def test_only_the_cells_that_lack_a_context_are_asked(world, tmp_path, monkeypatch):
     cells = grid(model_of(world), "plain")
-    first = run(cells, tmp_path)[1]
+    first = run_grid(cells, tmp_path)[1]
     (first.folder / results.SUMMARY).unlink()
     answers = first.folder / results.ANSWERS
     answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
-    asked, real = [], worker.Worker.scored
+    asked, real = [], worker.Worker._score_answers
 
     def scored(self, sample, *given):
         asked.append(sample.id)
         return real(self, sample, *given)
 
-    monkeypatch.setattr(worker.Worker, "scored", scored)
-    run(cells, tmp_path)
+    monkeypatch.setattr(worker.Worker, "_score_answers", scored)
+    run_grid(cells, tmp_path)
     assert asked == ["1"]
 
 
@@ -279,17 +281,17 @@ def test_a_folder_that_another_run_fills_is_refused(world, tmp_path):
         pytest.raises(RestoreKVError, match="Another run") as raised,
     ):
         assert mine
-        run(cells, folder)
+        run_grid(cells, folder)
     assert one_sentence(raised) and not (folder / results.CELLS).exists()
-    assert all(result.done for result in run(cells, folder))
+    assert all(result.done for result in run_grid(cells, folder))
 
 
 @pytest.mark.parametrize("file", [results.ANSWERS, results.SUMMARY])
 def test_a_damaged_file_is_told(world, tmp_path, file):
-    path = run(grid(model_of(world), "plain"), tmp_path)[1].folder / file
+    path = run_grid(grid(model_of(world), "plain"), tmp_path)[1].folder / file
     path.write_bytes(b"\0" * 9 + b"\n" + path.read_bytes())
     with pytest.raises(RestoreKVError, match=f"{file}.* is damaged") as raised:
-        rows(run(grid(model_of(world), "plain"), tmp_path))
+        make_rows(run_grid(grid(model_of(world), "plain"), tmp_path))
     assert one_sentence(raised)
 
 
@@ -301,7 +303,7 @@ def test_a_foreign_folder_is_refused(world, tmp_path, damage):
     (tmp_path / results.CELLS / cells[0].name).mkdir(parents=True)
     (tmp_path / results.CELLS / cells[0].name / results.CELL).write_text(damage)
     with pytest.raises(RestoreKVError, match="holds no cell of restorekv") as raised:
-        run(cells, tmp_path)
+        run_grid(cells, tmp_path)
     assert one_sentence(raised)
 
 
@@ -316,12 +318,12 @@ def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokeniz
         tiny_tokenizer.save_pretrained(place)
         worker.OPENED.clear()
         if seed == 0:
-            run(grid(str(place), "plain"), tmp_path / "run")
+            run_grid(grid(str(place), "plain"), tmp_path / "run")
     before = contents(tmp_path / "run")
     with pytest.raises(
         RestoreKVError, match=r"was made with fingerprint \w+ \(now \w+\)"
     ) as raised:
-        run(grid(str(place), "plain"), tmp_path / "run")
+        run_grid(grid(str(place), "plain"), tmp_path / "run")
     assert one_sentence(raised) and contents(tmp_path / "run") == before
 
 
@@ -333,28 +335,28 @@ def test_another_adapter_of_the_same_name_is_refused(world, tmp_path):
         adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
         adapter.save_pretrained(place)
         if seed == 0:
-            run(cells, tmp_path / "run")
+            run_grid(cells, tmp_path / "run")
     with pytest.raises(RestoreKVError, match="was made with adapter") as raised:
-        run(cells, tmp_path / "run")
+        run_grid(cells, tmp_path / "run")
     assert one_sentence(raised)
 
 
 def test_other_contexts_are_refused(world, tmp_path, monkeypatch):
-    run(grid(model_of(world), "plain"), tmp_path)
+    run_grid(grid(model_of(world), "plain"), tmp_path)
     monkeypatch.setattr("tests.helpers.grid_world.WORDS", WORDS[::-1])
     with pytest.raises(RestoreKVError, match="was made with benchmark") as raised:
-        run(grid(model_of(world), "plain"), tmp_path)
+        run_grid(grid(model_of(world), "plain"), tmp_path)
     assert one_sentence(raised)
 
 
 def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
     cells = grid(model_of(world), "plain")
-    result = run(cells, tmp_path)[1]
+    result = run_grid(cells, tmp_path)[1]
     answers = result.folder / results.ANSWERS
     line = json.loads(answers.read_text().splitlines()[0]) | {"sample": "elsewhere"}
     answers.write_text(json.dumps(line) + "\n")
     with pytest.raises(RestoreKVError, match="answers to other contexts"):
-        run(cells, tmp_path)
+        run_grid(cells, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +381,7 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
 def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, changed, said):
     cells = grid(model_of(world), "plain", ratios=("0.5",))
     with pytest.raises(RestoreKVError, match=said) as raised:
-        run([replace(cell, **changed) for cell in cells[1:]], tmp_path)
+        run_grid([replace(cell, **changed) for cell in cells[1:]], tmp_path)
     assert one_sentence(raised)
     assert not list(tmp_path.rglob(results.ANSWERS))
 
@@ -387,15 +389,15 @@ def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, 
 def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path):
     cells = grid(model_of(world), "plain", ("streaming",))
     with pytest.raises(RestoreKVError, match="scores a context as a whole"):
-        run([cells[0], *(replace(cell, streaming=16) for cell in cells[1:])], tmp_path)
+        run_grid([cells[0], *(replace(cell, streaming=16) for cell in cells[1:])], tmp_path)
     assert not list(tmp_path.rglob(results.ANSWERS))
 
 
 def test_nothing_to_do_is_refused(tmp_path):
     with pytest.raises(RestoreKVError, match="nothing to evaluate"):
-        run([], tmp_path)
+        run_grid([], tmp_path)
     with pytest.raises(RestoreKVError, match="holds no results"):
-        results.load(tmp_path)
+        results.load_results(tmp_path)
 
 
 def test_cells_are_told_apart_by_everything_in_them():
@@ -426,14 +428,14 @@ def test_cells_are_told_apart_by_everything_in_them():
 
 
 def test_jobs_share_what_can_be_shared():
-    full = Cell.full(model="m", benchmark="plain")
+    full = Cell.full_cache(model="m", benchmark="plain")
     cells = [full, *(Cell("m", "plain", evictor, "0.5") for evictor in ("kvzip", "knorm"))]
     cells += [
         replace(cells[1], ratio="0.3", offset=8),
         replace(cells[1], adapter="a"),
         replace(cells[1], dtype="x"),
     ]
-    grouped = jobs([*cells, *cells])
+    grouped = group_jobs([*cells, *cells])
     assert [len(job.cells) for job in grouped] == [4, 1, 1]
     assert [job.first.evictor for job in grouped] == ["kvzip", "knorm", "kvzip"]
     assert grouped[0].cells[-1] is full, "what shares its scores bears their time"
@@ -448,10 +450,10 @@ def test_real_pairs_differ_between_protocols_as_their_budgets_do(world, tmp_path
         for name in ("kvpress", "kvzip")
         for cell in grid(model_of(world), "plain", protocol=name)
     ]
-    for result in run(both, tmp_path):
+    for result in run_grid(both, tmp_path):
         cell, heads = result.cell, 3 * 2
         counted = cell.protocol == "kvpress" and cell.evictor != "full"
-        assert result.facts["protocol"]["name"] == cell.protocol and len(result.lines) == 2
+        assert result.identity["protocol"]["name"] == cell.protocol and len(result.lines) == 2
         for line in result.lines:
             competing = line["tokens"] + (line["prefix"] if counted else 0)
             assert line["pairs"] == floor(Fraction(cell.ratio) * competing * heads)

@@ -15,9 +15,9 @@ import pytest
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation import results
-from restorekv.evaluation.grid import jobs
+from restorekv.evaluation.grid import group_jobs
 from restorekv.evaluation.ray_pool import TRIES, RayPool
-from restorekv.evaluation.run import run
+from restorekv.evaluation.run import run_grid
 from tests.helpers.grid_world import contents, grid, save_world
 from tests.helpers.workers import children, running
 
@@ -45,7 +45,7 @@ def here(world):
     os.chdir(world)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RestoreKVWarning)
-        run(CELLS, world / "here")
+        run_grid(CELLS, world / "here")
     os.chdir(before)
     return contents(world / "here"), sorted({str(each.message) for each in caught})
 
@@ -58,13 +58,13 @@ def pool(world):
     os.chdir(world)
     with RayPool(2) as opened:
         os.chdir(before)
-        hire, opened.hired = opened.hire, 0
+        hire, opened.hired = opened._start_worker, 0
 
         def counted():
             opened.hired += 1
             hire()
 
-        opened.hire = counted
+        opened._start_worker = counted
         yield opened
     assert not opened.ray.is_initialized()
 
@@ -81,7 +81,7 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
     """SIGKILL while it answers: that is done again by another, and the files are those of this
     process.
     """
-    answers, killed = pool.answers, []
+    answers, killed = pool.answer_contexts, []
 
     def killing(job, missing):
         process = pool.ray.get(pool.idle[0].ready.remote())
@@ -91,10 +91,10 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
                 killed.append(process)
             yield lines
 
-    monkeypatch.setattr(pool, "answers", killing)
+    monkeypatch.setattr(pool, "answer_contexts", killing)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RestoreKVWarning)
-        run(CELLS, tmp_path, pool)
+        run_grid(CELLS, tmp_path, pool)
     assert len(killed) == hired() == 1
     assert (contents(tmp_path), sorted({str(each.message) for each in caught})) == here
     assert here[1], "the adapter is for the prefix policy free"
@@ -102,7 +102,7 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_what_was_begun_here_is_ended_there(pool, here, tmp_path):
-    done = run(CELLS[:3], tmp_path)
+    done = run_grid(CELLS[:3], tmp_path)
     answers = done[2].folder / results.ANSWERS
     answers.write_bytes(
         b"".join(answers.read_bytes().splitlines(keepends=True)[:4]) + b'{"sample": "4", "tok'
@@ -110,7 +110,7 @@ def test_what_was_begun_here_is_ended_there(pool, here, tmp_path):
     (done[2].folder / results.SUMMARY).unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run(CELLS, tmp_path, pool)
+        run_grid(CELLS, tmp_path, pool)
     assert contents(tmp_path) == here[0]
 
 
@@ -122,7 +122,7 @@ def test_a_mistake_is_one_sentence_and_costs_no_worker(pool, hired, tmp_path):
         (grid("model", BENCHMARK, max_context=3), "no room for a text"),
     ]:
         with pytest.raises(RestoreKVError, match=said) as raised:
-            run(cells, tmp_path, pool)
+            run_grid(cells, tmp_path, pool)
         assert "\n" not in str(raised.value) and "Traceback" not in str(raised.value)
     assert hired() == 0 and not list(tmp_path.rglob(results.ANSWERS))
 
@@ -132,16 +132,16 @@ def test_a_call_that_kills_every_worker_ends_the_run(pool, hired):
     with pytest.raises(
         RestoreKVError, match=f"{TRIES} workers died over the same context; give .*[.]$"
     ) as raised:
-        list(pool.work([("ready", ()), ("__ray_terminate__", ()), ("ready", ())]))
+        list(pool.run_calls([("ready", ()), ("__ray_terminate__", ()), ("ready", ())]))
     assert "\n" not in str(raised.value) and hired() == TRIES
-    assert len(list(pool.work([("ready", ())] * 9))) == 9, "the pool goes on"
+    assert len(list(pool.run_calls([("ready", ())] * 9))) == 9, "the pool goes on"
 
 
 @pytest.mark.slow
 def test_a_bug_keeps_its_kind(pool, hired):
     with pytest.raises(KeyError, match="no such sample"):
-        list(pool.work([("ask", (jobs(CELLS)[0], "no such sample", CELLS[:1]))]))
-    assert hired() == 0 and len(list(pool.work([("ready", ())] * 9))) == 9, "the pool goes on"
+        list(pool.run_calls([("ask", (group_jobs(CELLS)[0], "no such sample", CELLS[:1]))]))
+    assert hired() == 0 and len(list(pool.run_calls([("ready", ())] * 9))) == 9, "the pool goes on"
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tests.helpers.grid_world import grid
-from restorekv.evaluation.run import run
+from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.ray_pool import RayPool
 folder, address, device, count = sys.argv[1:]
 try:
     with RayPool(2, address, device) as pool:
         cells = grid("model", f"tiny:count={count},low=100,high=160", ("kvzip",), ("0.5",))
-        run(cells, Path(folder), pool, lambda progress: print(progress.done, flush=True))
+        run_grid(cells, Path(folder), pool, lambda progress: print(progress.done, flush=True))
 except ValueError as error:
     sys.exit(str(error))
 """
@@ -201,7 +201,7 @@ def test_ctrl_c_leaves_no_process(world, tmp_path):
     assert process.returncode in (1, 130, -signal.SIGINT) and started
     time.sleep(3)
     assert not [child for child in started if running(child)]
-    assert all(result.lines for result in results.load(tmp_path))
+    assert all(result.lines for result in results.load_results(tmp_path))
 
 
 @contextmanager
@@ -249,7 +249,7 @@ def test_a_cluster_that_runs(world, tmp_path):
             with program(tmp_path / device, address, device, 3, **own) as process:
                 error = process.communicate(timeout=300)[1].decode().strip()
             assert error.endswith(said) and (process.returncode == 0) is not bool(said), error
-        assert all(result.done for result in results.load(tmp_path / "cpu"))
+        assert all(result.done for result in results.load_results(tmp_path / "cpu"))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "nowhere:port"])

@@ -12,7 +12,7 @@ from restorekv import tasks
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols, worker
-from restorekv.evaluation.run import run
+from restorekv.evaluation.run import run_grid
 from restorekv.evictors.kvzip import KVzip
 from restorekv.evictors.kvzip_plus import KVzipPlus
 from restorekv.model.load import load_model
@@ -32,7 +32,7 @@ QWEN_BEFORE = (
 )
 QWEN25 = QWEN_BEFORE, "<|im_end|>\n<|im_start|>assistant\n"
 QWEN3 = QWEN_BEFORE, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-KVPRESS, KVZIP = protocols.make("kvpress"), protocols.make("kvzip")
+KVPRESS, KVZIP = protocols.make_protocol("kvpress"), protocols.make_protocol("kvzip")
 ASKED = Question("0-0", "task", " who lives in the red house? ", ("seven",), 4)
 
 
@@ -88,8 +88,8 @@ def saved(tmp_path, tiny_tokenizer):
     ],
 )
 def test_kvzips_own_strings(model, wanted):
-    assert KVZIP.surroundings(model, Pairs()) == wanted
-    told = KVZIP.described(model, Pairs())
+    assert KVZIP.get_surroundings(model, Pairs()) == wanted
+    told = KVZIP.to_json(model, Pairs())
     assert (told["before"], told["after"]) == wanted and told["name"] == "kvzip"
 
 
@@ -97,32 +97,32 @@ def test_a_model_of_no_family_is_asked_through_its_own_template(tiny_tokenizer):
     own = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
     for name in ("tiny", "org/mistral", "Qwen3-runs/of-another"):
         assert (
-            KVZIP.surroundings(name, tiny_tokenizer)
+            KVZIP.get_surroundings(name, tiny_tokenizer)
             == own
-            == KVPRESS.surroundings("Qwen/Qwen3-4B", tiny_tokenizer)
+            == KVPRESS.get_surroundings("Qwen/Qwen3-4B", tiny_tokenizer)
         )
 
 
 def test_kvzip_tokenises_piece_by_piece():
     text = "odd"
-    context, cut = KVZIP.context("Qwen/Qwen3-4B", Pairs(), text)
+    context, cut = KVZIP.make_context("Qwen/Qwen3-4B", Pairs(), text)
     assert context.ids[0].tolist() == ids(QWEN3[0]) + ids(text) and cut == 0
     assert context.prefix == len(ids(QWEN3[0])) and context.suffix[0].tolist() == ids(QWEN3[1])
-    prompt = KVZIP.prompt(Pairs(), context, ASKED)[0].tolist()
+    prompt = KVZIP.make_prompt(Pairs(), context, ASKED)[0].tolist()
     assert prompt == ids("\n\nQ:  who lives in the red house?") + ids(QWEN3[1])
     prefixed = Question("0-0", "task", "who?", ("a",), 4, answer_prefix="The answer")
     pieces = ids("\n\nQ: who?") + ids(QWEN3[1])
-    assert KVZIP.prompt(Pairs(), context, prefixed)[0].tolist() == pieces + ids("The answer")
+    assert KVZIP.make_prompt(Pairs(), context, prefixed)[0].tolist() == pieces + ids("The answer")
     assert pieces != ids("\n\nQ: who?" + QWEN3[1]), "the pieces show"
 
 
 def test_kvpress_tokenises_question_suffix_and_answer_prefix_as_one():
-    context, _ = KVPRESS.context("Qwen/Qwen3-4B", Pairs(), "odd")
+    context, _ = KVPRESS.make_context("Qwen/Qwen3-4B", Pairs(), "odd")
     assert context.ids[0].tolist() == ids("<s>odd") and context.prefix == len(ids("<s>"))
     prefixed = Question("0-0", "task", "who?", ("a",), 4, answer_prefix="It")
-    assert KVPRESS.prompt(Pairs(), context, prefixed)[0].tolist() == ids("who?\nIt")
+    assert KVPRESS.make_prompt(Pairs(), context, prefixed)[0].tolist() == ids("who?\nIt")
     empty = Question("0-0", "task", "", ("a",), 4)
-    assert KVPRESS.prompt(Pairs(), context, empty)[0].tolist() == ids("\n"), (
+    assert KVPRESS.make_prompt(Pairs(), context, empty)[0].tolist() == ids("\n"), (
         "a context may end with what is asked"
     )
 
@@ -130,28 +130,28 @@ def test_kvpress_tokenises_question_suffix_and_answer_prefix_as_one():
 @pytest.mark.parametrize(("protocol", "text"), [(KVPRESS, ""), (KVPRESS, " \n "), (KVZIP, "")])
 def test_an_empty_context_is_refused(protocol, text, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="context is empty"):
-        protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text)
+        protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text)
 
 
 @pytest.mark.parametrize("protocol", [KVPRESS, KVZIP])
 def test_long_contexts_lose_their_end_and_keep_their_prefix(protocol, tiny_tokenizer):
     text = "the code of the red house is seven; " * 9
-    whole, none = protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text)
-    shorter, cut = protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix + 7)
+    whole, none = protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text)
+    shorter, cut = protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix + 7)
     assert none == 0 and cut == whole.positions - whole.prefix - 7
     assert shorter.prefix == whole.prefix and shorter.tokens == 7
     assert shorter.ids.equal(whole.ids[:, : whole.prefix + 7]) and shorter.suffix.equal(
         whole.suffix
     )
-    assert protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.positions)[1] == 0
+    assert protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.positions)[1] == 0
     with pytest.raises(RestoreKVError, match="no room for a text"):
-        protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix)
+        protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix)
 
 
 def test_the_tokenizers_own_limit_cuts_too(tiny_tokenizer):
     tokenizer = Pairs()
     tokenizer.model_max_length = 5
-    context, cut = KVPRESS.context("m", tokenizer, "twelve chars")
+    context, cut = KVPRESS.make_context("m", tokenizer, "twelve chars")
     assert (context.positions, cut) == (5, len(ids("<s>twelve chars")) - 5)
 
 
@@ -159,9 +159,9 @@ def test_what_is_cut_is_told(saved, tmp_path):
     model = saved()
     tokenizer = load_model(model)[1]
     whole = make_context(
-        tokenizer, next(iter(Plain(contexts=1).samples(tokenizer, "kvpress"))).context
+        tokenizer, next(iter(Plain(contexts=1).load_samples(tokenizer, "kvpress"))).context
     )
-    result = run(grid(model, "plain:contexts=1", max_context=20), tmp_path / "run")[1]
+    result = run_grid(grid(model, "plain:contexts=1", max_context=20), tmp_path / "run")[1]
     line = result.lines[0]
     assert (line["tokens"], line["prefix"]) == (20 - whole.prefix, whole.prefix)
     assert line["cut"] == whole.positions - 20 > 0
@@ -178,15 +178,15 @@ def test_what_is_cut_is_told(saved, tmp_path):
     ],
 )
 def test_kvzips_own_settings_where_the_spec_leaves_them(spec, kind, wanted):
-    made = KVZIP.adapted(make_compressor(spec), 37).evictor
+    made = KVZIP.adapt_method(make_compressor(spec), 37).evictor
     assert type(made) is kind and (made.chunk, made.sinks, made.space) == wanted
-    assert KVPRESS.adapted(make_compressor(spec), 37) == make_compressor(spec)
+    assert KVPRESS.adapt_method(make_compressor(spec), 37) == make_compressor(spec)
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "h2o", "streaming:sinks=4", "contrastkv", "am-fast"])
 def test_other_methods_stay_as_they_are(spec):
-    made = KVZIP.adapted(make_compressor(spec), 37)
-    assert KVPRESS.adapted(make_compressor(spec), 37) == make_compressor(spec)
+    made = KVZIP.adapt_method(make_compressor(spec), 37)
+    assert KVPRESS.adapt_method(make_compressor(spec), 37) == make_compressor(spec)
     assert made == make_compressor(spec) or isinstance(made.evictor, KVzip)
 
 
@@ -200,11 +200,11 @@ def test_the_settings_reach_the_evictor(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(KVzip, "score", scoring)
     model = saved("Qwen3-tiny")
     cells = [grid(model, "plain:contexts=1", protocol=name)[1] for name in ("kvpress", "kvzip")]
-    kvpress, kvzip = run(cells, tmp_path / "run")
+    kvpress, kvzip = run_grid(cells, tmp_path / "run")
     short, prefix = (result.lines[0]["prefix"] for result in (kvpress, kvzip))
     assert prefix > 4 and seen == [(2048, 4, False, short), (2000, prefix, True, prefix)]
-    assert kvpress.facts["method"] == "kvzip"
-    assert kvzip.facts["method"] == f"kvzip:chunk=2000,sinks={prefix},space=true"
+    assert kvpress.identity["method"] == "kvzip"
+    assert kvzip.identity["method"] == f"kvzip:chunk=2000,sinks={prefix},space=true"
 
 
 def test_yarn_for_qwen3_by_name_under_kvzip_alone(saved, tmp_path):
@@ -218,15 +218,17 @@ def test_yarn_for_qwen3_by_name_under_kvzip_alone(saved, tmp_path):
             grid(model, "plain:contexts=1", protocol=protocol)[1]
             for protocol in ("kvpress", "kvzip")
         ]
-        own, changed = (result.facts["rope"] for result in run(cells, tmp_path / "run"))
+        own, changed = (result.identity["rope"] for result in run_grid(cells, tmp_path / "run"))
         assert own["rope_type"] == "default"
         wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
         assert (wanted.items() <= changed.items()) is stretched and (
             changed == own
         ) is not stretched
     assert (
-        KVZIP.rope("Qwen/Qwen3-8B")["factor"] == 4
-        and KVZIP.rope("Qwen/Qwen2.5-7B") is KVPRESS.rope("Qwen3-8B") is None
+        KVZIP.get_rope_changes("Qwen/Qwen3-8B")["factor"] == 4
+        and KVZIP.get_rope_changes("Qwen/Qwen2.5-7B")
+        is KVPRESS.get_rope_changes("Qwen3-8B")
+        is None
     )
 
 
@@ -243,11 +245,13 @@ def greedy(model, prompt, context, length):
 def test_how_answers_end(saved, tmp_path):
     """The full cache's answers where the first id that comes, or the second, is EOS."""
     model, tokenizer = load_model(saved("any"))
-    text = next(iter(Plain(contexts=1, questions=1).samples(tokenizer, "kvpress")))
+    text = next(iter(Plain(contexts=1, questions=1).load_samples(tokenizer, "kvpress")))
     question = text.questions[0]
-    context = KVPRESS.context("any", tokenizer, text.context)[0]
+    context = KVPRESS.make_context("any", tokenizer, text.context)[0]
     said = {
-        protocol.name: greedy(model, protocol.prompt(tokenizer, context, question), context.ids, 4)
+        protocol.name: greedy(
+            model, protocol.make_prompt(tokenizer, context, question), context.ids, 4
+        )
         for protocol in (KVPRESS, KVZIP)
     }
     for stop, lengths in ((0, (None, 0)), (1, (1, 1)), (None, (4, 3))):
@@ -256,7 +260,7 @@ def test_how_answers_end(saved, tmp_path):
             end = ids[stop] if stop is not None else 2
             name = saved(f"{protocol.name}-{stop}", stops=end)
             cells = grid(name, "plain:contexts=1,questions=1", protocol=protocol.name)[:1]
-            told = run(cells, tmp_path / name)[0].answers[0].prediction
+            told = run_grid(cells, tmp_path / name)[0].answers[0].prediction
             if length is None:  # kvpress: the first ends nothing, the next of its kind does
                 again = next((turn for turn in range(1, 4) if ids[turn] == end), 4)
                 wanted = ids[:again]
@@ -267,4 +271,4 @@ def test_how_answers_end(saved, tmp_path):
 
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(RestoreKVError, match="no protocol 'vllm'; use kvpress or kvzip"):
-        protocols.make("vllm")
+        protocols.make_protocol("vllm")

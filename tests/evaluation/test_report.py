@@ -17,8 +17,8 @@ from restorekv.evaluation import charts
 from restorekv.evaluation.frame import base_of, drop_seed, load_grid, make_frame, shorten_path
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.report import write_report
-from restorekv.evaluation.results import ANSWERS, load
-from restorekv.evaluation.stats import Answer, compared
+from restorekv.evaluation.results import ANSWERS, load_results
+from restorekv.evaluation.stats import ScoredAnswer, score_answers
 from tests.helpers import report_world
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle", "image"}
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.open, self.links, self.ids, self.headings, self.words = (
+        self.tags, self.open_job, self.links, self.ids, self.headings, self.words = (
             [],
             [],
             [],
@@ -39,7 +39,7 @@ class Page(HTMLParser):
         )
         self.pictures = []
         self.feed(text)
-        assert not self.open, f"left open: {self.open}"
+        assert not self.open_job, f"left open: {self.open_job}"
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         self.tags.append(tag)
@@ -48,20 +48,20 @@ class Page(HTMLParser):
         self.ids += [told["id"]] if "id" in told else []
         self.pictures += [told["alt"]] if tag == "img" else []
         if tag not in VOID:
-            self.open.append(tag)
+            self.open_job.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list) -> None:
         self.handle_starttag(tag, attrs)
         if tag not in VOID:
-            self.open.pop()
+            self.open_job.pop()
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID:
-            assert self.open.pop() == tag
+            assert self.open_job.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
-        if self.open and self.open[-1] == "h2" and data.strip():
+        if self.open_job and self.open_job[-1] == "h2" and data.strip():
             self.headings.append(data.strip())
 
     @property
@@ -94,8 +94,8 @@ def rows(folder: Path, name: str) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def answers(cell: Cell, folder: Path) -> list[Answer]:
-    return next(result for result in load(folder) if result.cell == cell).answers
+def answers(cell: Cell, folder: Path) -> list[ScoredAnswer]:
+    return next(result for result in load_results(folder) if result.cell == cell).answers
 
 
 def test_every_section_is_there(page):
@@ -142,7 +142,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
                 replace(answer, document=f"{seed} {answer.document}")
                 for answer in answers(asked, folder)
             ]
-    expected = compared(sides[True], sides[False])
+    expected = score_answers(sides[True], sides[False])
     told = next(
         row
         for row in rows(folder, "scores-tiny-tiny-kvpress")
@@ -152,7 +152,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
     for key, value in expected.items():
         assert float(told[key]) == pytest.approx(value), key
     assert f"{expected['score']:.1f}" in page.text and f"▲ +{expected['gain']:.1f}" in page.text
-    frame = make_frame(load(folder))
+    frame = make_frame(load_results(folder))
     same = frame[
         (frame.kind == "all")
         & (frame.condition == told["condition"])
@@ -167,7 +167,7 @@ def test_chart_data_are_the_summaries(folder):
         (row["method"], row["ratio"]): row for row in rows(folder, "accuracy-tiny-qasper-kvzip")
     }
     assert len(told) == 9
-    for result in load(folder):
+    for result in load_results(folder):
         cell = result.cell
         if cell.benchmark == "qasper" and cell.protocol == "kvzip":
             label = {"full": "full cache", "kvzip": "KVzip", "snapkv": "SnapKV"}[cell.evictor]
@@ -194,8 +194,8 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
     heads = report_world.LAYERS * report_world.HEADS
     tokens = [
         line["tokens"]
-        for result in load(folder)
-        if result.cell == Cell.full(model="tiny", benchmark="qasper")
+        for result in load_results(folder)
+        if result.cell == Cell.full_cache(model="tiny", benchmark="qasper")
         for line in result.lines
     ]
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
@@ -226,7 +226,7 @@ def test_needles_by_length_and_depth(folder):
 def test_what_was_kept_stands_beside_the_ratio(folder):
     result = next(
         found
-        for found in load(folder)
+        for found in load_results(folder)
         if found.cell == Cell("tiny", "qasper", "snapkv", "0.2", protocol="kvzip")
     )
     table = rows(folder, "held-tiny-qasper-kvzip")
@@ -237,7 +237,7 @@ def test_what_was_kept_stands_beside_the_ratio(folder):
 
 def test_fidelity_is_that_of_the_summaries(folder, page):
     found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-tiny-qasper-kvzip")}
-    for result in load(folder):
+    for result in load_results(folder):
         if (
             result.cell.benchmark == "qasper"
             and result.cell.protocol == "kvzip"
@@ -258,7 +258,7 @@ def test_text_is_escaped(folder, page):
 
 def test_conventions_of_every_cell(folder, page):
     told = rows(folder, "conventions")
-    assert {row["cell"] for row in told} == {result.folder.name for result in load(folder)}
+    assert {row["cell"] for row in told} == {result.folder.name for result in load_results(folder)}
     assert {row["protocol.before"] for row in told} == {"<user>", "<system> & <user>"}
     assert "decoding greedy" in page.text and "stops of kvpress; stops of kvzip" in page.text
 
@@ -267,7 +267,7 @@ def test_unfinished_cells_are_said_to_run(tmp_path):
     base = Cell("tiny", "qasper", "kvzip", "0.1")
     report_world.write_cell(tmp_path, base)
     report_world.write_cell(tmp_path, replace(base, adapter="auto"), answered=2)
-    report_world.write_cell(tmp_path, Cell.full(model="tiny", benchmark="qasper"), answered=0)
+    report_world.write_cell(tmp_path, Cell.full_cache(model="tiny", benchmark="qasper"), answered=0)
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
@@ -459,5 +459,8 @@ def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_p
         for pool in by.values()
     )
     kept = [answer for answer in base.answers if answer.family != "qa"]
-    assert base.score() == compared(kept) and by_method[None][1.0].score()["score"] == 100
-    assert base.score(["qa"])["questions"] == 6, "shown by itself"
+    assert (
+        base.score_tasks() == score_answers(kept)
+        and by_method[None][1.0].score_tasks()["score"] == 100
+    )
+    assert base.score_tasks(["qa"])["questions"] == 6, "shown by itself"

@@ -13,9 +13,9 @@ from restorekv import tasks
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import tables_of
-from restorekv.evaluation.results import SUMMARY, opened
-from restorekv.evaluation.rows import payload, rows, summary
-from restorekv.evaluation.run import run
+from restorekv.evaluation.results import SUMMARY, open_result
+from restorekv.evaluation.rows import make_payload, make_rows, summarize_cell
+from restorekv.evaluation.run import run_grid
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.documents import DOCUMENTS
@@ -41,14 +41,16 @@ def world(tmp_path_factory, tiny_tokenizer):
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    monkeypatch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
+    monkeypatch.setattr("restorekv.tiny.suite.draw_documents", lambda *_: DOCUMENTS)
 
 
 def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
-    results = run(
-        Grid([str(world / "model")], methods, ratios=ratios, common=common).cells(), folder
+    results = run_grid(
+        Grid([str(world / "model")], methods, ratios=ratios, common=common).list_cells(), folder
     )
-    return results, {(row["evictor"], row["restored"], row["ratio"]): row for row in rows(results)}
+    return results, {
+        (row["evictor"], row["restored"], row["ratio"]): row for row in make_rows(results)
+    }
 
 
 @pytest.mark.parametrize("policy", ["free", "counted"])
@@ -84,7 +86,7 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
             assert "gain" not in row
     scores, held = tables_of(GridResults(results))
     assert len(scores.rows) == 7 and len(held.rows) == 7
-    told = json.loads(json.dumps(payload(results)))
+    told = json.loads(json.dumps(make_payload(results)))
     assert {
         cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name
     } == {policy}
@@ -117,7 +119,7 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     shutil.copytree(world / "adapter", world / "other" / "adapter", dirs_exist_ok=True)
     methods = [("kvzip", str(world / name)) for name in ("adapter", "other/adapter")]
     results, _ = measured(world, tmp_path, methods, ("0.4",))
-    assert len(results) == 4 and [row["restored"] for row in rows(results)] == [
+    assert len(results) == 4 and [row["restored"] for row in make_rows(results)] == [
         False,
         False,
         True,
@@ -132,15 +134,15 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
 def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     results, _ = measured(world, tmp_path, [("kvzip", str(world / "adapter"))], ("0.4", "0.2"))
     (results[1].folder / "summary.json").unlink()
-    left = [type(result)(result.folder, result.cell, result.facts) for result in results]
-    assert len(rows(left)) == 4 and sum("gain" in row for row in rows(left)) == 1
+    left = [type(result)(result.folder, result.cell, result.identity) for result in results]
+    assert len(make_rows(left)) == 4 and sum("gain" in row for row in make_rows(left)) == 1
     table = tables_of(GridResults(left))[0]
     assert any(text.startswith("running") for row in table.rows for text in row)
 
 
 def by_hand(folder, cell, means):
     """A finished cell whose tasks have these scores: three contexts with a question of each task."""
-    result = opened(
+    result = open_result(
         folder,
         cell,
         facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3})
@@ -169,7 +171,7 @@ def by_hand(folder, cell, means):
             "restore_tokens": 0,
         }
         result.append({"sample": str(name), **held, "answers": answers}, {})
-    write_json(result.folder / SUMMARY, summary(result))
+    write_json(result.folder / SUMMARY, summarize_cell(result))
     return result
 
 
@@ -190,7 +192,7 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
         )
         cell = replace(cell, adapter="auto" if method == "restored" else None)
         found[method] = by_hand(tmp_path / "some", cell, means)
-    full, base, restored = rows(list(found.values()))
+    full, base, restored = make_rows(list(found.values()))
     assert full["left_out"] == base["left_out"] == ["b"] and base["tasks"]["b"] == pytest.approx(90)
     assert (full["score"], base["score"], restored["score"]) == pytest.approx((60, 20, 45))
     assert restored["gain"] == pytest.approx(25) and restored["recovered"] == pytest.approx(25 / 40)
@@ -199,7 +201,7 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), (
         "a cell alone does not know the full cache"
     )
-    alone = rows([found["base"]])[0]
+    alone = make_rows([found["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
     scores, _ = tables_of(GridResults(list(found.values())))
     halves = [row["metric half"] for row in scores.figures]
@@ -213,6 +215,6 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     hopeless = [
         by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()
     ]
-    below = rows(hopeless)
+    below = make_rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
     assert "nothing to lose" in tables_of(GridResults(hopeless))[0].note

@@ -7,22 +7,25 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid_tables import count_gains
 from restorekv.evaluation.stats import (
     FEW,
-    Answer,
-    bounds,
-    compared,
-    family_means,
-    interval,
-    mean_score,
+    ScoredAnswer,
+    bootstrap_score,
+    compute_family_means,
+    compute_mean_score,
+    get_interval,
+    score_answers,
 )
 
 
-def answers(scores: dict[tuple[int, str], float]) -> list[Answer]:
-    return [Answer(document, family, "", "", score) for (document, family), score in scores.items()]
+def answers(scores: dict[tuple[int, str], float]) -> list[ScoredAnswer]:
+    return [
+        ScoredAnswer(document, family, "", "", score)
+        for (document, family), score in scores.items()
+    ]
 
 
 def test_the_score_is_the_mean_over_families():
     told = answers({(0, "qa"): 1.0, (1, "qa"): 0.0, (2, "qa"): 0.0, (0, "vt"): 1.0})
-    mean, low, high = interval(told)
+    mean, low, high = bootstrap_score(told)
     assert mean == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert low <= mean <= high
 
@@ -30,7 +33,7 @@ def test_the_score_is_the_mean_over_families():
 def test_the_interval_agrees_with_the_normal_one_for_one_family():
     rng = np.random.default_rng(1)
     values = rng.random(400)
-    mean, low, high = interval(
+    mean, low, high = bootstrap_score(
         answers({(index, "qa"): float(value) for index, value in enumerate(values)})
     )
     half = 1.96 * 100 * values.std(ddof=1) / np.sqrt(len(values))
@@ -40,23 +43,23 @@ def test_the_interval_agrees_with_the_normal_one_for_one_family():
 def test_a_paired_gain_of_one_everywhere_has_no_width():
     base = answers({(index, "qa"): 0.0 for index in range(30)})
     better = answers({(index, "qa"): 1.0 for index in range(30)})
-    assert interval(better, base) == (100.0, 100.0, 100.0)
+    assert bootstrap_score(better, base) == (100.0, 100.0, 100.0)
 
 
 def test_a_context_may_count_once_however_much_it_is_asked():
     """KVzip's rule: context 0 has three questions, context 1 has one."""
-    told = [Answer(0, "qa", str(turn), "", 1.0) for turn in range(3)] + [
-        Answer(1, "qa", "0", "", 0.0)
+    told = [ScoredAnswer(0, "qa", str(turn), "", 1.0) for turn in range(3)] + [
+        ScoredAnswer(1, "qa", "0", "", 0.0)
     ]
-    assert mean_score(told) == 75 and mean_score(told, by_context=True) == 50
+    assert compute_mean_score(told) == 75 and compute_mean_score(told, by_context=True) == 50
     assert (
-        interval(told, by_context=True)[0] == 50
-        and compared(told, told, by_context=True)["gain"] == 0
+        bootstrap_score(told, by_context=True)[0] == 50
+        and score_answers(told, told, by_context=True)["gain"] == 0
     )
-    other = [*told, Answer("two", "vt", "0", "", 1.0)]
+    other = [*told, ScoredAnswer("two", "vt", "0", "", 1.0)]
     assert (
-        family_means(other) == {"qa": 75, "vt": 100}
-        and family_means(other, by_context=True)["qa"] == 50
+        compute_family_means(other) == {"qa": 75, "vt": 100}
+        and compute_family_means(other, by_context=True)["qa"] == 50
     )
 
 
@@ -64,7 +67,7 @@ def test_runs_that_were_asked_other_questions_are_not_compared():
     told = answers({(0, "qa"): 1.0, (1, "qa"): 0.0})
     for other in (answers({(0, "qa"): 1.0, (2, "qa"): 0.0}), told[::-1], told[:1]):
         with pytest.raises(RestoreKVError, match="different questions"):
-            interval(told, other)
+            bootstrap_score(told, other)
 
 
 def test_few_contexts_have_no_interval_to_show():
@@ -73,11 +76,14 @@ def test_few_contexts_have_no_interval_to_show():
     """
     for contexts in (1, FEW - 1, FEW):
         mine, base = (
-            [Answer(f"{n}", "f", "q", "", score) for n in range(contexts)] for score in (0.6, 0.5)
+            [ScoredAnswer(f"{n}", "f", "q", "", score) for n in range(contexts)]
+            for score in (0.6, 0.5)
         )
-        found = compared(mine, base)
+        found = score_answers(mine, base)
         assert found["contexts"] == contexts
-        assert (bounds(found) == bounds(found, "gain_") == (None, None)) == (contexts < FEW)
+        assert (get_interval(found) == get_interval(found, "gain_") == (None, None)) == (
+            contexts < FEW
+        )
         assert count_gains([{**found, "kind": "all"}]).startswith(
             f"1 of 1 paired cells improve, {int(contexts == FEW)} of them with"
         )

@@ -21,7 +21,7 @@ from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
-from restorekv.tiny.suite import documents
+from restorekv.tiny.suite import draw_documents
 from restorekv.train.gate import compute_spearman, compute_top_overlap
 from tests.helpers.gates import RANK, SINKS, S, T, random_layers, save_gate
 from tests.helpers.models import build_model
@@ -348,7 +348,7 @@ def test_the_shipped_gates_rank_like_their_evictors(spec, target):
     heads.
     """
     model, tokenizer = load_model()
-    [document] = documents(tokenizer, 1, "gate-dev", low=512, high=600)
+    [document] = draw_documents(tokenizer, 1, "gate-dev", low=512, high=600)
     found = Eviction.make(spec).prepare(model, tokenizer, document.text).scores
     wanted = Eviction.make(target).prepare(model, tokenizer, document.text).scores
     assert compute_spearman(found, wanted) > 0.7 and compute_top_overlap(found, wanted) > 0.65

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from restorekv import tasks
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, opened
-from restorekv.evaluation.rows import summary
+from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, open_result
+from restorekv.evaluation.rows import summarize_cell
 from restorekv.files import write_json
 from restorekv.tasks import Question
 
@@ -18,8 +18,8 @@ def finished(
     """Writes and returns a cell whose contexts have one question each; its scores are the
     benchmark's.
     """
-    scored = tasks.make(cell.benchmark)
-    result = opened(folder, cell, facts(cell, benchmark))
+    scored = tasks.make_benchmark(cell.benchmark)
+    result = open_result(folder, cell, facts(cell, benchmark))
     lines = []
     for turn, (question, said) in enumerate(asked):
         answer = {
@@ -44,7 +44,7 @@ def finished(
             json.dumps({"sample": str(turn), **figures, "bytes": 1000, "answers": [answer]}) + "\n"
         )
     (result.folder / ANSWERS).write_text("".join(lines))
-    write_json(result.folder / SUMMARY, summary(result))
+    write_json(result.folder / SUMMARY, summarize_cell(result))
     return result
 
 

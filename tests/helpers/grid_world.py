@@ -18,7 +18,7 @@ import torch
 
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.run import LOCK, run
+from restorekv.evaluation.run import LOCK, run_grid
 from restorekv.evaluation.worker import Worker
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
@@ -41,7 +41,7 @@ class Plain(Benchmark):
     words: int = 60
     text: str = ""
 
-    def samples(self, tokenizer, protocol: str) -> Iterable[Sample]:
+    def load_samples(self, tokenizer, protocol: str) -> Iterable[Sample]:
         for index in range(self.contexts):
             said = self.text + " ".join(
                 WORDS[(7 * index + turn * turn) % len(WORDS)] for turn in range(self.words)
@@ -61,7 +61,7 @@ class Plain(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         return sum(answer in prediction for answer in question.answers) / len(question.answers)
 
-    def described(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {"data": "made up"}
 
 
@@ -89,7 +89,7 @@ def grid(
 ):
     """The full cache, and every evictor at every ratio with every adapter."""
     shared = {"model": model, "benchmark": benchmark, **common}
-    return [Cell.full(**shared)] + [
+    return [Cell.full_cache(**shared)] + [
         Cell(evictor=evictor, ratio=ratio, adapter=adapter, on_small_budget="fewer", **shared)
         for evictor in evictors
         for adapter in adapters
@@ -114,7 +114,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def log_asked(log: Path) -> None:
     """From now on this process adds a line to `log` for every context that it asks a cell."""
-    real = Worker.answers
+    real = Worker.answer_sample
 
     def answers(self, name, cells):
         for line in real(self, name, cells):
@@ -122,7 +122,7 @@ def log_asked(log: Path) -> None:
                 file.write(f"{line[0].name} {name}\n")
             yield line
 
-    Worker.answers = answers
+    Worker.answer_sample = answers
 
 
 def kill_at_write(number: int) -> None:
@@ -153,7 +153,7 @@ def resume(folder: Path, log: Path, contexts: int, kill_at: int) -> None:
     """Runs what is left of the tiny grid; a `kill_at` of -1 lets it end."""
     log_asked(log)
     kill_at_write(kill_at)
-    run(tiny_grid(contexts), folder)
+    run_grid(tiny_grid(contexts), folder)
 
 
 if __name__ == "__main__":

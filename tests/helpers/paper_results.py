@@ -6,9 +6,9 @@ from pathlib import Path
 
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, CELL, SECONDS, SUMMARY, Result
-from restorekv.evaluation.rows import summary
+from restorekv.evaluation.rows import summarize_cell
 from restorekv.files import write_json
-from restorekv.tasks.base import digest
+from restorekv.tasks.base import digest_samples
 
 FACTS = {
     "fingerprint": "1f2e",
@@ -64,13 +64,19 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
     (place / ANSWERS).write_text("".join(lines))
     (place / SECONDS).write_text("")
     made = Result(place, cell, facts)
-    write_json(place / SUMMARY, summary(made))
+    write_json(place / SUMMARY, summarize_cell(made))
     return made
 
 
 def answer(name: str, task: str, score: float, *fidelity: float) -> dict:
     """As a worker tells it."""
-    told = {"id": name, "task": task, "question": name, "prediction": digest([]), "score": score}
+    told = {
+        "id": name,
+        "task": task,
+        "question": name,
+        "prediction": digest_samples([]),
+        "score": score,
+    }
     return (
         told | dict(zip(("kl", "answer_tokens", "same"), fidelity, strict=True))
         if fidelity

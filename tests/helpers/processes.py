@@ -10,10 +10,10 @@ TINY = str(tiny_path("model"))
 CODE = """
 import sys
 from transformers import AutoTokenizer
-from restorekv.tasks import make
-from restorekv.tasks.base import digest
+from restorekv.tasks import make_benchmark
+from restorekv.tasks.base import digest_samples
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-print(digest(make(sys.argv[2]).samples(tokenizer, "kvpress")))
+print(digest_samples(make_benchmark(sys.argv[2]).load_samples(tokenizer, "kvpress")))
 """
 
 

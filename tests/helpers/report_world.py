@@ -7,8 +7,8 @@ from pathlib import Path
 
 from restorekv.compression.budget import Budget
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.results import SUMMARY, Result, opened
-from restorekv.evaluation.rows import summary
+from restorekv.evaluation.results import SUMMARY, Result, open_result
+from restorekv.evaluation.rows import summarize_cell
 from restorekv.files import write_json
 
 LAYERS, HEADS, DIM = 4, 2, 32
@@ -140,7 +140,7 @@ def write_cell(
     names = list(map(str, range(samples)))
     if cell.benchmark.startswith("needle"):
         names = [f"{length}-{depth:g}" for length in (500, 2000) for depth in (0, 50, 100)]
-    result = opened(folder, cell, facts_of(cell, len(names), **changes))
+    result = open_result(folder, cell, facts_of(cell, len(names), **changes))
     for number, name in enumerate(names[:answered]):
         same, own = random.Random(f"{cell.benchmark} {name}"), random.Random(f"{cell} {name}")
         line = line_of(cell, name, own)
@@ -149,20 +149,20 @@ def write_cell(
             answer["references"] = asked["references"]
         result.append({**sized, "answers": line["answers"]}, {"ask": 0.1 * number})
     if answered is None:
-        write_json(result.folder / SUMMARY, summary(result))
+        write_json(result.folder / SUMMARY, summarize_cell(result))
     return result
 
 
 def write_scores(folder: Path, cell: Cell, scores: list[list[float]]) -> Result:
     """A finished cell whose contexts have these scores, question by question."""
-    result = opened(folder, cell, facts_of(cell, len(scores)))
+    result = open_result(folder, cell, facts_of(cell, len(scores)))
     for number, own in enumerate(scores):
         line = line_of(cell, str(number), random.Random(number))
         answers = [
             {**answer, "score": score} for answer, score in zip(line["answers"], own, strict=True)
         ]
         result.append({**line, "answers": answers}, {"ask": 0.1})
-    write_json(result.folder / SUMMARY, summary(result))
+    write_json(result.folder / SUMMARY, summarize_cell(result))
     return result
 
 
@@ -170,7 +170,7 @@ def cells_of(
     benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object
 ) -> list[Cell]:
     """The full cache and every evictor alone and restored."""
-    cells = [Cell.full(model="tiny", benchmark=benchmark, **common)]
+    cells = [Cell.full_cache(model="tiny", benchmark=benchmark, **common)]
     for evictor in evictors:
         for ratio in ratios:
             base = Cell("tiny", benchmark, evictor, ratio, **common)

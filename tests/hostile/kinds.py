@@ -23,8 +23,8 @@ from restorekv.data.mixture import read_mixture, summarize_sources
 from restorekv.data.table import compute_figures
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Grid
-from restorekv.evaluation.rows import rows
-from restorekv.evaluation.run import run
+from restorekv.evaluation.rows import make_rows
+from restorekv.evaluation.run import run_grid
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.generation.chat import Chat
@@ -274,11 +274,11 @@ def seal_data(folder: Path) -> None:
 
 def make_grid(folder: Path) -> None:
     grid = Grid(("tiny",), [("knorm", None)], ("tiny:count=2,low=60,high=90",), ratios=("0.2",))
-    run(grid.cells(), folder)
+    run_grid(grid.list_cells(), folder)
 
 
 def read_grid(folder: Path) -> str:
-    return json.dumps(rows(results.load(folder)), sort_keys=True)
+    return json.dumps(make_rows(results.load_results(folder)), sort_keys=True)
 
 
 TEXT_OF_CHAT = TEXT * 2

@@ -28,7 +28,7 @@ from restorekv.model.tokenize import (
     locate_tokens,
     tokenize_text,
 )
-from restorekv.tasks.base import token_counter
+from restorekv.tasks.base import make_token_counter
 
 CORPUS = [
     "the code of the red house is seven; who lives in the blue house? <s> </s> <think> im_start |> end\n"
@@ -169,7 +169,7 @@ def test_places_are_those_of_the_characters(tiny_tokenizer):
     assert (
         len(places)
         == len(tokenize_text(tiny_tokenizer, text))
-        == token_counter(tiny_tokenizer)(text)
+        == make_token_counter(tiny_tokenizer)(text)
     )
     assert len(locate_tokens(tiny_tokenizer, "the code")) == len(
         tokenize_text(tiny_tokenizer, "the code")

@@ -32,7 +32,7 @@ class Three(Benchmark):
 
     name: ClassVar[str] = "three"
 
-    def samples(self, tokenizer, protocol):
+    def load_samples(self, tokenizer, protocol):
         for index in range(3):
             asked = [
                 Question(f"{index}-{turn}", "qa", f"who{'?' * turn}", ("red",), 2)
@@ -43,7 +43,7 @@ class Three(Benchmark):
     def score(self, question, prediction):
         return 0.0
 
-    def described(self):
+    def to_json(self):
         return {}
 
 

@@ -20,7 +20,7 @@ from paper.study import Study
 from paper.write import introduction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.run import check
+from restorekv.evaluation.run import check_cells
 
 EVERY = ",".join((*EXPERIMENTS, *FURTHER))
 
@@ -168,7 +168,7 @@ def test_every_cell_can_be_asked(setting, real):
         replace(real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B")),
     ):
         cells = plan.cells(chosen(EVERY, each), each)
-        check(cells)
+        check_cells(cells)
         assert len({cell.name for cell in cells}) == len(cells)
 
 
@@ -228,7 +228,7 @@ def test_the_page_tells_every_protocol_and_prefix_policy(real):
     """The full cache has no budget, and so no policy to tell."""
     common = {"model": "m", "benchmark": "ruler"}
     cells = [
-        Cell.full(**common),
+        Cell.full_cache(**common),
         Cell(**common, evictor="kvzip", ratio="0.1"),
         Cell(**common, evictor="am-fast", ratio="0.1", prefix_policy="free"),
         Cell("m", "scbench", "kvzip", "0.1", protocol="kvzip"),
@@ -247,7 +247,7 @@ def test_the_page_tells_every_protocol_and_prefix_policy(real):
             "score": f"mean over {cell.benchmark}",
             "benchmark": {"title": cell.benchmark.upper()},
         }
-        results[cell] = SimpleNamespace(done=True, facts=facts)
+        results[cell] = SimpleNamespace(done=True, identity=facts)
     told = introduction(real, dict(list(results.items())[:2]), [])[1]
     assert "kvpress protocol, chat prefix counted in the budget, global" in told
     told = introduction(real, results, [])[1]

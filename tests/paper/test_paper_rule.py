@@ -12,7 +12,7 @@ from paper.experiment import Place
 from paper.experiments import chosen
 from paper.markdown import paragraphs
 from paper.setting import Bench, tiny
-from restorekv.evaluation.stats import resamples
+from restorekv.evaluation.stats import draw_resamples
 from tests.helpers.paper_results import finished
 
 TIGHT = Place("ruler", 0.0625)
@@ -183,7 +183,7 @@ def test_what_fails_on_any_of_them_is_told(setting):
 
 def by_hand(kls, tokens):
     """The mean over tokens of every resampled set of documents."""
-    drawn = resamples(len(kls), 0)
+    drawn = draw_resamples(len(kls), 0)
     return (drawn * (kls * tokens)).sum(1) / (drawn * tokens).sum(1)
 
 

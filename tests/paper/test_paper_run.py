@@ -11,8 +11,8 @@ from paper import setting as setting_module
 from paper.carry_out import Clock, spoken
 from paper.experiments import chosen
 from paper.setting import tiny
-from restorekv.evaluation.results import CELLS, load
-from restorekv.evaluation.stats import compared, interval
+from restorekv.evaluation.results import CELLS, load_results
+from restorekv.evaluation.stats import bootstrap_score, score_answers
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
@@ -31,14 +31,14 @@ def test_from_nothing(made):
     assert result.code == 0, result.err
     assert str(out / "report" / "index.html") in result.out.replace("\n", "")
     assert "Figure A (kvzip)" in result.err and "Figure A (fastkvzip)" in result.err
-    found = {(one.cell.evictor, one.cell.restored): one for one in load(out)}
+    found = {(one.cell.evictor, one.cell.restored): one for one in load_results(out)}
     assert set(found) == {
         ("kvzip", False),
         ("fastkvzip", False),
         ("fastkvzip", True),
         ("full", False),
     }
-    assert all(one.done and one.facts["prefix_policy"] == "free" for one in found.values())
+    assert all(one.done and one.identity["prefix_policy"] == "free" for one in found.values())
     told = json.loads((out / "report" / "paper.json").read_text())["experiments"]
     assert list(told) == ["fast-kvzip", "metrics"]
     rows = {row["row"]: row for row in told["fast-kvzip"]["rows"]}
@@ -49,8 +49,8 @@ def test_from_nothing(made):
     }
     best, base = answers["fastkvzip", True], answers["fastkvzip", False]
     row = rows["fastkvzip restored"]
-    assert row["score"] == pytest.approx(interval(best)[0]) and row["paper"] == 79.3
-    assert row["gain"] == pytest.approx(compared(best, base)["gain"])
+    assert row["score"] == pytest.approx(bootstrap_score(best)[0]) and row["paper"] == 79.3
+    assert row["gain"] == pytest.approx(score_answers(best, base)["gain"])
     page, text = (
         (out / "report" / "index.html").read_text(),
         (out / "report" / "paper.md").read_text(),
@@ -137,7 +137,7 @@ def test_another_model_goes_on_where_data_is_not_at_hand(tmp_path, tiny_tokenize
     )
     text = (tmp_path / "out" / "report" / "paper.md").read_text()
     assert "- LongBench: " in text and "- RULER-4K: No fastkvzip gate ships" in text
-    found = load(tmp_path / "out")
+    found = load_results(tmp_path / "out")
     assert {one.cell.evictor for one in found} == {"kvzip", "full"} and all(
         one.done for one in found
     )
@@ -206,7 +206,7 @@ def test_what_is_done_costs_nothing(made, tmp_path):
     out, _ = made
     setting = tiny(out, 2)
     cells = plan.cells(chosen("fast-kvzip", setting), setting)
-    (kvzip, fast) = carry_out.jobs(cells)
+    (kvzip, fast) = carry_out.group_jobs(cells)
     assert carry_out.cost(kvzip, out) == carry_out.cost(fast, out) == 0
     assert carry_out.cost(fast, tmp_path) == 2 * (10 + 2)
 
@@ -216,7 +216,7 @@ def test_seconds_of_a_cache_count_what_other_cells_bear(made):
     out, _ = made
     setting = tiny(out, 2)
     (fast,) = chosen("fast-kvzip", setting)
-    results = {result.cell: result for result in load(out)}
+    results = {result.cell: result for result in load_results(out)}
     base, best = (
         next(one for one in results.values() if (one.cell.evictor, one.cell.restored) == key)
         for key in (("fastkvzip", False), ("fastkvzip", True))
@@ -239,7 +239,7 @@ def test_seconds_of_a_cache_count_what_other_cells_bear(made):
 
 def test_the_full_cache_bears_no_time_of_others(made):
     """It rides with KVzip, whose prefill and scores count for KVzip."""
-    found = {one.cell.evictor: one for one in load(made[0]) if not one.cell.restored}
+    found = {one.cell.evictor: one for one in load_results(made[0]) if not one.cell.restored}
     phases = {
         evictor: set(
             json.loads(found[evictor].folder.joinpath("seconds.jsonl").read_text().splitlines()[0])

@@ -6,7 +6,7 @@ import pytest
 from paper.experiment import Claim, Comparison, Most, Place, Row, above, keeps
 from paper.scores import Scores, judged, margin, ordered, spread
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.stats import Answer, interval, resamples
+from restorekv.evaluation.stats import ScoredAnswer, bootstrap_score, draw_resamples
 
 FAMILIES = ("single", "qa")
 HERE = Place("ruler", 0.1)
@@ -17,7 +17,7 @@ def made_runs(seeds, offset=0.0, documents=6):
     rng = np.random.default_rng(len(seeds))
     return {
         seed: [
-            Answer(str(document), family, f"{family}?", "", float(rng.random() + offset))
+            ScoredAnswer(str(document), family, f"{family}?", "", float(rng.random() + offset))
             for document in range(documents)
             for family in FAMILIES
         ]
@@ -41,7 +41,7 @@ def table(runs):
 
 def by_hand(scores: np.ndarray, stream: int) -> np.ndarray:
     """Scores (seeds, documents, 2 families) in points, resampled: documents first, then seeds."""
-    drawn = resamples(6, 0)
+    drawn = draw_resamples(6, 0)
     each = np.stack([100 * ((drawn @ own) / drawn.sum(1, keepdims=True)).mean(1) for own in scores])
     chosen = np.random.default_rng(stream).integers(len(each), size=each.shape)
     return np.array([each[chosen[:, draw], draw].mean() for draw in range(each.shape[1])])
@@ -66,7 +66,7 @@ def test_a_margin_is_paired():
     draws = by_hand(table(one), 0) - 0.4 * by_hand(table(other), 1)
     assert (low, high) == pytest.approx(tuple(np.percentile(draws, (2.5, 97.5))))
     apart = margin(scores, {("single", HERE): 1, ("other", HERE): -1})
-    assert apart == pytest.approx(interval(made_runs([1])[1], other[0]))
+    assert apart == pytest.approx(bootstrap_score(made_runs([1])[1], other[0]))
 
 
 def test_the_seeds_of_a_row_are_drawn_alike_at_all_its_places():
@@ -84,7 +84,9 @@ def test_seeds_that_differ_widen_the_interval():
     def shifted(points):
         base = made_runs([0])[0]
         return {
-            seed: [Answer(a.document, a.family, a.question, "", a.score + by / 100) for a in base]
+            seed: [
+                ScoredAnswer(a.document, a.family, a.question, "", a.score + by / 100) for a in base
+            ]
             for seed, by in enumerate(points)
         }
 
@@ -102,7 +104,7 @@ def test_three_seeds_say_little_of_a_deviation():
 
 def test_other_questions_are_refused():
     runs = made_runs([0, 1])
-    runs[1][3] = Answer("1", "qa", "another", "", 0.0)
+    runs[1][3] = ScoredAnswer("1", "qa", "another", "", 0.0)
     with pytest.raises(RestoreKVError, match="different questions"):
         scores_of(one=runs).check()
 
@@ -115,7 +117,7 @@ def test_parts_means_and_shares():
     def run(first, second):
         return {
             None: [
-                Answer(str(n), task, task, "", score)
+                ScoredAnswer(str(n), task, task, "", score)
                 for n in range(4)
                 for task, score in (("a", first), ("b", second))
             ]
@@ -135,7 +137,7 @@ def test_parts_means_and_shares():
 
 def raised(base, by, seeds=(0, 1)):
     return {
-        seed: [Answer(a.document, a.family, a.question, "", a.score + by) for a in base[None]]
+        seed: [ScoredAnswer(a.document, a.family, a.question, "", a.score + by) for a in base[None]]
         for seed in seeds
     }
 
@@ -205,8 +207,10 @@ def test_a_count_is_judged_by_the_resampled_sets():
         3,
         (2,),
     )
-    base[None][0] = Answer("0", "single", "single?", "", 1.0)
-    other = {None: [Answer(a.document, a.family, a.question, "", 1 - a.score) for a in base[None]]}
+    base[None][0] = ScoredAnswer("0", "single", "single?", "", 1.0)
+    other = {
+        None: [ScoredAnswer(a.document, a.family, a.question, "", 1 - a.score) for a in base[None]]
+    }
     mixed = scores_of(base=base, up=other, also=raised(base, 0.1), down=raised(base, -0.2))
     assert judged(Most("most", tuple(gain), 2), experiment, mixed).verdict == "within noise"
     assert (

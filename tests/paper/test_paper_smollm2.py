@@ -18,8 +18,8 @@ from restorekv import tasks
 from restorekv.compression.adapters import load_adapter, shipped_adapter
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.results import CELLS, load
-from restorekv.evaluation.run import check
+from restorekv.evaluation.results import CELLS, load_results
+from restorekv.evaluation.run import check_cells
 from restorekv.model import gguf, names
 from restorekv.model.names import SMOLLM2_ID
 from restorekv.restore.adapter import RestoreAdapter
@@ -61,15 +61,15 @@ def test_every_benchmark_ships(tmp_path, package):
         assert bench.standing and bench.name and bench.shown == f"{bench.name} (for {bench.title})"
         assert bench.protocol == "kvpress" and not bench.by_context
         for spec in bench.specs:
-            assert getattr(tasks.make(spec), "source", "novel") == "novel" or spec.partition(":")[
-                0
-            ] in (
+            assert getattr(
+                tasks.make_benchmark(spec), "source", "novel"
+            ) == "novel" or spec.partition(":")[0] in (
                 "fairytaleqa",
                 "xquad",
                 "factbook",
                 "hotpotqa",
             )
-            assert not getattr(tasks.make(spec), "path", "")
+            assert not getattr(tasks.make_benchmark(spec), "path", "")
     assert setting.benches["ruler"].spec == "ruler:length=1024,per_task=4"
     assert setting.conventions == {"prefix_policy": "free", "on_small_budget": "fewer"}
 
@@ -79,11 +79,11 @@ def test_the_tasks_of_longbench_are_those_that_are_asked(tmp_path, tiny_tokenize
     bench = smollm2(tmp_path, 2).benches["longbench"]
     named = [task for of in bench.parts.values() for task in of]
     assert len(set(named)) == len(named)
-    ruler, *others = map(tasks.make, bench.specs)
+    ruler, *others = map(tasks.make_benchmark, bench.specs)
     asked = {
         question.task
         for each in others
-        for sample in replace(each, count=0).chosen(tiny_tokenizer, "kvpress")
+        for sample in replace(each, count=0).choose_samples(tiny_tokenizer, "kvpress")
         for question in sample.questions
     }
     assert asked | set(ruler.chosen_tasks) - {"qa_1", "qa_2"} == set(named)
@@ -91,7 +91,7 @@ def test_the_tasks_of_longbench_are_those_that_are_asked(tmp_path, tiny_tokenize
 
 def test_count_is_of_every_benchmark(tmp_path):
     specs = {spec for bench in smollm2(tmp_path, 3).benches.values() for spec in bench.specs}
-    assert all(tasks.make(spec).count == 3 for spec in specs) and len(specs) == 6
+    assert all(tasks.make_benchmark(spec).count == 3 for spec in specs) and len(specs) == 6
     with pytest.raises(RestoreKVError, match="at least 0"):
         smollm2(tmp_path, -1)
 
@@ -103,7 +103,7 @@ def test_table_1_asks_five_methods_alone_and_restored(tmp_path, package):
     setting = smollm2(tmp_path)
     (methods,) = chosen("methods", setting)
     cells = plan.cells([methods], setting)
-    check(cells)
+    check_cells(cells)
     assert not list(plan.missing(methods, setting))
     assert len([cell for cell in cells if cell.evictor != "full"]) == 5 * 2 * 3 * 4
     assert len([cell for cell in cells if cell.evictor == "full"]) == 4
@@ -113,7 +113,7 @@ def test_table_1_asks_five_methods_alone_and_restored(tmp_path, package):
 def test_every_cell_can_be_asked(tmp_path, package):
     setting = smollm2(tmp_path)
     cells = plan.cells(chosen(EVERY, setting), setting)
-    check(cells)
+    check_cells(cells)
     assert len({cell.name for cell in cells}) == len(cells)
     assert {cell.model for cell in cells} == {"smollm2"} and not any(
         cell.restored for cell in cells
@@ -251,10 +251,10 @@ def test_tables_charts_and_figures_are_stored(tmp_path, small):
         f"Written on {made['date']} by `python -m paper" in text
         and made["versions"]["restorekv"] in text
     )
-    found = {result.cell.name: result for result in load(out)}
+    found = {result.cell.name: result for result in load_results(out)}
     assert set(found) == set(stored["conventions"]) == set(stored["held"])
     for name, result in found.items():
-        assert stored["conventions"][name]["fingerprint"] == result.facts["fingerprint"]
+        assert stored["conventions"][name]["fingerprint"] == result.identity["fingerprint"]
         assert (
             stored["held"][name]["pairs"] == result.summary["pairs"]
             and stored["held"][name]["bytes"] > 0

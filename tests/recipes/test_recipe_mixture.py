@@ -79,7 +79,7 @@ def stretches(text: str) -> set[str]:
 @pytest.mark.slow
 def test_nothing_of_the_test_split_gets_in(run):
     tests = set().union(
-        *(stretches(made.text) for made in suite.documents(load_model("tiny")[1], 60))
+        *(stretches(made.text) for made in suite.draw_documents(load_model("tiny")[1], 60))
     )
     assert any(
         tests & stretches(row["instruction"])

@@ -14,7 +14,7 @@ from restorekv.data.overlap import EvaluationIndex
 from restorekv.evictors import gate_file
 from restorekv.model.names import SMOLLM2, shipped_path
 from restorekv.restore import adapter_file
-from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, fairytale_split, novel_split
+from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, split_fairytale, split_novel
 
 TEXTS = Path(__file__).parents[2] / "recipes" / "smollm2" / "texts"
 READY = TEXTS.parent / "data"
@@ -61,9 +61,9 @@ def test_training_texts_share_no_passage_with_evaluation_texts(evaluation):
 
 def test_training_texts_are_of_the_training_split():
     stories = [row["id"] for _, row in iterate_values(TEXTS / "stories.jsonl.gz")]
-    assert len(stories) == sum(fairytale_split("train", index) == TRAINING for index in range(232))
+    assert len(stories) == sum(split_fairytale("train", index) == TRAINING for index in range(232))
     novels = {path.name.removesuffix(".txt.gz") for path in (TEXTS / "novels").iterdir()}
-    assert len(novels) == 14 and all(novel_split(name) == TRAINING for name in novels)
+    assert len(novels) == 14 and all(split_novel(name) == TRAINING for name in novels)
 
 
 def test_what_ships_says_what_it_is():

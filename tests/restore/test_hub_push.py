@@ -158,7 +158,7 @@ def measured(world, tmp_path_factory):
     adapter.save_pretrained(root / "adapter")
     asked = ("--evictor", f"kvzip@{root / 'adapter'}", "--evictor", f"knorm@{world.adapter}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
+        patch.setattr("restorekv.tiny.suite.draw_documents", lambda *_: DOCUMENTS)
         written = ("--out", root / "run", "--json", root / "eval.json", "--prefix-policy", "free")
         done = cli(
             "eval", "--model", world.model, *asked, "--ratio", 0.5, "--ratio", 0.25, *written

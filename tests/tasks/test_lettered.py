@@ -9,9 +9,9 @@ import string
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import make
-from restorekv.tasks.lettered import with_options
-from restorekv.tasks.metrics import letter
+from restorekv.tasks import make_benchmark
+from restorekv.tasks.lettered import add_options
+from restorekv.tasks.metrics import find_letter
 
 READ = {
     "B": "B",
@@ -38,7 +38,7 @@ READ = {
 
 @pytest.mark.parametrize("answer", READ)
 def test_letters_are_read(answer):
-    assert letter(answer) == READ[answer]
+    assert find_letter(answer) == READ[answer]
 
 
 def test_letters_equal_a_character_by_character_reading():
@@ -65,7 +65,7 @@ def test_letters_equal_a_character_by_character_reading():
         answer = "".join(
             rng.choice(pieces) + rng.choice(["", " "]) for _ in range(rng.randint(0, 6))
         )
-        assert letter(answer) == by_characters(answer)
+        assert find_letter(answer) == by_characters(answer)
         met.add(by_characters(answer))
     assert met == set("ABCDE") | {""}
 
@@ -86,12 +86,12 @@ def by_characters(answer):
 
 
 def test_questions_end_with_the_request_for_a_letter():
-    assert with_options("Who came?", ["Ida", "Bo", "Al", "Cy"]) == (
+    assert add_options("Who came?", ["Ida", "Bo", "Al", "Cy"]) == (
         "Who came?\n\nA. Ida\nB. Bo\nC. Al\nD. Cy\n\nPlease think very briefly and then respond with **only** "
         "the letter (A, B, C, or D) of the correct option. If you are not sure, still make a guess."
     )
-    assert "E. five\n\nPlease" in with_options("?", ["one", "two", "three", "four", "five"])
-    assert "(A, B, C, D, or E)" in with_options("?", ["one", "two", "three", "four", "five"])
+    assert "E. five\n\nPlease" in add_options("?", ["one", "two", "three", "four", "five"])
+    assert "(A, B, C, D, or E)" in add_options("?", ["one", "two", "three", "four", "five"])
 
 
 def quality_row(article, text, questions):
@@ -147,7 +147,7 @@ def quality(tmp_path):
 
 
 def test_quality_merges_the_lines_of_an_article(quality):
-    first, second, third = make(f"quality:path={quality}").chosen(None, "kvzip")
+    first, second, third = make_benchmark(f"quality:path={quality}").choose_samples(None, "kvzip")
     assert [len(sample.questions) for sample in (first, second, third)] == [3, 1, 2]
     assert first.context == "The wall was blue."
     assert [question.answers for question in first.questions] == [("B",), ("D",), ("A",)]
@@ -156,29 +156,34 @@ def test_quality_merges_the_lines_of_an_article(quality):
         "Colour?\n\nA. red\nB. blue\nC. green\nD. grey\n\nPlease think very briefly"
     )
     assert question.max_new_tokens == 128 and question.task == "quality" and question.facts["bare"]
-    apart = make(f"quality:path={quality}").chosen(None, "kvpress")[0].questions[0]
+    apart = (
+        make_benchmark(f"quality:path={quality}").choose_samples(None, "kvpress")[0].questions[0]
+    )
     assert apart.text == "\n\n" + question.text, "kvpress puts nothing between context and question"
     ids = [question.id for sample in (first, second, third) for question in sample.questions]
     assert len(set(ids)) == 6
 
 
 def test_quality_scores_by_letter(quality):
-    benchmark = make(f"quality:path={quality / 'QuALITY.v1.0.1.htmlstripped.dev'}")
-    question = benchmark.chosen(None, "kvzip")[0].questions[0]
+    benchmark = make_benchmark(f"quality:path={quality / 'QuALITY.v1.0.1.htmlstripped.dev'}")
+    question = benchmark.choose_samples(None, "kvzip")[0].questions[0]
     assert [benchmark.score(question, said) for said in ("B", "the answer is (B).", "C", "")] == [
         1,
         1,
         0,
         0,
     ]
-    assert benchmark.by_context("kvzip") and not benchmark.by_context("kvpress")
+    assert benchmark.averages_contexts("kvzip") and not benchmark.averages_contexts("kvpress")
 
 
 def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
     assert [
-        sample.id for sample in make(f"quality:path={quality},articles=2").chosen(None, "kvzip")
+        sample.id
+        for sample in make_benchmark(f"quality:path={quality},articles=2").choose_samples(
+            None, "kvzip"
+        )
     ] == ["0", "1"]
-    hard = make(f"quality:path={quality},subset=hard").chosen(None, "kvzip")
+    hard = make_benchmark(f"quality:path={quality},subset=hard").choose_samples(None, "kvzip")
     assert [
         (sample.id, [question.answers[0] for question in sample.questions]) for sample in hard
     ] == [
@@ -186,19 +191,24 @@ def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
         ("2", ["C"]),
     ]
     with pytest.raises(RestoreKVError, match="all or hard"):
-        make("quality:subset=easy")
+        make_benchmark("quality:subset=easy")
 
 
 def test_counts_are_drawn_from_all_articles(quality):
     rows = [quality_row(str(n), f"Story {n}.", [quality_question("?", 1)]) for n in range(40)]
     (quality / "QuALITY.v1.0.1.htmlstripped.dev").write_text("\n".join(map(json.dumps, rows)))
     picked = [
-        int(sample.id) for sample in make(f"quality:path={quality},count=8").chosen(None, "kvzip")
+        int(sample.id)
+        for sample in make_benchmark(f"quality:path={quality},count=8").choose_samples(
+            None, "kvzip"
+        )
     ]
     assert len(picked) == 8 and picked == sorted(picked) and max(picked) > 20
     assert picked != [
         int(sample.id)
-        for sample in make(f"quality:path={quality},count=8,seed=1").chosen(None, "kvzip")
+        for sample in make_benchmark(f"quality:path={quality},count=8,seed=1").choose_samples(
+            None, "kvzip"
+        )
     ]
 
 
@@ -232,7 +242,7 @@ def test_quality_refuses_what_is_malformed(tmp_path, lines, told):
     path = tmp_path / "dev.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(RestoreKVError, match=told) as caught:
-        make(f"quality:path={path}").chosen(None, "kvzip")
+        make_benchmark(f"quality:path={path}").choose_samples(None, "kvzip")
     assert str(caught.value).count("\n") == 0
 
 
@@ -242,7 +252,7 @@ def test_quality_refuses_what_is_malformed(tmp_path, lines, told):
 def test_what_to_fetch_is_told(tmp_path, name, file):
     for spec in (name, f"{name}:path={tmp_path}", f"{name}:path={tmp_path / 'no.json'}"):
         with pytest.raises(RestoreKVError, match=rf"{file} from github.com.*give {name}:path=FILE"):
-            make(spec).chosen(None, "kvpress")
+            make_benchmark(spec).choose_samples(None, "kvpress")
 
 
 def health_question(number, correct, **options):
@@ -285,9 +295,9 @@ def written(tmp_path, content, indent=None):
 
 @pytest.mark.parametrize("indent", [None, 4])
 def test_longhealth_is_a_patient_a_context(tmp_path, health, indent):
-    first, second = make(f"longhealth:path={written(tmp_path, health, indent)}").chosen(
-        None, "kvzip"
-    )
+    first, second = make_benchmark(
+        f"longhealth:path={written(tmp_path, health, indent)}"
+    ).choose_samples(None, "kvzip")
     assert (first.id, second.id) == ("patient_01", "patient_02")
     assert second.context == "<text_0>\nA letter.\n</text_0>\n\n<text_1>\nAnother.\n</text_1>"
     assert [question.answers for question in second.questions] == [("C",), ("E",)]
@@ -300,14 +310,17 @@ def test_longhealth_is_a_patient_a_context(tmp_path, health, indent):
 
 
 def test_longhealth_of_several_patients_names_them(tmp_path, health):
-    (sample,) = make(f"longhealth:path={written(tmp_path, health)},patients=2").chosen(
-        None, "kvzip"
-    )
+    (sample,) = make_benchmark(
+        f"longhealth:path={written(tmp_path, health)},patients=2"
+    ).choose_samples(None, "kvzip")
     assert sample.context.startswith("<text_0>\nA report.\n</text_0>\n\n<text_0>\nA letter.")
     assert sample.questions[0].text.startswith(
         "About patient ID patient_01, Name: Ida Berg, Birthday: 2.2.1950, Diagnosis: Flu: Question 0?\n\nA. option b\n"
     )
-    assert make(f"longhealth:path={tmp_path},patients=3").chosen(None, "kvpress") == []
+    assert (
+        make_benchmark(f"longhealth:path={tmp_path},patients=3").choose_samples(None, "kvpress")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,12 +339,16 @@ def test_longhealth_of_several_patients_names_them(tmp_path, health):
 def test_longhealth_refuses_what_is_malformed(tmp_path, health, change, told):
     change(health["patient_01"])
     with pytest.raises(RestoreKVError, match=told):
-        make(f"longhealth:path={written(tmp_path, health)}").chosen(None, "kvpress")
+        make_benchmark(f"longhealth:path={written(tmp_path, health)}").choose_samples(
+            None, "kvpress"
+        )
 
 
 def test_longhealth_refuses_other_json(tmp_path):
     for content in ([], {}, [{"a": 1}, {"b": 2}], 5):
         with pytest.raises(RestoreKVError, match=r"is not one JSON object of patients|lacks texts"):
-            make(f"longhealth:path={written(tmp_path, content)}").chosen(None, "kvpress")
+            make_benchmark(f"longhealth:path={written(tmp_path, content)}").choose_samples(
+                None, "kvpress"
+            )
     with pytest.raises(RestoreKVError, match="at least 1 patient"):
-        make("longhealth:patients=0")
+        make_benchmark("longhealth:patients=0")

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import Question, make
+from restorekv.tasks import Question, make_benchmark
 from restorekv.tasks.longbench import CATEGORIES, METRICS, PROMPTS, TASKS
 from tests.helpers.longbench_world import OFFICIAL, TYPES, official_rows
 
@@ -45,7 +45,7 @@ def unpacked(tmp_path):
 
 
 def samples(path, tasks):
-    return make(f"longbench:path={path},tasks={tasks}").chosen(None, "kvpress")
+    return make_benchmark(f"longbench:path={path},tasks={tasks}").choose_samples(None, "kvpress")
 
 
 def test_official_rows_get_kvpress_prompts(unpacked):
@@ -124,7 +124,7 @@ def test_the_hub_is_asked_for_a_task(monkeypatch):
         return KVPRESS
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    check_kvpress(make("longbench:tasks=qasper").chosen(None, "kvpress"))
+    check_kvpress(make_benchmark("longbench:tasks=qasper").choose_samples(None, "kvpress"))
 
 
 def test_without_the_hub_it_tells_what_to_fetch(monkeypatch):
@@ -138,13 +138,13 @@ def test_without_the_hub_it_tells_what_to_fetch(monkeypatch):
         RestoreKVError,
         match=r"LongBench from the hub \(no route to host\); fetch .* give path=FOLDER",
     ):
-        make("longbench").chosen(None, "kvpress")
+        make_benchmark("longbench").choose_samples(None, "kvpress")
 
 
 def test_a_count_is_spread_over_the_tasks(unpacked):
-    asked = make(f"longbench:path={unpacked},tasks=qasper+trec+lcc,count=3,seed=1").chosen(
-        None, "kvpress"
-    )
+    asked = make_benchmark(
+        f"longbench:path={unpacked},tasks=qasper+trec+lcc,count=3,seed=1"
+    ).choose_samples(None, "kvpress")
     assert [sample.questions[0].task for sample in asked] == ["qasper", "trec", "lcc"]
 
 
@@ -173,7 +173,7 @@ def test_mistakes_are_told(unpacked, tmp_path):
     with pytest.raises(
         RestoreKVError, match=r"no task 'qaspar'; use some of narrativeqa, .*, joined by \+"
     ):
-        make("longbench:tasks=trec+qaspar")
+        make_benchmark("longbench:tasks=trec+qaspar")
     with pytest.raises(
         RestoreKVError, match=r"has no task samsum; fetch .* or leave it out by tasks=NAME\+NAME"
     ):
@@ -187,7 +187,9 @@ def test_mistakes_are_told(unpacked, tmp_path):
 
 
 def score(task, prediction, *answers, **facts):
-    return make("longbench").score(Question("0", task, "", answers, 1, facts=facts), prediction)
+    return make_benchmark("longbench").score(
+        Question("0", task, "", answers, 1, facts=facts), prediction
+    )
 
 
 def test_the_best_reference_counts():
@@ -210,9 +212,9 @@ def test_leading_space_does_not_count():
 
 def test_each_task_has_a_prompt_a_metric_and_a_category():
     assert len(TASKS) == 16 and set(TASKS) == set(PROMPTS) == set(METRICS)
-    assert make("longbench").groups() == CATEGORIES
-    assert make("longbench:tasks=lcc+repobench-p+qasper").groups() == {
+    assert make_benchmark("longbench").group_tasks() == CATEGORIES
+    assert make_benchmark("longbench:tasks=lcc+repobench-p+qasper").group_tasks() == {
         "Code": ("lcc", "repobench-p")
     }
-    assert make("longbench:tasks=trec").spec == "longbench:tasks=trec"
-    assert "Xnhyacinth/LongBench" in make("longbench").described()["data"]
+    assert make_benchmark("longbench:tasks=trec").spec == "longbench:tasks=trec"
+    assert "Xnhyacinth/LongBench" in make_benchmark("longbench").to_json()["data"]

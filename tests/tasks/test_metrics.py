@@ -7,12 +7,12 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.metrics import (
-    classification,
-    code_similarity,
-    count,
-    normalized,
-    retrieval,
+    compare_code,
+    normalize,
     rouge_l,
+    score_class,
+    score_numbers,
+    score_paragraph,
     token_f1,
 )
 
@@ -32,7 +32,7 @@ CLASSES = ["Number", "Number of something", "Other number", "Date", "Food"]
     ],
 )
 def test_normalized(text, found):
-    assert normalized(text) == found
+    assert normalize(text) == found
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,15 @@ def test_rouge_l_equals_the_library_to_the_last_bit():
     ],
 )
 def test_classification(prediction, reference, score):
-    assert classification(prediction, reference, CLASSES) == score
+    assert score_class(prediction, reference, CLASSES) == score
 
 
 def test_classification_passes_over_the_class_after_a_dropped_one():
     """Both "ab" and "b" are parts of the right name; the official loop drops "ab" and never looks
     at "b".
     """
-    assert classification("abc", "abc", ["ab", "b", "abc"]) == 1 / 2
-    assert classification("abc", "abc", ["ab", "abc", "b"]) == 1
+    assert score_class("abc", "abc", ["ab", "b", "abc"]) == 1 / 2
+    assert score_class("abc", "abc", ["ab", "abc", "b"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,15 @@ def test_classification_passes_over_the_class_after_a_dropped_one():
     ],
 )
 def test_count(prediction, reference, score):
-    assert count(prediction, reference) == score
+    assert score_numbers(prediction, reference) == score
 
 
 def test_retrieval_counts_the_paragraphs_number():
-    assert retrieval("Paragraph 7", "Paragraph 7") == retrieval("7", "Paragraph 7") == 1
-    assert retrieval("Paragraph 7 or 8", "Paragraph 7") == 1 / 2
-    assert retrieval("Paragraph 71", "Paragraph 7") == retrieval("", "Paragraph 7") == 0
+    assert score_paragraph("Paragraph 7", "Paragraph 7") == score_paragraph("7", "Paragraph 7") == 1
+    assert score_paragraph("Paragraph 7 or 8", "Paragraph 7") == 1 / 2
+    assert score_paragraph("Paragraph 71", "Paragraph 7") == score_paragraph("", "Paragraph 7") == 0
     with pytest.raises(RestoreKVError, match="names no paragraph"):
-        retrieval("7", "7")
+        score_paragraph("7", "7")
 
 
 @pytest.mark.parametrize(
@@ -178,4 +178,4 @@ def test_retrieval_counts_the_paragraphs_number():
     ],
 )
 def test_code_similarity(prediction, reference, score):
-    assert code_similarity(prediction, reference) == score
+    assert compare_code(prediction, reference) == score

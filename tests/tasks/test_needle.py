@@ -5,8 +5,8 @@ prose.
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import make
-from restorekv.tasks.needle import NEEDLE, after_full_stop
+from restorekv.tasks import make_benchmark
+from restorekv.tasks.needle import NEEDLE, find_sentence_end
 
 SENTENCE = NEEDLE.strip()
 
@@ -16,7 +16,7 @@ def ids(tokenizer, text):
 
 
 def test_lengths_and_depths_span_the_map(tiny_tokenizer):
-    made = make("needle:lengths=600+300").chosen(tiny_tokenizer, "kvzip")
+    made = make_benchmark("needle:lengths=600+300").choose_samples(tiny_tokenizer, "kvzip")
     assert len(made) == 22
     facts = [sample.questions[0].facts for sample in made]
     assert [(fact["length"], fact["depth"]) for fact in facts] == [
@@ -32,7 +32,7 @@ def test_lengths_and_depths_span_the_map(tiny_tokenizer):
 
 
 def test_the_needle_follows_a_full_stop_at_its_depth(tiny_tokenizer):
-    made = make("needle:lengths=2000").chosen(tiny_tokenizer, "kvzip")
+    made = make_benchmark("needle:lengths=2000").choose_samples(tiny_tokenizer, "kvzip")
     for sample in made:
         before, after = sample.context.split(SENTENCE)
         depth = sample.questions[0].facts["depth"]
@@ -45,11 +45,13 @@ def test_the_needle_follows_a_full_stop_at_its_depth(tiny_tokenizer):
 
 
 def test_the_haystack_is_the_same_but_for_the_needle(tiny_tokenizer):
-    made = make("needle:lengths=400,depths=3").chosen(tiny_tokenizer, "kvzip")
+    made = make_benchmark("needle:lengths=400,depths=3").choose_samples(tiny_tokenizer, "kvzip")
     bare = {" ".join(sample.context.replace(SENTENCE, " ").split()) for sample in made}
     assert len(bare) == 1
-    again = make("needle:lengths=400,depths=3").chosen(tiny_tokenizer, "kvpress")
-    other = make("needle:lengths=400,depths=3,seed=1").chosen(tiny_tokenizer, "kvzip")
+    again = make_benchmark("needle:lengths=400,depths=3").choose_samples(tiny_tokenizer, "kvpress")
+    other = make_benchmark("needle:lengths=400,depths=3,seed=1").choose_samples(
+        tiny_tokenizer, "kvzip"
+    )
     assert [sample.context for sample in again] == [sample.context for sample in made]
     assert again[0].questions[0].text == "\n\n" + made[0].questions[0].text
     assert made[0].questions[0].text.startswith("Based on the content of the book")
@@ -68,7 +70,10 @@ def test_a_long_haystack_is_tokenised_as_a_whole_a_few_times(tiny_tokenizer, mon
         return found[: 4 * len(found) // 5]
 
     monkeypatch.setattr("restorekv.tasks.needle.tokenize_text", merging)
-    assert len(make("needle:lengths=5000,depths=2").chosen(tiny_tokenizer, "kvzip")) == 2
+    assert (
+        len(make_benchmark("needle:lengths=5000,depths=2").choose_samples(tiny_tokenizer, "kvzip"))
+        == 2
+    )
     assert 1 < len(long) < 8
 
 
@@ -76,14 +81,14 @@ def test_essays_are_read_by_name_and_repeated(tiny_tokenizer, tmp_path):
     (tmp_path / "b.txt").write_text("Second essay. It is short. ")
     (tmp_path / "a.txt").write_text("First essay. ")
     (tmp_path / "c.md").write_text("No essay.")
-    benchmark = make(f"needle:lengths=200,depths=2,path={tmp_path}")
-    start, end = benchmark.chosen(tiny_tokenizer, "kvzip")
+    benchmark = make_benchmark(f"needle:lengths=200,depths=2,path={tmp_path}")
+    start, end = benchmark.choose_samples(tiny_tokenizer, "kvzip")
     text = "First essay. Second essay. It is short. "
     assert end.context.startswith(2 * text) and "No essay" not in end.context
     assert start.context == NEEDLE.strip() + "\n" + end.context.removesuffix(NEEDLE.rstrip())
     assert (
-        str(tmp_path) in benchmark.described()["data"]
-        and "generated" in make("needle").described()["data"]
+        str(tmp_path) in benchmark.to_json()["data"]
+        and "generated" in make_benchmark("needle").to_json()["data"]
     )
 
 
@@ -99,13 +104,13 @@ def test_places_are_after_full_stops(tiny_tokenizer):
         max([stop for stop in [0, *stops] if stop <= place]) for place in range(len(text) + 1)
     ]
     assert [
-        after_full_stop(tiny_tokenizer, text, place) for place in range(len(text) + 1)
+        find_sentence_end(tiny_tokenizer, text, place) for place in range(len(text) + 1)
     ] == expected
 
 
 def test_scores(tiny_tokenizer):
-    benchmark = make("needle:lengths=300,depths=2")
-    question = benchmark.chosen(tiny_tokenizer, "kvzip")[0].questions[0]
+    benchmark = make_benchmark("needle:lengths=300,depths=2")
+    question = benchmark.choose_samples(tiny_tokenizer, "kvzip")[0].questions[0]
     assert (
         benchmark.score(question, "You eat a sandwich and sit in Dolores Park, on a sunny day!")
         == 1
@@ -126,7 +131,7 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
         f"needle:path={tmp_path / 'none'}": "no .txt file with text",
     }.items():
         with pytest.raises(RestoreKVError, match=told):
-            make(spec).chosen(tiny_tokenizer, "kvzip")
+            make_benchmark(spec).choose_samples(tiny_tokenizer, "kvzip")
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(RestoreKVError, match="not UTF-8 text"):
-        make(f"needle:path={tmp_path}").chosen(tiny_tokenizer, "kvzip")
+        make_benchmark(f"needle:path={tmp_path}").choose_samples(tiny_tokenizer, "kvzip")

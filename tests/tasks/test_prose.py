@@ -8,7 +8,7 @@ from restorekv.tasks import prose
 
 
 def drawn(seed, count):
-    return list(islice(prose.sentences(random.Random(seed)), count))
+    return list(islice(prose.draw_sentences(random.Random(seed)), count))
 
 
 def test_twenty_thousand_sentences_are_all_different():

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import Question, make
+from restorekv.tasks import Question, make_benchmark
 from tests.helpers.longbench_world import official_rows
 
 NOTHING = {"unanswerable": False, "extractive_spans": [], "yes_no": None, "free_form_answer": ""}
@@ -74,7 +74,7 @@ def check(samples):
 
 
 def official(path):
-    return make(f"qasper:source=official,path={path}").chosen(None, "kvpress")
+    return make_benchmark(f"qasper:source=official,path={path}").choose_samples(None, "kvpress")
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -101,21 +101,21 @@ def test_the_hubs_rows(tmp_path, monkeypatch):
         return [row]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    check(make("qasper:source=official").chosen(None, "kvpress"))
+    check(make_benchmark("qasper:source=official").choose_samples(None, "kvpress"))
 
 
 def test_longbench_has_it_by_default(tmp_path):
     (tmp_path / "qasper.jsonl").write_text("\n".join(map(json.dumps, official_rows("qasper"))))
-    made = make(f"qasper:path={tmp_path}")
-    assert made.chosen(None, "kvpress") == make(f"longbench:tasks=qasper,path={tmp_path}").chosen(
-        None, "kvpress"
-    )
-    assert "Xnhyacinth/LongBench" in make("qasper").described()["data"]
+    made = make_benchmark(f"qasper:path={tmp_path}")
+    assert made.choose_samples(None, "kvpress") == make_benchmark(
+        f"longbench:tasks=qasper,path={tmp_path}"
+    ).choose_samples(None, "kvpress")
+    assert "Xnhyacinth/LongBench" in make_benchmark("qasper").to_json()["data"]
 
 
 def test_the_closest_annotator_counts():
     asked = Question("0", "qasper", "", ("oil, wood", "Oil burns."), 1)
-    scored = make("qasper").score
+    scored = make_benchmark("qasper").score
     assert scored(asked, "The oil!") == pytest.approx(2 / 3)  # precision 1, recall 1/2 of either
     assert scored(asked, "wood, oil") == 1
     assert scored(asked, "Unanswerable") == scored(asked, "") == 0
@@ -123,7 +123,7 @@ def test_the_closest_annotator_counts():
 
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(RestoreKVError, match="source is longbench or official, not 'hub'"):
-        make("qasper:source=hub")
+        make_benchmark("qasper:source=hub")
     broken = {
         "1": {
             **RELEASED["1234.5678"],

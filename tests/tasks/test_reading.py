@@ -20,13 +20,13 @@ from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.run import run
+from restorekv.evaluation.run import run_grid
 from restorekv.model.load import load_tokenizer
 from restorekv.tasks import splits
-from restorekv.tasks.base import digest
-from restorekv.tasks.fairytaleqa import passages_of
-from restorekv.tasks.metrics import exact_match, longest_common_f1
-from restorekv.tasks.reading import TEXTS, WORDING, packed, split_text, spread
+from restorekv.tasks.base import digest_samples
+from restorekv.tasks.fairytaleqa import match_passages
+from restorekv.tasks.metrics import longest_common_f1, match_exactly
+from restorekv.tasks.reading import TEXTS, WORDING, choose_spread, pack_neighbors, split_text
 from tests.helpers.models import build_model
 
 NAMES = ("fairytaleqa", "genres", "xquad", "hotpotqa", "factbook")
@@ -50,11 +50,11 @@ def spec(request) -> str:
 
 
 def test_it_loads_offline_and_asks_the_same_every_time(spec):
-    benchmark = tasks.make(spec)
-    samples = benchmark.chosen(word_tokenizer(), "kvpress")
-    assert digest(samples) == digest(tasks.make(spec).chosen(word_tokenizer(), "kvzip")), (
-        "both protocols ask alike"
-    )
+    benchmark = tasks.make_benchmark(spec)
+    samples = benchmark.choose_samples(word_tokenizer(), "kvpress")
+    assert digest_samples(samples) == digest_samples(
+        tasks.make_benchmark(spec).choose_samples(word_tokenizer(), "kvzip")
+    ), "both protocols ask alike"
     assert 0 < sum(path.stat().st_size for path in TEXTS.rglob("*") if path.is_file()) < 2_000_000
     questions = [question for sample in samples for question in sample.questions]
     assert len({sample.id for sample in samples}) == len(samples) >= 23
@@ -68,19 +68,22 @@ def test_it_loads_offline_and_asks_the_same_every_time(spec):
     assert all(
         0 <= value <= 1
         for asked in questions
-        for value in benchmark.metrics(asked, "the red house").values()
+        for value in benchmark.compute_metrics(asked, "the red house").values()
     )
-    told = benchmark.described()
+    told = benchmark.to_json()
     assert told["wording"] == WORDING and told["license"] and len(told["files"][0]["sha256"]) == 64
-    assert len(tasks.make(f"{spec}:count=3").chosen(word_tokenizer(), "kvpress")) == 3
+    assert (
+        len(tasks.make_benchmark(f"{spec}:count=3").choose_samples(word_tokenizer(), "kvpress"))
+        == 3
+    )
 
 
 def test_questions_follow_the_text_in_one_wording_under_both_protocols(spec, tiny_tokenizer):
-    (sample,) = tasks.make(f"{spec}:count=1").chosen(word_tokenizer(), "kvpress")
+    (sample,) = tasks.make_benchmark(f"{spec}:count=1").choose_samples(word_tokenizer(), "kvpress")
     for protocol in PROTOCOLS.values():
-        context, _ = protocol.context("any", tiny_tokenizer, "a text")
+        context, _ = protocol.make_context("any", tiny_tokenizer, "a text")
         told = tiny_tokenizer.decode(
-            protocol.prompt(tiny_tokenizer, context, sample.questions[0])[0]
+            protocol.make_prompt(tiny_tokenizer, context, sample.questions[0])[0]
         )
         assert (
             told.startswith("\n\nQuestion: ")
@@ -90,8 +93,12 @@ def test_questions_follow_the_text_in_one_wording_under_both_protocols(spec, tin
 
 
 def test_passages_of_stories_hold_what_is_asked():
-    whole = tasks.make("fairytaleqa:length=0,questions=0").chosen(word_tokenizer(), "kvpress")
-    cut = tasks.make("fairytaleqa:length=400,questions=0").chosen(word_tokenizer(), "kvpress")
+    whole = tasks.make_benchmark("fairytaleqa:length=0,questions=0").choose_samples(
+        word_tokenizer(), "kvpress"
+    )
+    cut = tasks.make_benchmark("fairytaleqa:length=400,questions=0").choose_samples(
+        word_tokenizer(), "kvpress"
+    )
     assert len(whole) == 23 and sum(len(sample.questions) for sample in whole) == 1025
     assert all(len(sample.context.split()) <= 400 for sample in cut) and len(cut) > 100
     text = {sample.id: sample.context for sample in whole}
@@ -129,7 +136,9 @@ def test_equal_evidence_is_a_tie_in_whatever_order_words_are_summed():
         ]
         question = {"question": " ".join(left), "answers": [" ".join(right)], "sections": "1"}
         last = {"question": "nothing", "answers": ["at all"], "sections": "40"}
-        assert passages_of([question, last], [" ".join(left), " ".join(right), *frequent])[0] == 0
+        assert (
+            match_passages([question, last], [" ".join(left), " ".join(right), *frequent])[0] == 0
+        )
 
 
 def test_a_question_goes_where_words_and_place_agree():
@@ -148,7 +157,7 @@ def test_a_question_goes_where_words_and_place_agree():
         asked("What did the wolf eat?", "the grey sheep", "3"),
         asked("Who sold the bird?", "the king", "3"),
     ]
-    assert passages_of(questions, texts) == [1, 0, None, 2]
+    assert match_passages(questions, texts) == [1, 0, None, 2]
 
 
 def test_text_is_cut_at_the_ends_of_paragraphs():
@@ -159,12 +168,17 @@ def test_text_is_cut_at_the_ends_of_paragraphs():
         part == part.strip() for part in found
     )
     assert split_text(text, 0, len) == [text] == split_text(text, 10_000, len)
-    assert packed([5, 5, 5, 5], 10) == [range(2), range(2, 4)] and packed([9, 1, 1, 9], 12) == [
+    assert pack_neighbors([5, 5, 5, 5], 10) == [range(2), range(2, 4)] and pack_neighbors(
+        [9, 1, 1, 9], 12
+    ) == [
         range(2),
         range(2, 4),
     ]
-    assert [list(group) for group in packed([1] * 7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert spread([*range(10)], 3) == [0, 3, 6] and spread([1, 2], 5) == [1, 2] == spread([1, 2], 0)
+    assert [list(group) for group in pack_neighbors([1] * 7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert choose_spread([*range(10)], 3) == [0, 3, 6] and choose_spread([1, 2], 5) == [
+        1,
+        2,
+    ] == choose_spread([1, 2], 0)
 
 
 def test_longest_common_subsequence_against_every_subsequence():
@@ -194,17 +208,21 @@ def test_longest_common_subsequence_against_every_subsequence():
 
 def test_exact_match_and_hotpots_yes_and_no():
     assert (
-        exact_match("The Eiffel Tower.", "eiffel tower") == 1
-        and exact_match("eiffel towers", "eiffel tower") == 0
+        match_exactly("The Eiffel Tower.", "eiffel tower") == 1
+        and match_exactly("eiffel towers", "eiffel tower") == 0
     )
-    hotpot = tasks.make("hotpotqa")
-    question = hotpot.question("1", "hotpotqa", "Is it?", ["yes"])
+    hotpot = tasks.make_benchmark("hotpotqa")
+    question = hotpot.make_question("1", "hotpotqa", "Is it?", ["yes"])
     assert hotpot.score(question, "Yes.") == 1 and hotpot.score(question, "yes it is") == 0
-    other = hotpot.question("1", "hotpotqa", "Which?", ["video game"])
+    other = hotpot.make_question("1", "hotpotqa", "Which?", ["video game"])
     assert hotpot.score(other, "a game") == pytest.approx(2 / 3) and hotpot.score(other, "no") == 0
-    assert hotpot.metrics(other, "The video game") == {"exact_match": 1}
-    assert tasks.make("factbook").metrics(other, "It is a video game, I think") == {"contained": 1}
-    assert tasks.make("factbook").metrics(other, "video gamer") == {"contained": 0}
+    assert hotpot.compute_metrics(other, "The video game") == {"exact_match": 1}
+    assert tasks.make_benchmark("factbook").compute_metrics(
+        other, "It is a video game, I think"
+    ) == {"contained": 1}
+    assert tasks.make_benchmark("factbook").compute_metrics(other, "video gamer") == {
+        "contained": 0
+    }
 
 
 def rows_of(file: Path) -> list[dict]:
@@ -213,18 +231,18 @@ def rows_of(file: Path) -> list[dict]:
 
 
 def test_splits_do_not_meet():
-    names = [splits.fairytale_split("train", index) for index in range(232)]
+    names = [splits.split_fairytale("train", index) for index in range(232)]
     assert (
         Counter(names) == {"training": 213, "development": 19}
-        and splits.fairytale_split("val", 5) == "evaluation"
+        and splits.split_fairytale("val", 5) == "evaluation"
     )
     assert (
-        splits.novel_split("Burnett_Garden_1911") == "evaluation"
-        and splits.novel_split("Kipling_Kim_1901") == "training"
+        splits.split_novel("Burnett_Garden_1911") == "evaluation"
+        and splits.split_novel("Kipling_Kim_1901") == "training"
     )
-    assert splits.novel_split("Chesterton_Thursday_1908") == "development"
+    assert splits.split_novel("Chesterton_Thursday_1908") == "development"
     countries = [f"{first}{second}" for first in "abcd" for second in "vwxyz"]
-    found = splits.factbook_splits(
+    found = splits.split_factbook(
         f"{country}/{part}" for country in countries[::-1] for part in ("Economy", "Geography")
     )
     assert {country: found[f"{country}/Economy"] for country in countries} == {
@@ -255,26 +273,26 @@ def test_foreign_files_are_refused(tmp_path, spec, content, said):
     path = tmp_path / "val.jsonl"
     path.write_text(content + "\n")
     with pytest.raises(RestoreKVError, match=said):
-        tasks.make(f"{spec}:path={path}").chosen(word_tokenizer(), "kvpress")
+        tasks.make_benchmark(f"{spec}:path={path}").choose_samples(word_tokenizer(), "kvpress")
     with pytest.raises(RestoreKVError, match="no file"):
-        tasks.make(f"{spec}:path={path}s").chosen(word_tokenizer(), "kvpress")
+        tasks.make_benchmark(f"{spec}:path={path}s").choose_samples(word_tokenizer(), "kvpress")
 
 
 def test_training_documents_are_asked_only_by_name(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(gzip.decompress((TEXTS / "fairytaleqa/val.jsonl.gz").read_bytes()))
     with pytest.raises(RestoreKVError, match="no question for"):
-        tasks.make(f"fairytaleqa:path={path}").chosen(word_tokenizer(), "kvpress")
-    found = tasks.make(f"fairytaleqa:path={path},split=development,length=0").chosen(
-        word_tokenizer(), "kvpress"
-    )
+        tasks.make_benchmark(f"fairytaleqa:path={path}").choose_samples(word_tokenizer(), "kvpress")
+    found = tasks.make_benchmark(
+        f"fairytaleqa:path={path},split=development,length=0"
+    ).choose_samples(word_tokenizer(), "kvpress")
     assert [sample.id for sample in found] == [
         rows_of(TEXTS / "fairytaleqa/val.jsonl.gz")[place]["id"] for place in (5, 17)
     ]
     with pytest.raises(RestoreKVError, match="split is one of"):
-        tasks.make("factbook:split=test")
+        tasks.make_benchmark("factbook:split=test")
     with pytest.raises(RestoreKVError, match="at least 64"):
-        tasks.make("xquad:length=10")
+        tasks.make_benchmark("xquad:length=10")
 
 
 @pytest.mark.slow
@@ -282,16 +300,16 @@ def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
     build_model("qwen3").save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
     cells = [
-        Cell.full(model=str(tmp_path / "model"), benchmark=f"{name}:count=1,questions=2")
+        Cell.full_cache(model=str(tmp_path / "model"), benchmark=f"{name}:count=1,questions=2")
         for name in ("fairytaleqa", "xquad")
     ]
     for result, metric in zip(
-        run(cells, tmp_path / "run"), ("rouge_l", "exact_match"), strict=True
+        run_grid(cells, tmp_path / "run"), ("rouge_l", "exact_match"), strict=True
     ):
-        benchmark, (line,) = tasks.make(result.cell.benchmark), result.lines
-        (sample,) = benchmark.chosen(tiny_tokenizer, "kvpress")
+        benchmark, (line,) = tasks.make_benchmark(result.cell.benchmark), result.lines
+        (sample,) = benchmark.choose_samples(tiny_tokenizer, "kvpress")
         for asked, told in zip(sample.questions, line["answers"], strict=True):
-            assert told["metrics"] == benchmark.metrics(asked, told["prediction"]) and {
+            assert told["metrics"] == benchmark.compute_metrics(asked, told["prediction"]) and {
                 *told["metrics"]
             } == {metric}
         by_task = Counter(told["task"] for told in line["answers"])
@@ -324,7 +342,7 @@ def test_training_documents_share_no_text_with_what_is_evaluated():
     novels = [
         path
         for path in (PUBLIC / "novels").glob("*.txt")
-        if splits.novel_split(path.stem) != "evaluation"
+        if splits.split_novel(path.stem) != "evaluation"
     ]
     assert len(novels) == 15 and not [
         path.stem for path in novels if strict.find_match(path.read_text())
@@ -333,7 +351,7 @@ def test_training_documents_share_no_text_with_what_is_evaluated():
     rows = [
         json.loads(line) for line in (PUBLIC / "factbook/documents.jsonl").read_text().splitlines()
     ]
-    split = splits.factbook_splits(row["id"] for row in rows)
+    split = splits.split_factbook(row["id"] for row in rows)
     assert not [
         row["id"]
         for row in rows
@@ -379,7 +397,7 @@ def test_samples_stay_those_of_stored_results(spec, expected):
     here.
     """
     sha256 = hashlib.sha256()
-    for sample in tasks.make(spec).samples(load_tokenizer("tiny"), "kvpress"):
+    for sample in tasks.make_benchmark(spec).load_samples(load_tokenizer("tiny"), "kvpress"):
         sha256.update(sample.context.encode())
         for question in sample.questions:
             words = (

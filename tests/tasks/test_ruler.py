@@ -11,14 +11,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import Question, make
-from restorekv.tasks.base import digest
+from restorekv.tasks import Question, make_benchmark
+from restorekv.tasks.base import digest_samples
 from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.ruler.benchmark import ESSAY_TASKS, STAND_INS, TASKS
-from restorekv.tasks.ruler.documents import Asked, over_documents
-from restorekv.tasks.ruler.draft import most_units
-from restorekv.tasks.ruler.needles import Essays, needles
-from restorekv.tasks.ruler.synthetic import frequent_words
+from restorekv.tasks.ruler.documents import DocumentQuestion, ask_over_documents
+from restorekv.tasks.ruler.draft import find_most_units
+from restorekv.tasks.ruler.needles import Essays, hide_needles
+from restorekv.tasks.ruler.synthetic import find_frequent_words
 from tests.helpers.processes import TINY, digest_elsewhere
 
 DOCUMENT = {"generated": 200, "novel": 700}  # tokens of the longest document
@@ -51,7 +51,9 @@ def tokenizer():
 def made(tokenizer):
     """Four samples of every task at 2,048 tokens of the tiny tokenizer."""
     every = list(
-        make("ruler:source=generated,length=2048,per_task=4,seed=3").samples(tokenizer, "kvpress")
+        make_benchmark("ruler:source=generated,length=2048,per_task=4,seed=3").load_samples(
+            tokenizer, "kvpress"
+        )
     )
     return {
         task: [sample for sample in every if sample.questions[0].task == task] for task in TASKS
@@ -68,7 +70,7 @@ def tokens(tokenizer, text):
 
 
 def test_a_perfect_answer_scores_one_and_a_partial_one_its_share():
-    ruler = make("ruler")
+    ruler = make_benchmark("ruler")
     both = Question("0", "niah_multivalue", "", ("1234567", "7654321"), 128)
     assert ruler.score(both, " 1234567 and 7654321.") == 1
     assert ruler.score(both, "1234567, 1234567") == 0.5
@@ -82,9 +84,12 @@ def test_a_perfect_answer_scores_one_and_a_partial_one_its_share():
 
 def test_of_qa_any_reference_counts():
     asked = Question("0", "qa_1", "", ("Denver Broncos", "Broncos"), 32)
-    assert make("ruler").score(asked, "the broncos") == 1
-    assert make("ruler").score(asked, "Carolina") == 0
-    assert make("ruler").score(Question("0", "niah_single_1", "", ("a", "b"), 128), "a") == 0.5
+    assert make_benchmark("ruler").score(asked, "the broncos") == 1
+    assert make_benchmark("ruler").score(asked, "Carolina") == 0
+    assert (
+        make_benchmark("ruler").score(Question("0", "niah_single_1", "", ("a", "b"), 128), "a")
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -205,7 +210,9 @@ def listed_words(text):
     ("length", "example", "main"), [(1024, (2, 1, 15), (3, 1)), (2048, (3, 1, 20), (6, 1))]
 )
 def test_common_words_are_recounted(tokenizer, length, example, main):
-    for sample in make(f"ruler:length={length},per_task=3,tasks=cwe").samples(tokenizer, "kvpress"):
+    for sample in make_benchmark(f"ruler:length={length},per_task=3,tasks=cwe").load_samples(
+        tokenizer, "kvpress"
+    ):
         (asked,) = sample.questions
         first, answered, second = re.fullmatch(
             r"Below is.+?often\.\n(.+)\nQuestion.+?list are:(1\. .+?)\nBelow is.+?often\.\n(.+)\n",
@@ -222,7 +229,7 @@ def test_common_words_are_recounted(tokenizer, length, example, main):
 
 
 def test_long_lists_of_common_words_have_rulers_frequencies():
-    made = make("ruler:length=4096,per_task=1,tasks=cwe,seed=1").generated(
+    made = make_benchmark("ruler:length=4096,per_task=1,tasks=cwe,seed=1")._generate(
         lambda text: len(text.split())
     )
     first, second = (Counter(listed_words(text)) for text in next(made).context.split("\n")[1::3])
@@ -245,7 +252,7 @@ def test_coded_words_are_recounted(made):
 @pytest.mark.parametrize("units", [74, 100, 333, 5000])
 def test_coded_words_follow_the_zeta_distribution(units):
     told = (
-        frequent_words(9 * 50)
+        find_frequent_words(9 * 50)
         .draft(units, random.Random(0))
         .context.split("coded words. ")[1]
         .split()
@@ -279,12 +286,12 @@ def test_generated_documents_answer_alone(made):
 
 
 def test_documents_come_from_the_answering_ones_outwards():
-    asked = Asked("Who?", ("he",), own=(3, 0), near=(5, 1))
+    asked = DocumentQuestion("Who?", ("he",), own=(3, 0), near=(5, 1))
     for units, must in ((2, {0, 3}), (4, {0, 1, 3, 5}), (6, {*range(6)})):
         seen = set()
         for seed in range(20):
             context = (
-                over_documents(tuple("abcdef"), asked).draft(units, random.Random(seed)).context
+                ask_over_documents(tuple("abcdef"), asked).draft(units, random.Random(seed)).context
             )
             seen.add("".join(documents_in(context)))
         assert {frozenset(shown) for shown in seen} == {
@@ -310,7 +317,7 @@ def test_generated_pairs_answer_together(made):
 @pytest.mark.parametrize("source", ["novel", "generated"])
 @pytest.mark.parametrize(("length", "short"), [(1024, 80), (2048, 100)])
 def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short, source):
-    for sample in make(f"ruler:source={source},length={length},per_task=2").samples(
+    for sample in make_benchmark(f"ruler:source={source},length={length},per_task=2").load_samples(
         tokenizer, "kvpress"
     ):
         used = tokens(tokenizer, whole(sample)) + sample.questions[0].max_new_tokens
@@ -329,7 +336,7 @@ def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokeni
         gzip.decompress((TEXTS / STAND_INS["essays"]["file"]).read_bytes()).decode().split()
     )
     spec = "ruler:length=1024,per_task=6,tasks=niah_single_2+niah_multiquery"
-    samples = list(make(spec).samples(tokenizer, "kvpress"))
+    samples = list(make_benchmark(spec).load_samples(tokenizer, "kvpress"))
     places = []
     for sample in samples:
         text = re.split(r"about the numbers? afterwards\.\n", sample.context)[1]
@@ -343,14 +350,14 @@ def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokeni
             place = novel.find(part, place)
             assert place >= 0, "the novel's own words, in their order"
     assert len(set(places)) == 12 and max(places) - min(places) > len(novel) / 3
-    again = make(spec.replace("=6", "=2")).samples(tokenizer, "kvzip")
+    again = make_benchmark(spec.replace("=6", "=2")).load_samples(tokenizer, "kvzip")
     assert [sample.context for sample in again] == [
         samples[index].context for index in (0, 1, 6, 7)
     ]
-    chapter = make(
+    chapter = make_benchmark(
         f"ruler:length=1024,per_task=2,tasks=niah_single_2,source=generated,essays={TEXTS / 'novels'}"
     )
-    first, second = (sample.context for sample in chapter.samples(tokenizer, "kvpress"))
+    first, second = (sample.context for sample in chapter.load_samples(tokenizer, "kvpress"))
     assert all("THE SECRET GARDEN CHAPTER I" in text for text in (first, second)), (
         "files begin at their beginning"
     )
@@ -358,7 +365,9 @@ def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokeni
 
 def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_questions():
     def asked_of(spec):
-        return list(make(f"ruler:length=1024,{spec}").generated(lambda text: len(text.split())))
+        return list(
+            make_benchmark(f"ruler:length=1024,{spec}")._generate(lambda text: len(text.split()))
+        )
 
     samples = asked_of("per_task=80,tasks=qa_1+qa_2")
     held = {
@@ -376,7 +385,9 @@ def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_quest
 
 
 def test_another_tokenizer_gives_other_lengths(tiny_tokenizer):
-    for sample in make("ruler:length=9000,per_task=1").samples(tiny_tokenizer, "kvpress"):
+    for sample in make_benchmark("ruler:length=9000,per_task=1").load_samples(
+        tiny_tokenizer, "kvpress"
+    ):
         assert (
             8200
             <= tokens(tiny_tokenizer, whole(sample)) + sample.questions[0].max_new_tokens
@@ -389,7 +400,7 @@ def test_the_search_agrees_with_counting_up(seed):
     rng = random.Random(seed)
     steps = [rng.choice((0, 1, 7, 300)) for _ in range(200)]
     limit = sum(steps[: rng.randrange(200)]) + seed % 2
-    assert most_units(lambda n: sum(steps[:n]), limit, 0, 200) == max(
+    assert find_most_units(lambda n: sum(steps[:n]), limit, 0, 200) == max(
         n
         for n in range(201)
         if sum(steps[:n]) <= limit and (n == 200 or sum(steps[: n + 1]) > limit)
@@ -401,15 +412,15 @@ def test_samples_are_the_same_in_another_process(tokenizer):
     spec = "ruler:length=1024,per_task=1,seed=5"
 
     def asked(spec):
-        return digest(make(spec).samples(tokenizer, "kvpress"))
+        return digest_samples(make_benchmark(spec).load_samples(tokenizer, "kvpress"))
 
     assert digest_elsewhere(spec) == asked(spec) != asked(spec.replace("seed=5", "seed=6"))
 
 
 def test_a_sample_depends_on_its_task_and_index_alone(tokenizer, made):
-    few = make(
+    few = make_benchmark(
         "ruler:source=generated,length=2048,per_task=2,seed=3,tasks=qa_2+niah_multikey_1+vt"
-    ).samples(tokenizer, "kvzip")
+    ).load_samples(tokenizer, "kvzip")
     assert {sample.id: sample for sample in few} == {
         sample.id: sample for task in ("niah_multikey_1", "vt", "qa_2") for sample in made[task][:2]
     }
@@ -420,7 +431,9 @@ def test_needles_stand_at_the_depths_of_rulers_grid():
     grid = {int(1000 * (round(100 * step / 39) / 100)) for step in range(40)}
     seen = set()
     for seed in range(50):
-        text = needles(Essays(iter(sentences)), keys=4).draft(4000, random.Random(seed)).context
+        text = (
+            hide_needles(Essays(iter(sentences)), keys=4).draft(4000, random.Random(seed)).context
+        )
         pieces = re.split(r"One of the special .+? is: \d+\.", text)
         before = [piece.count("Sentence") for piece in pieces]
         seen |= {sum(before[: index + 1]) for index in range(4)}
@@ -442,16 +455,18 @@ def test_needles_stand_at_the_depths_of_rulers_grid():
 )
 def test_mistakes_are_told_in_a_sentence(tokenizer, spec, told):
     with pytest.raises(RestoreKVError, match=told) as caught:
-        list(make(spec).samples(tokenizer, "kvpress"))
+        list(make_benchmark(spec).load_samples(tokenizer, "kvpress"))
     assert "\n" not in str(caught.value)
 
 
 def test_stand_ins_are_described_task_by_task():
-    told = make("ruler:source=generated").described()
+    told = make_benchmark("ruler:source=generated").to_json()
     assert set(told["stand_ins"]) == {*ESSAY_TASKS, "qa_1", "qa_2"} and len(ESSAY_TASKS) == 5
     assert "SQuAD" in told["stand_ins"]["qa_1"] and "not RULER's own" in told["data"]
-    assert make("ruler:tasks=vt+cwe").described()["stand_ins"] == {} and "subsets" not in told
-    novel = make("ruler").described()
+    assert (
+        make_benchmark("ruler:tasks=vt+cwe").to_json()["stand_ins"] == {} and "subsets" not in told
+    )
+    novel = make_benchmark("ruler").to_json()
     assert (
         novel["subsets"]
         == "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
@@ -466,12 +481,19 @@ def test_stand_ins_are_described_task_by_task():
         and "subset" in novel["stand_ins"]["qa_2"]
     )
     assert (
-        "CC BY-SA" in novel["license"] and "subsets" not in make("ruler:tasks=vt+cwe").described()
+        "CC BY-SA" in novel["license"]
+        and "subsets" not in make_benchmark("ruler:tasks=vt+cwe").to_json()
     )
-    assert set(make("ruler:tasks=vt+cwe+fwe,length=1024").described()["stand_ins"]) == {"vt", "cwe"}
-    assert make("ruler:source=hub").described()["data"] == "simonjegou/ruler"
-    assert make("ruler:tasks=vt+qa_1").groups() == {
+    assert set(make_benchmark("ruler:tasks=vt+cwe+fwe,length=1024").to_json()["stand_ins"]) == {
+        "vt",
+        "cwe",
+    }
+    assert make_benchmark("ruler:source=hub").to_json()["data"] == "simonjegou/ruler"
+    assert make_benchmark("ruler:tasks=vt+qa_1").group_tasks() == {
         "multi-hop tracing": ("vt",),
         "question answering": ("qa_1",),
     }
-    assert make("ruler").spec == "ruler" and make("ruler:length=512").spec == "ruler:length=512"
+    assert (
+        make_benchmark("ruler").spec == "ruler"
+        and make_benchmark("ruler:length=512").spec == "ruler:length=512"
+    )

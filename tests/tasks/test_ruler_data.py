@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import make
+from restorekv.tasks import make_benchmark
 from restorekv.tasks.ruler import documents
 
 CONTEXT = "A special magic number is hidden within the following text.\nOne of the special magic numbers for a is: 1.\n"
@@ -137,7 +137,9 @@ def test_rows_with_one_context_are_one_sample(tmp_path, kind):
     write(
         tmp_path / "8192" / "test.jsonl", json.dumps({**ROWS[0], "context": "longer"})
     ) if kind == "parquet" else None
-    first, second = make(f"ruler:source={source},tasks=qa_1+niah_single_1").samples(None, "kvpress")
+    first, second = make_benchmark(f"ruler:source={source},tasks=qa_1+niah_single_1").load_samples(
+        None, "kvpress"
+    )
     assert (first.id, first.context) == ("niah_single_1-0", CONTEXT)
     assert [asked.id for asked in first.questions] == ["niah_single_1-0", "niah_single_1-1"]
     assert [asked.answers for asked in first.questions] == [("1",), ("2",)]
@@ -148,9 +150,12 @@ def test_rows_with_one_context_are_one_sample(tmp_path, kind):
 
 def test_only_the_tasks_wanted_are_read_and_none_is_missed(tmp_path):
     source = stored(tmp_path, "jsonl", ROWS)
-    assert len(list(make(f"ruler:source={source},tasks=qa_1").samples(None, "kvpress"))) == 1
+    assert (
+        len(list(make_benchmark(f"ruler:source={source},tasks=qa_1").load_samples(None, "kvpress")))
+        == 1
+    )
     with pytest.raises(RestoreKVError, match="no rows of the task niah_single_2"):
-        make(f"ruler:source={source}").samples(None, "kvpress")
+        make_benchmark(f"ruler:source={source}").load_samples(None, "kvpress")
 
 
 def test_the_hub_is_asked_for_the_length_as_config(monkeypatch):
@@ -166,7 +171,7 @@ def test_the_hub_is_asked_for_the_length_as_config(monkeypatch):
             return ROWS
 
     monkeypatch.setitem(sys.modules, "datasets", Library)
-    found = make("ruler:source=hub,length=8192,tasks=qa_1").samples(None, "kvpress")
+    found = make_benchmark("ruler:source=hub,length=8192,tasks=qa_1").load_samples(None, "kvpress")
     assert asked == [(("simonjegou/ruler", "8192"), "test")] and found[0].questions[0].answers == (
         "she",
         "her",
@@ -181,7 +186,7 @@ def test_a_hub_out_of_reach_is_told_with_what_to_do(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(RestoreKVError, match=r"no route to the hub.*source=FOLDER"):
-        make("ruler:source=hub").samples(None, "kvpress")
+        make_benchmark("ruler:source=hub").load_samples(None, "kvpress")
 
 
 @pytest.mark.parametrize(
@@ -197,11 +202,11 @@ def test_a_hub_out_of_reach_is_told_with_what_to_do(monkeypatch):
 def test_a_row_of_another_form_is_refused(tmp_path, change, told):
     source = stored(tmp_path, "jsonl", [{**ROWS[0], **change}])
     with pytest.raises(RestoreKVError, match=told):
-        make(f"ruler:source={source},tasks=niah_single_1").samples(None, "kvpress")
+        make_benchmark(f"ruler:source={source},tasks=niah_single_1").load_samples(None, "kvpress")
 
 
 def test_squad_is_read_with_its_articles(tmp_path):
-    found = documents.read("squad", str(write(tmp_path / "dev-v2.0.json", SQUAD)))
+    found = documents.load_questions("squad", str(write(tmp_path / "dev-v2.0.json", SQUAD)))
     assert list(found.documents) == sorted(
         paragraph["context"] for article in SQUAD["data"] for paragraph in article["paragraphs"]
     )
@@ -218,7 +223,9 @@ def test_squad_is_read_with_its_articles(tmp_path):
 
 
 def test_hotpot_is_read_with_titles_and_distractors(tmp_path):
-    found = documents.read("hotpot", str(write(tmp_path / "hotpot_dev_distractor_v1.json", HOTPOT)))
+    found = documents.load_questions(
+        "hotpot", str(write(tmp_path / "hotpot_dev_distractor_v1.json", HOTPOT))
+    )
     assert len(found.documents) == 4 and "Maker\nMaker makes. It is in Bonn." in found.documents
     first, second = found.questions
     assert [found.documents[index].split("\n")[0] for index in first.own] == ["Ax", "Maker"]
@@ -236,9 +243,9 @@ def test_questions_of_files_are_asked_in_their_order_over_as_many_documents_as_f
 
     def samples(length):
         return list(
-            make(f"ruler:tasks=qa_1,per_task=2,squad={squad},length={length}").samples(
-                tiny_tokenizer, ""
-            )
+            make_benchmark(
+                f"ruler:tasks=qa_1,per_task=2,squad={squad},length={length}"
+            ).load_samples(tiny_tokenizer, "")
         )
 
     first, second = samples(4000)
@@ -263,7 +270,11 @@ def test_questions_of_files_are_asked_in_their_order_over_as_many_documents_as_f
 def test_too_few_questions_are_told(tmp_path, tiny_tokenizer):
     squad = write(tmp_path / "dev-v2.0.json", SQUAD)
     with pytest.raises(RestoreKVError, match="has 2 questions; give per_task=2"):
-        list(make(f"ruler:tasks=qa_1,per_task=3,squad={squad}").samples(tiny_tokenizer, "kvpress"))
+        list(
+            make_benchmark(f"ruler:tasks=qa_1,per_task=3,squad={squad}").load_samples(
+                tiny_tokenizer, "kvpress"
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +283,7 @@ def test_too_few_questions_are_told(tmp_path, tiny_tokenizer):
 def test_a_file_of_another_form_is_refused(tmp_path, kind, content):
     file = write(tmp_path / "file.json", content)
     with pytest.raises(RestoreKVError, match=r"is not in the form of .*\.json; give that file"):
-        documents.read(kind, str(file))
+        documents.load_questions(kind, str(file))
 
 
 @pytest.mark.parametrize("form", ["json", "folder"])
@@ -284,9 +295,9 @@ def test_essays_are_read_and_begin_again_where_they_end(tmp_path, tiny_tokenizer
         where = tmp_path
         for name, part in zip("ab", text.split("\n\n"), strict=True):
             write(tmp_path / f"{name}.txt", part)
-    (sample,) = make(f"ruler:tasks=niah_single_2,per_task=1,essays={where},length=1500").samples(
-        tiny_tokenizer, ""
-    )
+    (sample,) = make_benchmark(
+        f"ruler:tasks=niah_single_2,per_task=1,essays={where},length=1500"
+    ).load_samples(tiny_tokenizer, "")
     sentences = [
         "What I Worked On Before college I wrote.",
         '"Why?"',
@@ -299,7 +310,7 @@ def test_essays_are_read_and_begin_again_where_they_end(tmp_path, tiny_tokenizer
     before = before[: before.index("One of the special")].strip()
     assert " ".join(sentences * 30).startswith(f"{before} {after.strip()}".strip())
     assert not before or before.endswith(tuple(sentences))
-    told = make(f"ruler:tasks=niah_single_2,essays={where}").described()
+    told = make_benchmark(f"ruler:tasks=niah_single_2,essays={where}").to_json()
     assert told["stand_ins"] == {} and told["files"]["essays"]["files"][0]["sha256"]
 
 
@@ -311,5 +322,7 @@ def test_what_is_no_essay_is_refused(tmp_path, tiny_tokenizer):
         where = write(tmp_path / name, content)
         with pytest.raises(RestoreKVError, match=told):
             list(
-                make(f"ruler:tasks=niah_single_2,essays={where}").samples(tiny_tokenizer, "kvpress")
+                make_benchmark(f"ruler:tasks=niah_single_2,essays={where}").load_samples(
+                    tiny_tokenizer, "kvpress"
+                )
             )

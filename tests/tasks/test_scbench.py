@@ -12,9 +12,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import make, scbench
-from restorekv.tasks.metrics import contains, with_digits
-from restorekv.tasks.scbench import METRICS, TASKS, full_task, option
+from restorekv.tasks import make_benchmark, scbench
+from restorekv.tasks.metrics import contains_text, write_digits
+from restorekv.tasks.scbench import METRICS, TASKS, get_full_task, score_option
 
 ADD = "def add(a, b):\n    total = a + b\n    print('sum', total)\n    return total"
 MUL = "def mul(a, b):\n    return a * b"
@@ -50,12 +50,12 @@ def folder(tmp_path):
 
 
 def asked(folder, task, protocol="kvzip"):
-    benchmark = make(f"scbench:path={folder},tasks={task}")
-    return benchmark, benchmark.chosen(None, protocol)[0].questions[0]
+    benchmark = make_benchmark(f"scbench:path={folder},tasks={task}")
+    return benchmark, benchmark.choose_samples(None, protocol)[0].questions[0]
 
 
 def test_all_nine_tasks_are_read_in_order(folder):
-    made = make(f"scbench:path={folder}").chosen(None, "kvzip")
+    made = make_benchmark(f"scbench:path={folder}").choose_samples(None, "kvzip")
     assert [sample.id for sample in made] == [
         f"{task}-{index}" for task in TASKS for index in (0, 1)
     ]
@@ -70,7 +70,7 @@ def test_all_nine_tasks_are_read_in_order(folder):
 
 
 def test_counts_are_spread_over_tasks(folder):
-    made = make(f"scbench:path={folder},count=9").chosen(None, "kvzip")
+    made = make_benchmark(f"scbench:path={folder},count=9").choose_samples(None, "kvzip")
     assert [sample.questions[0].task for sample in made] == list(TASKS)
 
 
@@ -78,7 +78,7 @@ def test_lengths_are_the_protocols(folder):
     lengths = {
         protocol: {
             sample.questions[0].task: sample.questions[0].max_new_tokens
-            for sample in make(f"scbench:path={folder}").chosen(None, protocol)
+            for sample in make_benchmark(f"scbench:path={folder}").choose_samples(None, protocol)
         }
         for protocol in ("kvzip", "kvpress")
     }
@@ -95,8 +95,8 @@ def test_lengths_are_the_protocols(folder):
         "summary": 200,
     }
     assert asked(folder, "kv", "kvpress")[1].text == "\n\nKey k?"
-    benchmark = make("scbench")
-    assert benchmark.by_context("kvzip") and not benchmark.by_context("kvpress")
+    benchmark = make_benchmark("scbench")
+    assert benchmark.averages_contexts("kvzip") and not benchmark.averages_contexts("kvpress")
 
 
 def test_shorter_variants_are_tasks_of_their_own(folder):
@@ -105,14 +105,14 @@ def test_shorter_variants_are_tasks_of_their_own(folder):
     assert (
         question.task == "kv_short" and benchmark.score(question, "It is VALUE 1 or value1.") == 1
     )
-    assert [full_task(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == [
+    assert [get_full_task(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == [
         "kv",
         "qa_eng",
         "prefix_suffix",
     ]
     for task in ("kv_long", "vt_tiny", "passkey", ""):
         with pytest.raises(RestoreKVError, match="SCBench has no task"):
-            make(f"scbench:tasks={task or '+'}")
+            make_benchmark(f"scbench:tasks={task or '+'}")
 
 
 SCORES = [
@@ -158,15 +158,15 @@ def test_scores_by_hand(folder, task, said, score):
 
 
 def test_digit_words_are_digits():
-    assert with_digits("  Nine, a ONE-two (three) threes; the zero ") == "9 onetwo 3 threes 0"
-    assert contains("It took 7 of them.", "Seven") == 1
+    assert write_digits("  Nine, a ONE-two (three) threes; the zero ") == "9 onetwo 3 threes 0"
+    assert contains_text("It took 7 of them.", "Seven") == 1
 
 
 def test_options_compare_letters_or_texts():
-    assert option("f(x) is (B)", "(x) y") == 1
-    assert option("(B) law", "(B) law") == 1
-    assert option("law", "answer: (B) law") == 0
-    assert option("the law of men", "(B) law (of men)") == 1
+    assert score_option("f(x) is (B)", "(x) y") == 1
+    assert score_option("(B) law", "(B) law") == 1
+    assert score_option("law", "answer: (B) law") == 0
+    assert score_option("the law of men", "(B) law (of men)") == 1
 
 
 # The definitions again, by other ways than the code's, on generated pairs.
@@ -328,7 +328,7 @@ def test_similarity_is_bleu():
         said = [word if rng.random() < 0.8 else rng.choice(tokens) for word in wanted][
             : rng.randint(1, 12)
         ]
-        assert scbench.similarity(" \n".join(said), "  ".join(wanted)) == pytest.approx(
+        assert scbench.compare_words(" \n".join(said), "  ".join(wanted)) == pytest.approx(
             bleu(said, wanted), abs=1e-12
         )
 
@@ -343,7 +343,10 @@ def test_repoqa_asks_for_the_most_similar_function_above_the_threshold():
         said = [word if rng.random() < 0.97 else "other" for word in words]
         likeness = {name: bleu(said, source.split()) for name, source in functions}
         right = max(likeness, key=likeness.get) == "f" and likeness["f"] >= 0.8
-        assert scbench.passes("```\n" + " ".join(said) + "\n```", "python", "f", functions) == right
+        assert (
+            scbench.passes_repoqa("```\n" + " ".join(said) + "\n```", "python", "f", functions)
+            == right
+        )
         passed += right
     assert 20 < passed < 200
 
@@ -373,13 +376,13 @@ CODE = {
 @pytest.mark.parametrize("language", CODE)
 def test_functions_are_taken_out_of_blocks(language):
     source, function = CODE[language]
-    assert scbench.extracted(f"Sure:\n```{language}\n{source}\n```\n", language) == function
-    assert scbench.extracted(source, language) == source, (
+    assert scbench.extract_function(f"Sure:\n```{language}\n{source}\n```\n", language) == function
+    assert scbench.extract_function(source, language) == source, (
         "nothing is taken out of what is in no block"
     )
-    assert scbench.extracted(f"```\nx\n```\n\n```\n{source}\n```", language) == function
-    assert scbench.extracted("```\n? ?\n```\n```\ny\n```", language) == "? ?\n"
-    assert scbench.extracted("```\nopen", language) == "```\nopen"
+    assert scbench.extract_function(f"```\nx\n```\n\n```\n{source}\n```", language) == function
+    assert scbench.extract_function("```\n? ?\n```\n```\ny\n```", language) == "? ?\n"
+    assert scbench.extract_function("```\nopen", language) == "```\nopen"
 
 
 def spoilt(folder, task, **columns):
@@ -427,7 +430,7 @@ def test_the_hub_is_asked_for_the_tasks_file(folder, monkeypatch):
         return str(folder / file)
 
     monkeypatch.setattr("restorekv.tasks.scbench.hf_hub_download", download)
-    assert len(make("scbench:tasks=kv,revision=abc").chosen(None, "kvzip")) == 2
+    assert len(make_benchmark("scbench:tasks=kv,revision=abc").choose_samples(None, "kvzip")) == 2
     assert fetched == [("Jang-Hyun/SCBench-preprocessed", "scbench_kv.parquet", "dataset", "abc")]
 
     def offline(*_, **__):
@@ -438,4 +441,4 @@ def test_the_hub_is_asked_for_the_tasks_file(folder, monkeypatch):
         RestoreKVError,
         match=r"Cannot read scbench_kv.parquet .*\(no network\); fetch it .*path=FOLDER",
     ):
-        make("scbench:tasks=kv").chosen(None, "kvzip")
+        make_benchmark("scbench:tasks=kv").choose_samples(None, "kvzip")

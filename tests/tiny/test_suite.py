@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from restorekv import compress, load_model
 from restorekv.errors import RestoreKVWarning
 from restorekv.model.names import tiny_path
-from restorekv.tiny.suite import documents
+from restorekv.tiny.suite import draw_documents
 
 SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
 ENGLISH = "Ordinary English, with 1,234 numbers, naïve accents and\n\ttabs: does it survive? “Yes!” — 100 %."
@@ -38,7 +38,7 @@ def test_all_weights_together_stay_under_25_megabytes():
 @pytest.mark.parametrize("evictor", SHIPPED)
 def test_the_shipped_adapter_is_found_and_used(tiny, evictor):
     model, tokenizer = tiny
-    document = documents(tokenizer, 1, split="check", low=512, high=600)[0]
+    document = draw_documents(tokenizer, 1, split="check", low=512, high=600)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", RestoreKVWarning)
         small = compress(
@@ -56,7 +56,7 @@ def test_the_shipped_adapter_is_found_and_used(tiny, evictor):
 def test_it_answers_held_out_questions_from_a_fifth_of_the_cache(tiny):
     model, tokenizer = tiny
     scores = []
-    for document in documents(tokenizer, 8, split="check", low=512, high=800):
+    for document in draw_documents(tokenizer, 8, split="check", low=512, high=800):
         small = compress(model, tokenizer, document.text, ratio=0.2, adapter="auto")
         told = small.ask([question.text for question in document.questions], max_new_tokens=64)
         scores += [

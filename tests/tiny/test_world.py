@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from restorekv.tiny.suite import documents
-from restorekv.tiny.world import FAMILIES, KINDS, Question, document, token_f1
+from restorekv.tiny.suite import draw_documents
+from restorekv.tiny.world import FAMILIES, KINDS, WorldQuestion, draw_document, token_f1
 
 
 def words(sentence: str) -> int:
@@ -15,16 +15,16 @@ def words(sentence: str) -> int:
 
 
 def test_a_seed_names_a_document():
-    first, second = (document(random.Random("a"), "mixed", 300, words) for _ in range(2))
+    first, second = (draw_document(random.Random("a"), "mixed", 300, words) for _ in range(2))
     assert first == second
-    assert first != document(random.Random("b"), "mixed", 300, words)
+    assert first != draw_document(random.Random("b"), "mixed", 300, words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", (64, 400, 1500))
 def test_documents_fill_but_do_not_exceed_their_length(kind, tokens):
     for seed in range(5):
-        made = document(random.Random(seed), kind, tokens, words)
+        made = draw_document(random.Random(seed), kind, tokens, words)
         assert words(made.text) <= max(tokens, 75)
         assert words(made.text) > 0.6 * tokens
 
@@ -32,7 +32,7 @@ def test_documents_fill_but_do_not_exceed_their_length(kind, tokens):
 def test_every_answer_stands_in_the_text_and_the_target_scores_full_marks():
     seen = set()
     for seed in range(40):
-        made = document(random.Random(seed), KINDS[seed % len(KINDS)], 500, words)
+        made = draw_document(random.Random(seed), KINDS[seed % len(KINDS)], 500, words)
         for question in made.questions:
             assert question.score(" " + question.target) == 1.0
             assert question.score("") == 0.0
@@ -43,7 +43,7 @@ def test_every_answer_stands_in_the_text_and_the_target_scores_full_marks():
 
 
 def test_frequent_words_are_the_most_frequent():
-    made = document(random.Random(3), "words", 600, words)
+    made = draw_document(random.Random(3), "words", 600, words)
     for question in made.questions:
         title = "Word list: " if question.family == "cwe" else "Coded list: "
         listed = made.text.split(title)[1].split(".")[0].split()
@@ -52,10 +52,10 @@ def test_frequent_words_are_the_most_frequent():
 
 
 def test_scores_worked_out_by_hand():
-    codes = Question("?", ("123", "456"), "123, 456.", "multivalue", "all")
+    codes = WorldQuestion("?", ("123", "456"), "123, 456.", "multivalue", "all")
     assert codes.score("123") == 0.5
     assert codes.score("1234, 456") == 0.5  # 1234 is not 123
-    letter = Question("?", ("B",), "Mara Holt B.", "choice4", "letter")
+    letter = WorldQuestion("?", ("B",), "Mara Holt B.", "choice4", "letter")
     assert letter.score("Mara Holt B.") == 1.0
     assert letter.score("Mara Holt C.") == 0.0
     assert letter.score("Holt") == 0.0
@@ -66,6 +66,6 @@ def test_splits_and_seeds_never_share_a_document(tiny_tokenizer):
     texts = [
         made.text
         for split, seed in (("test", 0), ("test", 1), ("restore 0", 0), ("demo", 0))
-        for made in documents(tiny_tokenizer, 8, split, seed, 300, 500)
+        for made in draw_documents(tiny_tokenizer, 8, split, seed, 300, 500)
     ]
     assert len(set(texts)) == len(texts)

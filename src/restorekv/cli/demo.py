@@ -26,14 +26,14 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import SHIPPED, Grid
 from restorekv.evaluation.grid_tables import tables_of
-from restorekv.evaluation.rows import payload
-from restorekv.evaluation.run import run as run_grid
+from restorekv.evaluation.rows import make_payload
+from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.tables import Table, name_method
-from restorekv.evaluation.worker import opened_model
+from restorekv.evaluation.worker import open_model
 from restorekv.files import write_json
 from restorekv.generation.answers import ask
 from restorekv.model.names import SMOLLM2, TINY, to_canonical_name
-from restorekv.tasks.tiny import question_of
+from restorekv.tasks.tiny import convert_question
 from restorekv.tiny import suite
 
 PHASES = ("prefill", "score", "restore", "evict", "ask")
@@ -77,7 +77,7 @@ def run(
     silence_transformers()
     with notes.status(f"loading {model}"):
         # Stays open for the grid's cells.
-        loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")
+        loaded, tokenizer = open_model(model, "auto", "cpu", "kvpress")
     sample = document(model, tokenizer)
     tokens, answers = side_by_side(
         loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown
@@ -94,16 +94,16 @@ def measure(model: str, show: Show, count: int) -> dict:
     """Prints what the methods keep of the answers to held-out documents; returns rows and
     conventions.
     """
-    benchmark = replace(tasks.make(show.benchmark), count=count).spec
+    benchmark = replace(tasks.make_benchmark(show.benchmark), count=count).spec
     title = "asking held-out documents"
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
-    cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
+    cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).list_cells()
     with show_progress_share(title) as update, TemporaryDirectory() as folder:
         results = run_grid(
             cells, Path(folder), on_progress=lambda progress: update(title, progress.share)
         )
         tables = tables_of(GridResults(results))
-        figures = payload(results)
+        figures = make_payload(results)
         del figures["answers"]
     for table in tables:
         output.print(table)
@@ -122,11 +122,15 @@ class Answered:
 
 def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
     if show_for(model) is WORLD:
-        drawn = suite.draw("demo 0", "mixed", 1000, 1100, suite.measure(tokenizer))
+        drawn = suite.draw_held_out(
+            "demo 0", "mixed", 1000, 1100, suite.make_token_counter(tokenizer)
+        )
         by_family = {question.family: question for question in drawn.questions}
-        questions = [question_of(family, each) for family, each in by_family.items()]
+        questions = [convert_question(family, each) for family, each in by_family.items()]
         return tasks.Sample("demo", drawn.text, tuple(questions[:FAMILIES]))
-    stories = tasks.make("fairytaleqa:length=1024,questions=4").chosen(tokenizer, "kvpress")
+    stories = tasks.make_benchmark("fairytaleqa:length=1024,questions=4").choose_samples(
+        tokenizer, "kvpress"
+    )
     return next((each for each in stories if each.id.startswith(STORY)), stories[0])
 
 

@@ -22,12 +22,11 @@ from restorekv.errors import import_extra
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.grid_tables import tables_of
-from restorekv.evaluation.kvpress_layout import export
+from restorekv.evaluation.kvpress_layout import export_kvpress
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.ray_pool import RayPool
-from restorekv.evaluation.rows import payload
-from restorekv.evaluation.run import LocalPool, WorkerPool, check
-from restorekv.evaluation.run import run as run_grid
+from restorekv.evaluation.rows import make_payload
+from restorekv.evaluation.run import LocalPool, WorkerPool, check_cells, run_grid
 from restorekv.files import write_json
 from restorekv.tasks import BENCHMARKS
 
@@ -99,14 +98,14 @@ def run(
     methods = [parse_method(each) for each in evictor]
     cells = Grid(
         model, methods, benchmark, protocol, ratio, seed or (), count, storage, common
-    ).cells()
-    check(cells)
+    ).list_cells()
+    check_cells(cells)
     silence_transformers()
     with show_progress_share("evaluating") as update, open_pool(ray, workers, device) as pool:
         results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
-    export(out)
+    export_kvpress(out)
     if json:
-        write_json(json, payload(results))
+        write_json(json, make_payload(results))
     for table in tables_of(GridResults(results)):
         output.print(table)
     notes.print(

@@ -233,5 +233,5 @@ def makers(recipe: Recipe, ray: str | None, workers: int) -> Iterator[Any]:
     from restorekv.cli.ray_folder import RayMakers  # Ray is an optional extra
 
     with RayMakers(recipe, workers, ray) as pool:
-        next(pool.work([("open", ())]))  # a model that cannot be opened ends all
-        yield lambda work: pool.work([("make", arguments) for arguments in work])
+        next(pool.run_calls([("open", ())]))  # a model that cannot be opened ends all
+        yield lambda work: pool.run_calls([("make", arguments) for arguments in work])

@@ -14,7 +14,7 @@ from restorekv.cli.train import check_lengths
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.published_gate import FAST_KVZIP, convert_gate
-from restorekv.tasks.reading import spread
+from restorekv.tasks.reading import choose_spread
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train.examples import make_tiny_examples, read_contexts
 from restorekv.train.gate import GateConfig, train_gate
@@ -62,7 +62,7 @@ def train(
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
-    read = spread(read_contexts([Path(name) for name in data if name != "tiny"]), count)
+    read = choose_spread(read_contexts([Path(name) for name in data if name != "tiny"]), count)
     loaded, tokenizer = open_model(model, dtype, device)
     made = (
         make_tiny_examples(tokenizer, count, config.seed, shortest, longest)

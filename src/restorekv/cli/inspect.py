@@ -16,7 +16,7 @@ from restorekv.cli.errors import visible
 from restorekv.cli.session import check_outputs_apart, describe_method, output, print_figures
 from restorekv.context import size
 from restorekv.errors import ModelError
-from restorekv.evaluation.survivors import Survivors, check_format, save_plot
+from restorekv.evaluation.survivors import Survivors, check_plot_path, save_plot
 from restorekv.files import write_json
 from restorekv.model.load import load_tokenizer
 from restorekv.model.names import TINY, find_shipped_name
@@ -42,15 +42,15 @@ def run(
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
 ) -> None:
     if plot:
-        check_format(plot)
+        check_plot_path(plot)
     check_outputs_apart((plot, json), (file, model))
-    survivors = Survivors.of_file(file)
+    survivors = Survivors.load(file)
     tokenizer = find_tokenizer(survivors, model)
     if plot:
         save_plot(survivors, plot, file.name)
     if json:
         write_json(
-            json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()}
+            json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.to_json()}
         )
     print_figures(str(file), facts(survivors))
     output.print(heads(survivors))

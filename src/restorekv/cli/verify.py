@@ -99,7 +99,7 @@ def describe_data(folder: Path) -> str:
 
 
 def describe_results(folder: Path) -> str:
-    cells = results.load(folder)
+    cells = results.load_results(folder)
     answers = sum(len(cell.answers) for cell in cells)  # reads and checks them all
     done = sum(bool(cell.summary) for cell in cells if cell.done)
     return f"results of {len(cells)} cells, {done} of them done, with {answers:,} answers"

@@ -22,7 +22,7 @@ from restorekv.data.sources import Source, select_sources
 from restorekv.errors import RestoreKVError, warn
 from restorekv.files import folder_lock, write_json
 from restorekv.seal import digest_file
-from restorekv.tiny.suite import documents as suite
+from restorekv.tiny.suite import draw_documents as suite
 
 # Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
 # 52.

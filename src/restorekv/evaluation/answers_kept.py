@@ -16,7 +16,7 @@ import numpy as np
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.rows import SeedPool
-from restorekv.evaluation.stats import FEW, weighted_interval
+from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
 
 EVERY = "all texts"
@@ -85,12 +85,12 @@ def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, object]:
         "contexts": len(contexts),
     }
     if answers:
-        share, low, high = weighted_interval(kept, right)
+        share, low, high = bootstrap_ratio(kept, right)
         figures |= {"share": share, "low": low, "high": high}
     return figures
 
 
-def kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
+def list_kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
     """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
 
     Conditions without a finished full cache have no answers to keep and are left out.
@@ -107,11 +107,11 @@ def kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
                 yield names | {"part": part} | count_kept(own)
 
 
-def kept_table(grid: GridResults) -> Table | None:
+def make_kept_table(grid: GridResults) -> Table | None:
     """Return the table of answers kept; None where full caches answer right on too few contexts to
     tell.
     """
-    rows = [row for row in kept_rows(grid) if row["right"]]
+    rows = [row for row in list_kept_rows(grid) if row["right"]]
     if max((row["contexts"] for row in rows), default=0) < FEW:
         return None
     columns: Mapping[str, Callable[[Mapping], str]] = {

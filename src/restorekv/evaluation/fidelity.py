@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.evaluation.stats import weighted_interval
+from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.generation.generate import BATCH
 from restorekv.train.loss import compute_hidden_divergence, run_answers
 
@@ -37,7 +37,7 @@ class FullAnswers:
     hidden: Sequence[Tensor]
 
     @classmethod
-    def read(
+    def from_answers(
         cls,
         model: PreTrainedModel,
         cache: RaggedCache,
@@ -46,12 +46,12 @@ class FullAnswers:
     ) -> Self:
         """Reads the answers through the full cache; prompts are (1, q) or (q,)."""
         flat = [prompt.flatten().cpu() for prompt in prompts]
-        return cls(flat, answers, hidden_states(model, cache, flat, answers))
+        return cls(flat, answers, _compute_hidden_states(model, cache, flat, answers))
 
     @torch.no_grad()
-    def divergences(self, model: PreTrainedModel, cache: RaggedCache) -> list[float]:
+    def measure_divergences(self, model: PreTrainedModel, cache: RaggedCache) -> list[float]:
         """Returns the mean KL(full || cache) over each answer's tokens, in nats."""
-        states = hidden_states(model, cache, self.prompts, self.answers)
+        states = _compute_hidden_states(model, cache, self.prompts, self.answers)
         pairs = zip(self.hidden, states, strict=True)
         return [
             compute_hidden_divergence(model, full, own, "forward").double().mean().item()
@@ -60,7 +60,7 @@ class FullAnswers:
 
 
 @torch.no_grad()
-def hidden_states(
+def _compute_hidden_states(
     model: PreTrainedModel, cache: RaggedCache, prompts: Sequence[Tensor], answers: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns the last hidden states (M, d) that predict each answer's M ids, read in batches."""
@@ -73,7 +73,9 @@ def hidden_states(
     return states
 
 
-def summarized(lines: Sequence[Mapping], tasks: Container[str] | None = None) -> dict[str, float]:
+def summarize_fidelity(
+    lines: Sequence[Mapping], tasks: Container[str] | None = None
+) -> dict[str, float]:
     """Returns FIGURES over the contexts of `lines`, or {} if an answer was recorded without its
     fidelity.
 
@@ -94,6 +96,6 @@ def summarized(lines: Sequence[Mapping], tasks: Container[str] | None = None) ->
     tokens = np.array(
         [sum(answer["answer_tokens"] for answer in answers) for answers in chosen], dtype=float
     )
-    figures = weighted_interval(sums, tokens)
+    figures = bootstrap_ratio(sums, tokens)
     same = 100 * sum(answer["same"] for answer in every) / len(every)
     return dict(zip(FIGURES, (*figures, same, int(tokens.sum())), strict=True))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.results import CELLS, Result, load
-from restorekv.evaluation.rows import SeedPool, label
+from restorekv.evaluation.results import CELLS, Result, load_results
+from restorekv.evaluation.rows import SeedPool, describe_controls
 from restorekv.evaluation.tables import METHOD_NAMES, make_slug, name_evictor
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class GridResults:
             if belongs(result, condition):
                 method = None if result.cell.evictor == FULL else method_of(result.cell)
                 seeds = found.setdefault((method, result.cell.value), {})
-                seeds.setdefault(result.facts["benchmark"]["spec"], result)
+                seeds.setdefault(result.identity["benchmark"]["spec"], result)
         full = SeedPool(tuple(found[None, 1.0].values())) if (None, 1.0) in found else None
-        left_out = full.without_loss() if full and full.done else ()
+        left_out = full.find_tasks_without_loss() if full and full.done else ()
         pools: dict[Cell | None, dict[float, SeedPool]] = {}
         for method, ratio in sorted(found, key=lambda key: -key[1]):
             seeds = found[method, ratio]
@@ -97,7 +97,7 @@ class GridResults:
             named = adapter != AUTO and len(adapters) > 1
             adapter = f"adapter {shorten_path(adapter, adapters)}" if named else AUTO
         parts = [name_evictor(method.evictor) + " + RestoreKV" * method.restored]
-        parts += filter(None, [label(replace(method, adapter=adapter))])
+        parts += filter(None, [describe_controls(replace(method, adapter=adapter))])
         rules = {each.on_small_budget for each in kin if replace(each, on_small_budget="") == plain}
         if len(rules) > 1:
             parts.append(f"{method.on_small_budget} where tight")
@@ -119,7 +119,7 @@ class GridResults:
             "max_context": f"contexts {cut}",
         }
         labels = [title, *(text for field, text in words.items() if len(values[field]) > 1)]
-        if condition.prefix_policy != protocols.make(condition.protocol).prefix_policy:
+        if condition.prefix_policy != protocols.make_protocol(condition.protocol).prefix_policy:
             labels.append(f"prefix {condition.prefix_policy}")
         return ", ".join(labels)
 
@@ -137,7 +137,7 @@ class GridResults:
     def facts_of(self, condition: Cell) -> dict:
         """Return what one of the condition's cells was made with."""
         by_ratio = next(iter(self.pools[condition].values()))
-        return next(iter(by_ratio.values())).facts
+        return next(iter(by_ratio.values())).identity
 
 
 def make_frame(results: Sequence[Result]) -> DataFrame:
@@ -147,7 +147,7 @@ def make_frame(results: Sequence[Result]) -> DataFrame:
 
 def load_grid(folder: Path) -> GridResults:
     """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
-    results = load(folder) if (folder / CELLS).is_dir() else []
+    results = load_results(folder) if (folder / CELLS).is_dir() else []
     _check_alike(results, "fingerprint", "models", _model_key)
     _check_alike(results, "digest", "benchmark data", lambda result: result.cell.question_set)
     return GridResults(results)
@@ -167,7 +167,7 @@ def _check_alike(
     first: dict[Hashable, Result] = {}
     for result in results:
         other = first.setdefault(name(result), result)
-        values = [{**each.facts, **each.facts["benchmark"]}[fact] for each in (other, result)]
+        values = [{**each.identity, **each.identity["benchmark"]}[fact] for each in (other, result)]
         if values[0] != values[1]:
             raise RestoreKVError(
                 f"{other.folder.name} and {result.folder.name} share a name but were made with "
@@ -184,13 +184,16 @@ def pool_rows(
     """Yield a row for the whole benchmark and, if the pool is done, for each group and task."""
     answered, contexts = pool.progress
     facts = {"done": pool.done, "seeds": len(pool.results), "answered": answered, "of": contexts}
-    stand_ins = ", ".join(sorted(pool.facts["benchmark"].get("stand_ins", ())))
+    stand_ins = ", ".join(sorted(pool.identity["benchmark"].get("stand_ins", ())))
     sizes: dict[str, object] = {}
     if pool.lines:
-        sizes = {key: pool.mean(key) for key in SIZES}
-        sizes |= {"kept": pool.kept(), "kept_with_prefix": pool.kept(prefix=True)}
+        sizes = {key: pool.average(key) for key in SIZES}
+        sizes |= {
+            "kept": pool.compute_kept_share(),
+            "kept_with_prefix": pool.compute_kept_share(prefix=True),
+        }
         if full and full.lines:
-            sizes["of_full"] = pool.mean("bytes") / full.mean("bytes")
+            sizes["of_full"] = pool.average("bytes") / full.average("bytes")
     left_out = ", ".join(pool.left_out)
     texts = {"kind": ALL, "part": "", "left_out": left_out, "stand_ins": stand_ins}
     whole = {**facts, **texts, **sizes}
@@ -199,12 +202,12 @@ def pool_rows(
         return
     full = full if full and full.done else None
     if base:
-        whole["as_many_pairs"] = bool((pool.each("pairs") == base.each("pairs")).all())
-    metrics = {f"metric {name}": value for name, value in pool.metrics().items()}
-    yield whole | pool.score(base=base, full=full) | pool.fidelity() | metrics
-    for kind, parts in ((GROUP, pool.groups), (TASK, {task: (task,) for task in pool.tasks})):
+        whole["as_many_pairs"] = bool((pool.get_values("pairs") == base.get_values("pairs")).all())
+    metrics = {f"metric {name}": value for name, value in pool.average_metrics().items()}
+    yield whole | pool.score_tasks(base=base, full=full) | pool.summarize_fidelity() | metrics
+    for kind, parts in ((GROUP, pool.task_groups), (TASK, {task: (task,) for task in pool.tasks})):
         for part, members in parts.items():
-            yield {**facts, "kind": kind, "part": part, **pool.score(members, base, full)}
+            yield {**facts, "kind": kind, "part": part, **pool.score_tasks(members, base, full)}
 
 
 def find_base(
@@ -216,8 +219,8 @@ def find_base(
     base = pools.get(base_of(method), {}).get(ratio)
     if base is None or not base.done:
         return None
-    own = [result.facts["benchmark"]["spec"] for result in pools[method][ratio].results]
-    theirs = [result.facts["benchmark"]["spec"] for result in base.results]
+    own = [result.identity["benchmark"]["spec"] for result in pools[method][ratio].results]
+    theirs = [result.identity["benchmark"]["spec"] for result in base.results]
     return base if own == theirs else None
 
 
@@ -239,11 +242,11 @@ def condition_of(result: Result) -> Cell:
     cell = result.cell
     return Cell(
         model=cell.model,
-        benchmark=drop_seed(result.facts["benchmark"]["spec"]),
+        benchmark=drop_seed(result.identity["benchmark"]["spec"]),
         evictor="",
         ratio="",
         protocol=cell.protocol,
-        prefix_policy=cell.prefix_policy or protocols.make(cell.protocol).prefix_policy,
+        prefix_policy=cell.prefix_policy or protocols.make_protocol(cell.protocol).prefix_policy,
         max_context=cell.max_context,
         dtype=cell.dtype,
     )
@@ -262,7 +265,7 @@ def _rank_method(method: Cell) -> tuple:
     evictors = list(METHOD_NAMES)
     name = method.evictor.partition(":")[0]
     place = evictors.index(name) if name in evictors else len(evictors)
-    return (place, method.evictor, method.restored, label(method), repr(method))
+    return (place, method.evictor, method.restored, describe_controls(method), repr(method))
 
 
 def drop_seed(spec: str) -> str:

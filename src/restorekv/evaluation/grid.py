@@ -63,7 +63,7 @@ class Cell:
     streaming: int = 0
 
     @classmethod
-    def full(cls, **common: object) -> Self:
+    def full_cache(cls, **common: object) -> Self:
         """Returns the cell of the full cache, which every method of a grid is measured against."""
         return cls(evictor=FULL, ratio="1", **common)
 
@@ -152,22 +152,22 @@ class Grid:
     storages: Sequence[str] = ("model",)
     common: dict[str, object] = field(default_factory=dict)
 
-    def cells(self) -> list[Cell]:
+    def list_cells(self) -> list[Cell]:
         """Returns every cell once; specs and ratios take their shortest form, so that equal cells
         have equal names.
         """
-        return list(dict.fromkeys(self.expand()))
+        return list(dict.fromkeys(self._expand()))
 
-    def expand(self) -> Iterator[Cell]:
+    def _expand(self) -> Iterator[Cell]:
         ratios = sorted(
             {f"{float(exact_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
         )
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
-            map(to_canonical_name, self.models), self.protocols, self.benchmark_specs()
+            map(to_canonical_name, self.models), self.protocols, self._list_specs()
         ):
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
-            yield Cell.full(**where, **of_full)
+            yield Cell.full_cache(**where, **of_full)
             for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {
@@ -178,21 +178,21 @@ class Grid:
                     "storage": storage,
                 }
                 yield Cell(**fields).base
-                adapter = self.shipped(model, evictor) if source == SHIPPED else source
+                adapter = self._find_shipped(model, evictor) if source == SHIPPED else source
                 if adapter is not None:
                     yield Cell(**fields, adapter=adapter)
 
-    def shipped(self, model: str, evictor: str) -> str | None:
+    def _find_shipped(self, model: str, evictor: str) -> str | None:
         """Returns "auto" where an adapter ships for the model and evictor, else None."""
         name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
         return "auto" if not self.common.get("offset") and shipped_adapter(name, evictor) else None
 
-    def benchmark_specs(self) -> Iterator[str]:
+    def _list_specs(self) -> Iterator[str]:
         """Yields the spec of every benchmark with every seed."""
         for spec, seed in product(self.benchmarks, self.seeds or (None,)):
             changes = {"seed": seed, "count": self.count}
             yield replace(
-                tasks.make(spec),
+                tasks.make_benchmark(spec),
                 **{key: value for key, value in changes.items() if value is not None},
             ).spec
 
@@ -227,11 +227,11 @@ class Job:
         return f"{self.first.benchmark}: {self.first.evictor}"
 
 
-def jobs(cells: Iterable[Cell]) -> list[Job]:
+def group_jobs(cells: Iterable[Cell]) -> list[Job]:
     """Groups the cells by preparation, in order of appearance; the full cache joins the first
     evictor's job.
     """
-    groups = grouped(dict.fromkeys(cells), lambda cell: cell.preparation)
+    groups = group_by(dict.fromkeys(cells), lambda cell: cell.preparation)
     for key in [key for key in groups if key[-1] == FULL]:
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
@@ -240,7 +240,7 @@ def jobs(cells: Iterable[Cell]) -> list[Job]:
     return [Job(tuple(members)) for members in groups.values()]
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+def group_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
     """Returns the items of every key, both in order of appearance."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from restorekv.evaluation.answers_kept import kept_table
+from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.frame import ALL, FULL_CACHE, TASK, GridResults, Row
-from restorekv.evaluation.grid import grouped
-from restorekv.evaluation.stats import FEW, bounds
+from restorekv.evaluation.grid import group_by
+from restorekv.evaluation.stats import FEW, get_interval
 from restorekv.evaluation.tables import (
     Table,
     format_gain,
@@ -32,7 +32,7 @@ def score_text(row: Row) -> str:
     """Return a score with its interval, or how far the cells have come."""
     if not row["done"]:
         return f"running ({row['answered']} of {row['of']} contexts)"
-    return format_score(row["score"], *bounds(row))
+    return format_score(row["score"], *get_interval(row))
 
 
 def gain_text(row: Row) -> str:
@@ -41,14 +41,14 @@ def gain_text(row: Row) -> str:
         return ""
     recovered = row.get("recovered")
     back = "" if recovered is None else f"{format_percent(recovered, 0)} back"
-    return format_gain(row["gain"], *bounds(row, "gain_"), back)
+    return format_gain(row["gain"], *get_interval(row, "gain_"), back)
 
 
 def fidelity_text(row: Row) -> str:
     """Return KL with its interval; the full cache is what others are compared with."""
     if "kl" not in row or row["method"] == FULL_CACHE:
         return ""
-    return format_score(row["kl"], *bounds(row, "kl_"), 3)
+    return format_score(row["kl"], *get_interval(row, "kl_"), 3)
 
 
 def contexts_text(row: Row) -> str:
@@ -124,7 +124,9 @@ def count_gains(rows: Sequence[Row]) -> str:
     pairs = [row for row in rows if row["kind"] == ALL and "gain" in row]
     if not pairs:
         return ""
-    intervals = [interval for row in pairs if (interval := bounds(row, "gain_"))[0] is not None]
+    intervals = [
+        interval for row in pairs if (interval := get_interval(row, "gain_"))[0] is not None
+    ]
     more = sum(row["gain"] > 0 for row in pairs)
     above = sum(low > 0 for low, _ in intervals)
     below = sum(high < 0 for _, high in intervals)
@@ -140,7 +142,7 @@ def tables_of(grid: GridResults) -> list[Table]:
     """Return scores and sizes of every condition and the answers kept, as `restorekv eval` prints
     them.
     """
-    by_condition = grouped(grid.rows(), lambda row: row["condition"])
+    by_condition = group_by(grid.rows(), lambda row: row["condition"])
     tables = [make(rows) for rows in by_condition.values() for make in (scores_table, held_table)]
-    kept = kept_table(grid)
+    kept = make_kept_table(grid)
     return [*tables, kept] if kept else tables

@@ -35,8 +35,8 @@ import yaml
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
-from restorekv.evaluation.grid import FULL, Cell, grouped
-from restorekv.evaluation.results import Result, load
+from restorekv.evaluation.grid import FULL, Cell, group_by
+from restorekv.evaluation.results import Result, load_results
 from restorekv.files import read_json, remove_stale_files, replace_file, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
@@ -65,7 +65,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class KvpressRun:
     """The contents of one folder; `fraction` is the share of the data set that was asked."""
 
     dataset: str
@@ -75,60 +75,72 @@ class Part:
     metrics: dict | float
 
 
-def export(folder: Path) -> list[Path]:
+def export_kvpress(folder: Path) -> list[Path]:
     """Writes the finished cells that are not written yet; returns every folder of the layout, in
     the cells' order.
     """
-    done = [result for result in load(folder) if result.done and result.cell.protocol == "kvpress"]
-    return [write(folder / FOLDER, result, part) for result in done for part in parts(result)]
+    done = [
+        result
+        for result in load_results(folder)
+        if result.done and result.cell.protocol == "kvpress"
+    ]
+    return [
+        _write_run(folder / FOLDER, result, part)
+        for result in done
+        for part in _split_result(result)
+    ]
 
 
-def parts(result: Result) -> Iterator[Part]:
+def _split_result(result: Result) -> Iterator[KvpressRun]:
     answers = [answer for line in result.lines for answer in line["answers"]]
-    by_task = grouped(answers, lambda answer: answer["task"])
-    match tasks.make(result.cell.benchmark):
+    by_task = group_by(answers, lambda answer: answer["task"])
+    match tasks.make_benchmark(result.cell.benchmark):
         case Ruler() as ruler:
-            official = result.facts["benchmark"]["data"] == RULER_ROWS
+            official = result.identity["benchmark"]["data"] == RULER_ROWS
             name = str(ruler.length) if official else f"{ruler.length}-generated"
             rows = OFFICIAL_RULER if official else len(ruler.chosen_tasks) * ruler.per_task
-            metrics = {task: {"string_match": points(own)} for task, own in sorted(by_task.items())}
-            yield Part("ruler", name, len(answers) / rows, answers, metrics)
+            metrics = {
+                task: {"string_match": _mean_points(own)} for task, own in sorted(by_task.items())
+            }
+            yield KvpressRun("ruler", name, len(answers) / rows, answers, metrics)
         case LongBench():
             for task, own in by_task.items():
-                yield Part(
+                yield KvpressRun(
                     "longbench",
                     task,
                     len(own) / OFFICIAL_LONGBENCH.get(task, 200),
                     own,
-                    points(own),
+                    _mean_points(own),
                 )
         case other:
             scores = {
                 task: {"score": round(each["score"], 2)}
                 for task, each in result.summary["tasks"].items()
             }
-            yield Part(other.name, safe(other.spec.partition(":")[2]) or None, 1.0, answers, scores)
+            yield KvpressRun(
+                other.name, _make_safe(other.spec.partition(":")[2]) or None, 1.0, answers, scores
+            )
 
 
-def points(answers: Sequence[Mapping]) -> float:
+def _mean_points(answers: Sequence[Mapping]) -> float:
     return round(sum(answer["score"] for answer in answers) / len(answers) * 100, 2)
 
 
-def write(folder: Path, result: Result, part: Part) -> Path:
+def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
     """Fills the part's folder, unless it is complete, and returns it."""
-    config = settings(result, part)
-    own = {"cell": result.cell.to_dict(), "facts": result.facts, **result.summary}
-    path = free_folder(folder / folder_name(config), result.cell)
-    if (path / CONFIG).exists() and read_own(path) == own:
+    config = _make_settings(result, part)
+    own = {"cell": result.cell.to_dict(), "facts": result.identity, **result.summary}
+    path = _find_free_folder(folder / _name_folder(config), result.cell)
+    if (path / CONFIG).exists() and _load_own(path) == own:
         return path
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)  # written last: a folder without it is not finished
     write_json(path / OURS, own, follow=False)
-    write_kvpress_files(path, part, config)
+    _write_kvpress_files(path, part, config)
     return path
 
 
-def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
+def _write_kvpress_files(path: Path, part: KvpressRun, config: Mapping) -> None:
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
@@ -146,20 +158,20 @@ def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
         temporary.write_text(yaml.dump(config, sort_keys=False), encoding="utf-8")
 
 
-def settings(result: Result, part: Part) -> dict:
+def _make_settings(result: Result, part: KvpressRun) -> dict:
     """Returns kvpress's EvaluationConfig, without two keys that the leaderboard refuses and two of
     other presses.
 
     press_init_command holds our own settings; the leaderboard shows it next to a method's name.
     """
     cell = result.cell
-    facts = result.facts
+    facts = result.identity
     return {
         "dataset": part.dataset,
         "data_dir": part.data_dir,
         "model": cell.model,
         "device": facts["device"],
-        "press_name": press(cell, facts),
+        "press_name": _name_press(cell, facts),
         "compression_ratio": float(1 - exact_ratio(cell.ratio)),
         "key_channel_compression_ratio": None,
         "fraction": part.fraction,
@@ -173,13 +185,13 @@ def settings(result: Result, part: Part) -> dict:
         "output_dir": "./results",
         "log_level": "INFO",
         "model_kwargs": {"dtype": facts["dtype"]},
-        "press_init_command": command(cell, facts),
-        "seed": tasks.make(cell.benchmark).seed,
+        "press_init_command": _describe_cell(cell, facts),
+        "seed": tasks.make_benchmark(cell.benchmark).seed,
         "fp8": False,
     }
 
 
-def press(cell: Cell, facts: Mapping) -> str:
+def _name_press(cell: Cell, facts: Mapping) -> str:
     """Returns kvpress's name of the method, or a name of our own that kvpress does not know."""
     if cell.evictor == FULL:
         return "no_press"
@@ -195,10 +207,10 @@ def press(cell: Cell, facts: Mapping) -> str:
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
     words = ["restorekv", cell.evictor, *(["restored"] if cell.restored else []), *changed]
-    return safe("_".join(words))
+    return _make_safe("_".join(words))
 
 
-def command(cell: Cell, facts: Mapping) -> str:
+def _describe_cell(cell: Cell, facts: Mapping) -> str:
     """Returns everything that the cell was made with as one line of text."""
     if cell.evictor == FULL:
         return "None"
@@ -212,7 +224,7 @@ def command(cell: Cell, facts: Mapping) -> str:
     return f"restorekv {facts['versions']['restorekv']}: {words}"
 
 
-def folder_name(config: Mapping) -> str:
+def _name_folder(config: Mapping) -> str:
     words = [
         config["dataset"],
         config["data_dir"],
@@ -227,14 +239,14 @@ def folder_name(config: Mapping) -> str:
     return "__".join(filter(None, words))
 
 
-def free_folder(path: Path, cell: Cell) -> Path:
+def _find_free_folder(path: Path, cell: Cell) -> Path:
     """Returns the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
 
     def taken(folder: Path) -> bool:
         remove_stale_files(folder / OURS)  # what a killed process left there is nothing
         return (
             folder.exists()
-            and read_own(folder).get("cell") != cell.to_dict()
+            and _load_own(folder).get("cell") != cell.to_dict()
             and any(folder.iterdir())
         )
 
@@ -246,11 +258,11 @@ def free_folder(path: Path, cell: Cell) -> Path:
     return free
 
 
-def read_own(path: Path) -> dict:
+def _load_own(path: Path) -> dict:
     """Returns what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
     found = read_json(path / OURS, str(path / OURS)) if (path / OURS).exists() else {}
     return found if isinstance(found, dict) else {}
 
 
-def safe(text: str) -> str:
+def _make_safe(text: str) -> str:
     return re.sub(r"[^\w.+=-]+", "-", text)

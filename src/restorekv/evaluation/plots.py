@@ -26,8 +26,8 @@ from restorekv.evaluation.charts import (
     styled,
 )
 from restorekv.evaluation.frame import ALL, FULL_CACHE, GridResults, Row
-from restorekv.evaluation.grid import grouped
-from restorekv.evaluation.stats import FEW, Answer
+from restorekv.evaluation.grid import group_by
+from restorekv.evaluation.stats import FEW, ScoredAnswer
 from restorekv.evaluation.survivors import Survivors
 from restorekv.evaluation.tables import format_ratio, make_slug, name_evictor
 
@@ -51,7 +51,7 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
     whole = [row for row in rows if row["kind"] == ALL]
     done = [row for row in whole if row["done"]]
     full = next((row for row in done if row["method"] == FULL_CACHE), None)
-    by_evictor = grouped([row for row in done if row is not full], lambda row: row["evictor"])
+    by_evictor = group_by([row for row in done if row is not full], lambda row: row["evictor"])
     if not by_evictor:
         return None
     crowded = len(by_evictor) > CROWDED
@@ -61,7 +61,7 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
     for turn, own in enumerate(by_evictor.values()):
         axes = panels[turn] if crowded else panels[0]
         drawn = {False: 0, True: 0}  # how many methods alone, and restored: each has its own marker
-        for method, points in grouped(own, lambda row: row["method"]).items():
+        for method, points in group_by(own, lambda row: row["method"]).items():
             restored = points[0]["restored"]
             marker = MARKERS[(turn + len(by_evictor) * drawn[restored]) % len(MARKERS)]
             alone = not restored
@@ -133,9 +133,9 @@ def plot_needles(grid: GridResults) -> list[Chart]:
     return charts
 
 
-def find_needles(answers: Sequence[Answer]) -> Iterator[dict[str, float]]:
+def find_needles(answers: Sequence[ScoredAnswer]) -> Iterator[dict[str, float]]:
     """Yield points by length and depth, means over seeds; questions are called LENGTH-DEPTH."""
-    for question, own in grouped(answers, lambda answer: answer.question).items():
+    for question, own in group_by(answers, lambda answer: answer.question).items():
         length, _, depth = question.partition("-")
         score = 100 * sum(answer.score for answer in own) / len(own)
         yield {"length": int(length), "depth": float(depth), "score": score}

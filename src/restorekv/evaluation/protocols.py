@@ -40,7 +40,7 @@ THINKING = "<think>\n\n</think>\n\n"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-class Protocol(ABC):
+class AskingProtocol(ABC):
     """One project's way to ask; `stops` says in words how an answer ends."""
 
     name: ClassVar[str]
@@ -48,41 +48,41 @@ class Protocol(ABC):
     first_may_stop: ClassVar[bool]
     stops: ClassVar[str]
 
-    def rope(self, model: str) -> Mapping[str, object] | None:
+    def get_rope_changes(self, model: str) -> Mapping[str, object] | None:
         """Returns what to change in the model's RoPE on loading, by the model's name."""
         return None
 
-    def adapted(self, method: Compressor, prefix: int) -> Compressor:
+    def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
         """Returns the method with this protocol's settings where its spec leaves the defaults;
         `prefix` is S.
         """
         return method
 
-    def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    def get_surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
         """Returns the text before the context and the text after a question: the model's own
         template.
         """
         return split_template(tokenizer)
 
     @abstractmethod
-    def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         """Returns the context with its prefix and suffix, however long."""
 
     @abstractmethod
-    def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
+    def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         """Returns the ids (1, q) that follow the context and end where the answer begins."""
 
-    def ended(self, ids: list[int]) -> list[int]:
+    def trim_answer(self, ids: list[int]) -> list[int]:
         """Returns those ids of an answer that are its text."""
         return ids
 
-    def context(
+    def make_context(
         self, model: str, tokenizer: Tokenizer, text: str, most: int = 0
     ) -> tuple[Context, int]:
         """Returns a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
         how many it cut.
         """
-        whole = self.whole_context(model, tokenizer, text)
+        whole = self._make_whole_context(model, tokenizer, text)
         limit = most or tokenizer.model_max_length
         if limit >= min(whole.positions, NO_LIMIT):
             return whole, 0
@@ -92,10 +92,10 @@ class Protocol(ABC):
             )
         return replace(whole, ids=whole.ids[:, :limit]), whole.positions - limit
 
-    def described(self, model: str, tokenizer: Tokenizer) -> dict[str, object]:
+    def to_json(self, model: str, tokenizer: Tokenizer) -> dict[str, object]:
         """Returns what results record."""
-        before, after = self.surroundings(model, tokenizer)
-        changed = self.rope(model)
+        before, after = self.get_surroundings(model, tokenizer)
+        changed = self.get_rope_changes(model)
         return {
             "name": self.name,
             "before": before,
@@ -106,7 +106,7 @@ class Protocol(ABC):
         }
 
 
-class KVPress(Protocol):
+class KvpressProtocol(AskingProtocol):
     """Tokenizes context and template together, and so question, suffix and answer prefix."""
 
     name: ClassVar[str] = "kvpress"
@@ -114,16 +114,16 @@ class KVPress(Protocol):
     first_may_stop: ClassVar[bool] = False
     stops: ClassVar[str] = "at an EOS id from the second id on, or at the limit"
 
-    def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         return make_context(tokenizer, text)
 
-    def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
+    def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         return encode_question(
             tokenizer, context, question.text, question.answer_prefix, empty=True
         )
 
 
-class KVzipOwn(Protocol):
+class KvzipProtocol(AskingProtocol):
     """Recognizes a model's family by its name; a model of none of them is asked through its own
     template.
 
@@ -136,15 +136,15 @@ class KVzipOwn(Protocol):
     first_may_stop: ClassVar[bool] = True
     stops: ClassVar[str] = "at an EOS id or at the limit; the last id is dropped"
 
-    def rope(self, model: str) -> Mapping[str, object] | None:
-        return YARN if family(model) == "qwen3" else None
+    def get_rope_changes(self, model: str) -> Mapping[str, object] | None:
+        return YARN if _find_family(model) == "qwen3" else None
 
-    def adapted(self, method: Compressor, prefix: int) -> Compressor:
+    def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
         """Returns KVzip and its variants as their authors run them."""
         return method.as_published(prefix)
 
-    def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        kind = family(model)
+    def get_surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
+        kind = _find_family(model)
         if kind == "llama":
             before = (
                 f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM}<|eot_id|>"
@@ -158,10 +158,10 @@ class KVzipOwn(Protocol):
             before = f"<|im_start|>system\n{SYSTEM}.<|im_end|>\n<|im_start|>user\n"
             after = "<|im_end|>\n<|im_start|>assistant\n" + (THINKING if kind == "qwen3" else "")
             return before + TASK_LINE, after
-        return super().surroundings(model, tokenizer)
+        return super().get_surroundings(model, tokenizer)
 
-    def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
-        before, after = self.surroundings(model, tokenizer)
+    def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+        before, after = self.get_surroundings(model, tokenizer)
         prefix = encode_text(tokenizer, before=before)
         article = encode_text(tokenizer, text)
         if not article.shape[-1]:
@@ -173,27 +173,27 @@ class KVzipOwn(Protocol):
             after,
         )
 
-    def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
+    def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         text = question.text if question.facts.get("bare") else f"Q: {question.text}"
         words = encode_text(tokenizer, "\n\n" + text.strip())
         return torch.cat(
             [words, context.suffix, encode_text(tokenizer, question.answer_prefix)], -1
         )
 
-    def ended(self, ids: list[int]) -> list[int]:
+    def trim_answer(self, ids: list[int]) -> list[int]:
         return ids[:-1]
 
 
-PROTOCOLS: dict[str, Protocol] = {"kvpress": KVPress(), "kvzip": KVzipOwn()}
+PROTOCOLS: dict[str, AskingProtocol] = {"kvpress": KvpressProtocol(), "kvzip": KvzipProtocol()}
 
 
-def make(name: str) -> Protocol:
+def make_protocol(name: str) -> AskingProtocol:
     if name not in PROTOCOLS:
         raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
 
 
-def family(model: str) -> str:
+def _find_family(model: str) -> str:
     """Returns the family whose template KVzip's code uses, by the last part of the name: llama,
     qwen3, qwen or "".
     """

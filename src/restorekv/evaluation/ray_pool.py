@@ -17,7 +17,7 @@ import torch
 from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import RestoreKVError, RestoreKVWarning, summarize_error, warn
 from restorekv.evaluation.grid import Cell, Job
-from restorekv.evaluation.run import Facts, LocalPool, Missing
+from restorekv.evaluation.run import Identities, LocalPool, Missing
 from restorekv.evaluation.worker import Line
 
 TRIES = 3  # workers that may die over one context
@@ -25,41 +25,41 @@ STORE = 128 * 2**20  # bytes of shared memory for results, which are short texts
 Call = tuple[str, tuple]  # a method of `RayWorker` and its arguments
 
 
-class Process:
+class WorkerProcess:
     """What every worker's process has."""
 
-    def settle(self, threads: int, folder: str) -> None:
+    def set_up(self, threads: int, folder: str) -> None:
         """Takes so many threads, and the driver's folder, so that relative paths mean the same."""
         if os.path.isdir(folder):
             os.chdir(folder)
         torch.set_num_threads(threads)
 
-    def ready(self) -> int:
+    def report_ready(self) -> int:
         """Returns the process id, as soon as the process has started."""
         return os.getpid()
 
 
-class RayWorker(Process, LocalPool):
+class RayWorker(WorkerProcess, LocalPool):
     """The actor that runs in a worker's process."""
 
     def __init__(self, device: str, threads: int, folder: str) -> None:
         super().__init__(device)
-        self.settle(threads, folder)
+        self.set_up(threads, folder)
 
-    def open_with_warnings(self, job: Job) -> tuple[tuple[Facts, list[str]], list[str]]:
+    def open_with_warnings(self, job: Job) -> tuple[tuple[Identities, list[str]], list[str]]:
         """Opens the job and returns also the warnings, which would be lost in this process."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RestoreKVWarning)
-            opened = self.open(job)
+            opened = self.open_job(job)
         return opened, [
             str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)
         ]
 
-    def ask(self, job: Job, sample: str, cells: Sequence[Cell]) -> list[Line]:
-        return next(self.answers(job, [(sample, cells)]))
+    def answer_context(self, job: Job, sample: str, cells: Sequence[Cell]) -> list[Line]:
+        return next(self.answer_contexts(job, [(sample, cells)]))
 
 
-class Workers:
+class RayWorkers:
     """Up to `workers` workers of `threads` threads each, with a GPU each on cuda; a context
     manager.
 
@@ -71,7 +71,7 @@ class Workers:
 
     def __init__(
         self,
-        kind: type[Process],
+        kind: type[WorkerProcess],
         arguments: tuple,
         workers: int,
         address: str,
@@ -91,7 +91,7 @@ class Workers:
         self.idle: deque[Any] = deque()
         self.actor = self.ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(kind)
         for _ in range(workers):
-            self.hire()
+            self._start_worker()
 
     def __enter__(self) -> Self:
         return self
@@ -99,12 +99,12 @@ class Workers:
     def __exit__(self, *error: object) -> None:
         self.ray.shutdown()
 
-    def hire(self) -> None:
+    def _start_worker(self) -> None:
         """Starts a new worker; it becomes idle once its process has started."""
         worker = self.actor.remote(*self.arguments)
-        self.busy[worker.ready.remote()] = worker, None
+        self.busy[worker.report_ready.remote()] = worker, None
 
-    def work(self, calls: Sequence[Call]) -> Iterator[Any]:
+    def run_calls(self, calls: Sequence[Call]) -> Iterator[Any]:
         """Yields what the calls return, in their order; raises a worker's error or bug here."""
         # Drops earlier answers.
         self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}
@@ -129,24 +129,24 @@ class Workers:
                             raise error.cause from error
                     except self.ray.exceptions.RayError as error:
                         self.ray.kill(worker)  # it may still run although its node is lost
-                        self.hire()
+                        self._start_worker()
                         deaths[number] += 1
                         if deaths[number] == TRIES:
                             fix = "give a worker more memory or take shorter contexts"
                             reason = f"{TRIES} workers died over the same context; {fix} ({summarize_error(error)})."
-                            done[number] = (Workers if number is None else type(self)).given_up(
+                            done[number] = (RayWorkers if number is None else type(self)).give_up(
                                 self, reason
                             )
                             continue
                         waiting.extendleft([] if number is None else [number])
             yield done.pop(turn)
 
-    def given_up(self, reason: str) -> Any:
+    def give_up(self, reason: str) -> Any:
         """Returns what stands for the result of a call over which workers died."""
         raise RestoreKVError(reason)
 
 
-class RayPool(Workers):
+class RayPool(RayWorkers):
     """Runs jobs on workers; answers do not depend on how many there are."""
 
     def __init__(
@@ -154,12 +154,14 @@ class RayPool(Workers):
     ) -> None:
         super().__init__(RayWorker, (), workers, address, device, threads)
 
-    def open(self, job: Job) -> tuple[Facts, list[str]]:
+    def open_job(self, job: Job) -> tuple[Identities, list[str]]:
         """Opens the job on a worker: this machine may have no room for the model."""
-        opened, messages = next(self.work([("open_with_warnings", (job,))]))
+        opened, messages = next(self.run_calls([("open_with_warnings", (job,))]))
         for text in messages:
             warn(text)
         return opened
 
-    def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
-        return self.work([("ask", (job, sample, cells)) for sample, cells in missing])
+    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
+        return self.run_calls(
+            [("answer_context", (job, sample, cells)) for sample, cells in missing]
+        )

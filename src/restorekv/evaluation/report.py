@@ -19,12 +19,12 @@ from pandas import DataFrame
 from restorekv import __version__
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import plots
-from restorekv.evaluation.answers_kept import kept_table
+from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.frame import GROUP, TASK, load_grid
-from restorekv.evaluation.grid import grouped
+from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.grid_tables import count_gains, held_table, scores_table
-from restorekv.evaluation.results import flat
+from restorekv.evaluation.results import flatten_identity
 from restorekv.evaluation.tables import Table
 from restorekv.files import make_temporary_name
 
@@ -80,7 +80,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     if not rows:
         fix = f"run `restorekv eval --out {folder}` first"
         raise RestoreKVError(f"{folder} holds no results to report; {fix}.")
-    by_condition = grouped(rows, lambda row: row["condition"])
+    by_condition = group_by(rows, lambda row: row["condition"])
     scores: list[Block] = []
     for condition, own in by_condition.items():
         scores.append(scores_table(own))
@@ -89,7 +89,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         scores += [Details(f"{condition}: by task", parts)] if parts else []
     charts = [chart for chart in map(plots.plot_scores, by_condition.values()) if chart]
     gains = count_gains(rows) or "No pair of a base and its restored cell is finished yet."
-    kept = kept_table(grid)
+    kept = make_kept_table(grid)
     sections = [
         Section("Accuracy against ratio", plots.SCORES, charts),
         Section("Restored next to its base", gains, scores),
@@ -106,7 +106,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 def conventions_table(results: Sequence) -> Table:
     """Return what cells were made with, first what differs; the CSV file has every cell."""
-    facts = [{"cell": result.folder.name, **flat(result.facts)} for result in results]
+    facts = [
+        {"cell": result.folder.name, **flatten_identity(result.identity)} for result in results
+    ]
     values: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for each in facts for key in each if key != "cell"):
         values[key] = list(dict.fromkeys(str(each.get(key)) for each in facts))

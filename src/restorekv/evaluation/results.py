@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from restorekv.compression.config import CompressionConfig
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.stats import Answer
+from restorekv.evaluation.stats import ScoredAnswer
 from restorekv.files import (
     check_not_link,
     matches_type,
@@ -83,11 +83,11 @@ PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Result:
-    """A cell as its folder holds it; `facts` say what it was made with (see `run.cell_facts`)."""
+    """A cell as its folder holds it; `identity` says what it was made with (see `run.identify_cell`)."""
 
     folder: Path
     cell: Cell
-    facts: dict
+    identity: dict
 
     @property
     def done(self) -> bool:
@@ -98,11 +98,11 @@ class Result:
         """Score, interval, tasks, groups, pairs and bytes; raises FileNotFoundError for a cell that
         is not done.
         """
-        require(self.folder / CELL, self.facts, CONVENTIONS)
+        _check_types(self.folder / CELL, self.identity, CONVENTIONS)
         path = self.folder / SUMMARY
-        figures = checked(path, read_bytes(path, str(path)), FIGURES)
+        figures = _parse_object(path, read_bytes(path, str(path)), FIGURES)
         for task in figures["tasks"].values():
-            require(path, task, {"score": float})
+            _check_types(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
             raise RestoreKVError(
                 f"{path} is of other answers than {ANSWERS} beside it; remove it and start again."
@@ -112,17 +112,17 @@ class Result:
     @cached_property
     def lines(self) -> list[dict]:
         """The contexts answered so far, in the order of their answers."""
-        lines = list(complete_lines(self.folder / ANSWERS))
+        lines = list(load_lines(self.folder / ANSWERS))
         for line in lines:
-            require(self.folder / ANSWERS, line, LINE)
+            _check_types(self.folder / ANSWERS, line, LINE)
             for answer in line["answers"]:
-                require(self.folder / ANSWERS, answer, ANSWER)
+                _check_types(self.folder / ANSWERS, answer, ANSWER)
         return lines
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ScoredAnswer]:
         """The answer to every question, contexts in their order."""
-        return answers_of((line["sample"], line) for line in self.lines)
+        return list_answers((line["sample"], line) for line in self.lines)
 
     def append(self, line: dict, seconds: dict[str, float]) -> None:
         """Adds a context's answers; a line that a killed process left half-written is replaced."""
@@ -131,30 +131,30 @@ class Result:
         self.__dict__.pop("lines", None)
 
 
-def answers_of(contexts: Iterable[tuple[Hashable, dict]]) -> list[Answer]:
+def list_answers(contexts: Iterable[tuple[Hashable, dict]]) -> list[ScoredAnswer]:
     """Returns the answers in the lines of (a context's name, its line)."""
     return [
-        Answer(name, answer["task"], answer["id"], answer["prediction"], answer["score"])
+        ScoredAnswer(name, answer["task"], answer["id"], answer["prediction"], answer["score"])
         for name, line in contexts
         for answer in line["answers"]
     ]
 
 
-def complete_lines(path: Path) -> Iterator[dict]:
+def load_lines(path: Path) -> Iterator[dict]:
     """Yields the whole lines of a file of JSON lines; a half-written line at its end is left out."""
     if path.exists():
         for line in read_bytes(path, str(path), LINES_LIMIT).split(b"\n")[:-1]:
-            yield checked(path, line, {})
+            yield _parse_object(path, line, {})
 
 
-def checked(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
+def _parse_object(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
     """Returns the JSON object of a file or line, which has entries of these types."""
     parsed = parse_json(text, str(path))
-    require(path, parsed, hints)
+    _check_types(path, parsed, hints)
     return parsed
 
 
-def require(path: Path, value: object, hints: dict[str, Any]) -> None:
+def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
     """Refuses a JSON value that is no object with entries of these types."""
     own = value if isinstance(value, dict) else {}
     wrong = [
@@ -178,7 +178,7 @@ def append_line(path: Path, line: dict) -> None:
         os.fsync(file.fileno())
 
 
-def opened(folder: Path, cell: Cell, facts: dict) -> Result:
+def open_result(folder: Path, cell: Cell, facts: dict) -> Result:
     """Opens the cell's folder, or creates it; raises RestoreKVError for a cell that was made with
     other facts.
     """
@@ -186,8 +186,8 @@ def opened(folder: Path, cell: Cell, facts: dict) -> Result:
     for place in (folder / CELLS, path):
         check_not_link(place)
     if (path / CELL).exists():
-        result = read(path)
-        if changes := differences(result.facts, facts):
+        result = load_result(path)
+        if changes := describe_changes(result.identity, facts):
             raise RestoreKVError(
                 f"{path} was made with {changes}; choose another folder or remove this one."
             )
@@ -197,33 +197,33 @@ def opened(folder: Path, cell: Cell, facts: dict) -> Result:
     return Result(path, cell, facts)
 
 
-def differences(before: dict, now: dict) -> str:
+def describe_changes(before: dict, now: dict) -> str:
     """Names what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
-    before = flat(before)
-    now = flat(json.loads(json.dumps(now)))
+    before = flatten_identity(before)
+    now = flatten_identity(json.loads(json.dumps(now)))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     changed = [key for key in keys if key != "threads" and not key.startswith("versions.")]
     return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)
 
 
-def flat(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
+def flatten_identity(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
     """Returns nested facts under names as "benchmark.digest"; RoPE stays one."""
     names: dict[str, object] = {}
     for key, value in facts.items():
         nested = isinstance(value, Mapping) and key != "rope"
-        names |= flat(value, f"{before}{key}.") if nested else {before + key: value}
+        names |= flatten_identity(value, f"{before}{key}.") if nested else {before + key: value}
     return names
 
 
-def read(path: Path) -> Result:
+def load_result(path: Path) -> Result:
     file = path / CELL
     try:
-        stored = checked(
+        stored = _parse_object(
             file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS}
         )
-        require(file, stored["facts"], CONVENTIONS)
+        _check_types(file, stored["facts"], CONVENTIONS)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(
@@ -231,9 +231,9 @@ def read(path: Path) -> Result:
         ) from error
 
 
-def load(folder: Path) -> list[Result]:
+def load_results(folder: Path) -> list[Result]:
     """Returns every cell of a run, done or not, by name. Raises RestoreKVError where there is none."""
-    results = [read(path.parent) for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
+    results = [load_result(path.parent) for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
     if not results:
         raise RestoreKVError(
             f"{folder} holds no results of restorekv; run `restorekv eval --out {folder}` first."
@@ -241,7 +241,7 @@ def load(folder: Path) -> list[Result]:
     return results
 
 
-def provenance(model: PreTrainedModel, config: CompressionConfig) -> dict:
+def identify_setup(model: PreTrainedModel, config: CompressionConfig) -> dict:
     """Returns model, conventions, device and versions as JSON values; they decide whether two
     figures compare.
     """

@@ -11,10 +11,16 @@ from typing import Self
 import numpy as np
 
 from restorekv import tasks
-from restorekv.evaluation.fidelity import FIGURES, summarized
+from restorekv.evaluation.fidelity import FIGURES, summarize_fidelity
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.results import Result, answers_of
-from restorekv.evaluation.stats import Answer, compared, counted, mean_score, without_loss
+from restorekv.evaluation.results import Result, list_answers
+from restorekv.evaluation.stats import (
+    ScoredAnswer,
+    compute_mean_score,
+    drop_tasks,
+    find_tasks_without_loss,
+    score_answers,
+)
 
 CONVENTIONS = (
     "prefix_policy",
@@ -41,17 +47,17 @@ class SeedPool:
     left_out: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> dict:
-        return self.results[0].facts
+    def identity(self) -> dict:
+        return self.results[0].identity
 
     @cached_property
     def benchmark(self) -> tasks.Benchmark:
-        return tasks.make(self.results[0].cell.benchmark)
+        return tasks.make_benchmark(self.results[0].cell.benchmark)
 
     @cached_property
-    def by_context(self) -> bool:
+    def averages_contexts(self) -> bool:
         """Whether scores are means over contexts instead of questions."""
-        return self.benchmark.by_context(self.results[0].cell.protocol)
+        return self.benchmark.averages_contexts(self.results[0].cell.protocol)
 
     @cached_property
     def done(self) -> bool:
@@ -60,7 +66,7 @@ class SeedPool:
     @property
     def progress(self) -> tuple[int, int]:
         """Contexts answered so far, and contexts there are."""
-        samples = sum(result.facts["benchmark"]["samples"] for result in self.results)
+        samples = sum(result.identity["benchmark"]["samples"] for result in self.results)
         return sum(len(result.lines) for result in self.results), samples
 
     @cached_property
@@ -80,60 +86,63 @@ class SeedPool:
         return list(self.contexts.values())
 
     @cached_property
-    def answers(self) -> list[Answer]:
-        return answers_of(self.contexts.items())
+    def answers(self) -> list[ScoredAnswer]:
+        return list_answers(self.contexts.items())
 
     @property
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(answer.family for answer in self.answers))
 
     @property
-    def groups(self) -> dict[str, Sequence[str]]:
+    def task_groups(self) -> dict[str, Sequence[str]]:
         """The benchmark's groups of tasks of which any was asked."""
         return {
             name: own
-            for name, own in self.benchmark.groups().items()
+            for name, own in self.benchmark.group_tasks().items()
             if not set(own).isdisjoint(self.tasks)
         }
 
-    def has(self, members: Iterable[str]) -> bool:
+    def covers(self, members: Iterable[str]) -> bool:
         """Tells whether the cells are done and asked one of the tasks."""
         return self.done and (not members or not set(members).isdisjoint(self.tasks))
 
-    def without_loss(self) -> tuple[str, ...]:
+    def find_tasks_without_loss(self) -> tuple[str, ...]:
         """Returns the tasks on which this full cache has nothing to lose."""
-        return tuple(without_loss(self.answers, self.by_context))
+        return tuple(find_tasks_without_loss(self.answers, self.averages_contexts))
 
-    def counted(self, members: Iterable[str] = ()) -> list[Answer]:
+    def list_counted_answers(self, members: Iterable[str] = ()) -> list[ScoredAnswer]:
         """Returns the answers that means are taken over."""
         wanted = set(members or self.tasks)
-        return counted(
+        return drop_tasks(
             [answer for answer in self.answers if answer.family in wanted], self.left_out
         )
 
-    def score(
+    def score_tasks(
         self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None
     ) -> dict:
-        """Returns `stats.compared`, with the paired gain over `base` if given.
+        """Returns `stats.score_answers`, with the paired gain over `base` if given.
 
         With `full` too, `recovered` is the share of the base's loss to it that came back, None
         without a loss.
         """
-        figures = compared(
-            self.counted(members), base.counted(members) if base else (), self.by_context
+        figures = score_answers(
+            self.list_counted_answers(members),
+            base.list_counted_answers(members) if base else (),
+            self.averages_contexts,
         )
         if base and full:
             of_full, of_base = (
-                mean_score(pool.counted(members), self.by_context) for pool in (full, base)
+                compute_mean_score(pool.list_counted_answers(members), self.averages_contexts)
+                for pool in (full, base)
             )
             figures["recovered"] = (
                 figures["gain"] / (of_full - of_base) if of_full > of_base else None
             )
         return figures
 
-    def metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
+    def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Returns every further metric in points: the mean over tasks of the mean over questions."""
-        chosen = {answer.family for answer in self.counted(members)}
+        chosen = {answer.family for answer in self.list_counted_answers(members)}
         by_metric: dict[str, dict[str, list[float]]] = {}
         for answer in (
             answer for line in self.lines for answer in line["answers"] if answer["task"] in chosen
@@ -145,57 +154,57 @@ class SeedPool:
             for name, by_task in by_metric.items()
         }
 
-    def fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
+    def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Returns how far the answers are from the full cache's, {} where that was not recorded;
         see fidelity.py.
         """
-        return summarized(self.lines, set(members or self.tasks))
+        return summarize_fidelity(self.lines, set(members or self.tasks))
 
-    def each(self, key: str) -> np.ndarray:
+    def get_values(self, key: str) -> np.ndarray:
         """Returns a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or
         restore_tokens.
         """
         return np.array([line[key] for line in self.lines], dtype=float)
 
-    def mean(self, key: str) -> float:
-        return float(self.each(key).mean())
+    def average(self, key: str) -> float:
+        return float(self.get_values(key).mean())
 
-    def kept(self, prefix: bool = False) -> float:
+    def compute_kept_share(self, prefix: bool = False) -> float:
         """Returns the share of pairs held, mean over contexts: of those in the budget, or of all
         with the prefix.
         """
-        heads = self.facts["shape"]["layers"] * self.facts["shape"]["heads"]
-        counts = prefix or self.facts["prefix_policy"] == "counted"
-        columns = self.each("tokens") + (self.each("prefix") if counts else 0)
+        heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]
+        counts = prefix or self.identity["prefix_policy"] == "counted"
+        columns = self.get_values("tokens") + (self.get_values("prefix") if counts else 0)
         return float(
-            np.mean(self.each("pairs_with_prefix" if prefix else "pairs") / columns / heads)
+            np.mean(self.get_values("pairs_with_prefix" if prefix else "pairs") / columns / heads)
         )
 
 
-def summary(result: Result) -> dict:
+def summarize_cell(result: Result) -> dict:
     """Returns a finished cell's figures: means over contexts of what its caches held, scores in
     points.
     """
     pool = SeedPool((result,))
 
     def further(members: Sequence[str] = ()) -> dict[str, object]:
-        return pool.fidelity(members) | (
-            {"metrics": metrics} if (metrics := pool.metrics(members)) else {}
+        return pool.summarize_fidelity(members) | (
+            {"metrics": metrics} if (metrics := pool.average_metrics(members)) else {}
         )
 
     return {
-        **pool.score(),
+        **pool.score_tasks(),
         "samples": len(pool.lines),
-        **{key: pool.mean(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
-        "kept": pool.kept(),
-        "kept_with_prefix": pool.kept(prefix=True),
+        **{key: pool.average(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
+        "kept": pool.compute_kept_share(),
+        "kept_with_prefix": pool.compute_kept_share(prefix=True),
         **further(),
-        "tasks": {task: pool.score([task]) | further([task]) for task in pool.tasks},
-        "groups": {name: pool.score(members) for name, members in pool.groups.items()},
+        "tasks": {task: pool.score_tasks([task]) | further([task]) for task in pool.tasks},
+        "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
     }
 
 
-def rows(results: Sequence[Result]) -> list[dict]:
+def make_rows(results: Sequence[Result]) -> list[dict]:
     """Returns a row for every finished cell, in their order. Scores are in points; pairs and bytes
     are means.
     """
@@ -204,12 +213,12 @@ def rows(results: Sequence[Result]) -> list[dict]:
         cell.question_set: result for cell, result in reversed(done.items()) if cell.evictor == FULL
     }
     return [
-        row(result, done.get(cell.base), full.get(cell.question_set))
+        _make_row(result, done.get(cell.base), full.get(cell.question_set))
         for cell, result in done.items()
     ]
 
 
-def row(result: Result, base: Result | None, full: Result | None) -> dict:
+def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
     """Returns a cell's figures; `gain` is over the base, `recovered` its share of the base's loss
     to the full cache.
 
@@ -218,14 +227,14 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
     answered before they were recorded.
     """
     cell = result.cell
-    facts = result.facts
+    facts = result.identity
     figures = result.summary
-    left_out = SeedPool((full,)).without_loss() if full else ()
+    left_out = SeedPool((full,)).find_tasks_without_loss() if full else ()
     base = base if cell.restored else None
     pool, of_base, of_full = (
         SeedPool((each,), left_out) if each else None for each in (result, base, full)
     )
-    score = pool.score(base=of_base, full=of_full)
+    score = pool.score_tasks(base=of_base, full=of_full)
     recovered = {"recovered": score.pop("recovered")} if "recovered" in score else {}
     questions = {"questions": figures["questions"]}  # also those of the tasks that means leave out
     return {
@@ -236,7 +245,7 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
         "method": facts["method"],
         "restored": cell.restored,
         "adapter": facts["adapter"] and facts["adapter"]["hash"],
-        "label": label(cell),
+        "label": describe_controls(cell),
         "ratio": cell.value,
         "storage": cell.storage,
         "streaming": cell.streaming,
@@ -244,16 +253,18 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
         **{key: figures[key] for key in CACHE_FIGURES},
         **score,
         **questions,
-        "metrics": pool.metrics(),
+        "metrics": pool.average_metrics(),
         **{key: figures.get(key) for key in FIGURES},
         "tasks": {task: each["score"] for task, each in figures["tasks"].items()},
         "left_out": list(left_out),
-        "groups": {name: pool.score(members, of_base) for name, members in pool.groups.items()},
+        "groups": {
+            name: pool.score_tasks(members, of_base) for name, members in pool.task_groups.items()
+        },
         **recovered,
     }
 
 
-def label(cell: Cell) -> str:
+def describe_controls(cell: Cell) -> str:
     """Says how a cell differs from others of its evictor: its adapter, the tokens it uses and its
     controls.
     """
@@ -269,11 +280,11 @@ def label(cell: Cell) -> str:
     return ", ".join(part for part, applies in parts if part and applies)
 
 
-def payload(results: Sequence[Result]) -> dict:
+def make_payload(results: Sequence[Result]) -> dict:
     """Returns rows, what every cell was made with, and every answer, for programs."""
     done = {result.cell.name: result for result in results if result.done}
     return {
-        "rows": rows(results),
-        "facts": {name: result.facts for name, result in done.items()},
+        "rows": make_rows(results),
+        "facts": {name: result.identity for name, result in done.items()},
         "answers": {name: result.lines for name, result in done.items()},
     }

@@ -12,21 +12,21 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.grid import FULL, Cell, Job, jobs
-from restorekv.evaluation.results import CELLS, SUMMARY, Result, opened, provenance
-from restorekv.evaluation.rows import summary
+from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
+from restorekv.evaluation.results import CELLS, SUMMARY, Result, identify_setup, open_result
+from restorekv.evaluation.rows import summarize_cell
 from restorekv.evaluation.worker import Line, Worker
 from restorekv.files import file_lock, write_json
 from restorekv.model.load import check_dtype
-from restorekv.tasks.base import digest
+from restorekv.tasks.base import digest_samples
 
 LOCK = ".lock"
-Facts = dict[Cell, dict]  # what each cell is made with
+Identities = dict[Cell, dict]  # what each cell is made with
 Missing = list[tuple[str, list[Cell]]]  # ids of samples in order, each with the cells that lack it
 
 
 @dataclass(frozen=True)
-class Progress:
+class GridProgress:
     """Job `turn` of `jobs`, counted from 0, runs: `done` of its `total` contexts are answered."""
 
     what: str
@@ -41,16 +41,16 @@ class Progress:
         return (self.turn + self.done / max(self.total, 1)) / self.jobs
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[GridProgress], None]
 
 
 class WorkerPool(Protocol):
     """Where jobs run."""
 
-    def open(self, job: Job) -> tuple[Facts, list[str]]:
+    def open_job(self, job: Job) -> tuple[Identities, list[str]]:
         """Returns what every cell is made with, and the ids of the samples in order."""
 
-    def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
+    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
         """Yields, for every entry of `missing` in its order, a line of each cell."""
 
 
@@ -61,24 +61,24 @@ class LocalPool:
         self.device = device
         self.opened = None
 
-    def worker(self, job: Job) -> Worker:
+    def _get_worker(self, job: Job) -> Worker:
         if self.opened is None or self.opened.job != job:
             self.opened = None  # frees the last job before the next one loads
             self.opened = Worker(job, self.device)
         return self.opened
 
-    def open(self, job: Job) -> tuple[Facts, list[str]]:
-        worker = self.worker(job)
-        return {cell: cell_facts(worker, cell) for cell in job.cells}, [
+    def open_job(self, job: Job) -> tuple[Identities, list[str]]:
+        worker = self._get_worker(job)
+        return {cell: identify_cell(worker, cell) for cell in job.cells}, [
             sample.id for sample in worker.samples
         ]
 
-    def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
+    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
         for sample, cells in missing:
-            yield list(self.worker(job).answers(sample, cells))
+            yield list(self._get_worker(job).answer_sample(sample, cells))
 
 
-def cell_facts(worker: Worker, cell: Cell) -> dict:
+def identify_cell(worker: Worker, cell: Cell) -> dict:
     """Returns what the cell is made with; cells with equal facts and fields have equal answers on
     one machine.
     """
@@ -86,31 +86,31 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
     benchmark = worker.benchmark
     name = FULL
     if cell.evictor != FULL:
-        context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
-        compressor = worker.protocol.adapted(
+        context, _ = worker.protocol.make_context(cell.model, worker.tokenizer, "any text")
+        compressor = worker.protocol.adapt_method(
             make_compressor(cell.evictor, worker.config(cell)), context.prefix
         )
         name = compressor.identity(worker.model)
-    unit = "contexts" if benchmark.by_context(worker.protocol.name) else "questions"
+    unit = "contexts" if benchmark.averages_contexts(worker.protocol.name) else "questions"
     return {
-        **provenance(worker.model, worker.config(cell)),
+        **identify_setup(worker.model, worker.config(cell)),
         "method": name,
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
-            **benchmark.described(),
+            **benchmark.to_json(),
             "title": benchmark.title,
             "spec": benchmark.spec,
             "samples": len(worker.samples),
-            "digest": digest(worker.samples) + spec.digest_source(type(benchmark)),
+            "digest": digest_samples(worker.samples) + spec.digest_source(type(benchmark)),
             "questions": sum(len(sample.questions) for sample in worker.samples),
         },
-        "protocol": worker.protocol.described(cell.model, worker.tokenizer),
+        "protocol": worker.protocol.to_json(cell.model, worker.tokenizer),
         "score": f"mean over tasks of the mean over {unit} x 100",
         "interval": "95 %, bootstrap over contexts",
     }
 
 
-def run(
+def run_grid(
     cells: Sequence[Cell],
     folder: Path,
     pool: WorkerPool | None = None,
@@ -122,14 +122,14 @@ def run(
     Raises RestoreKVError for cells that name nothing that exists, before any of them runs, and for
     a folder whose cells were made with something else or that another process is filling.
     """
-    check(cells)
-    with locked_folder(folder):
-        results = run_jobs(jobs(cells), folder, pool or LocalPool(), on_progress)
+    check_cells(cells)
+    with _lock_folder(folder):
+        results = _run_jobs(group_jobs(cells), folder, pool or LocalPool(), on_progress)
     return [results[cell] for cell in cells]
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Refuses a second run, which would add every answer again; removes the folder if no cell was
     opened in it.
     """
@@ -149,46 +149,48 @@ def locked_folder(folder: Path) -> Iterator[None]:
                     folder.rmdir()
 
 
-def run_jobs(
+def _run_jobs(
     todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress
 ) -> dict[Cell, Result]:
     """Runs one job after the other and returns every cell's result."""
     finished: dict[Cell, Result] = {}
     for turn, job in enumerate(todo):
-        on_progress(Progress(job.title, turn, len(todo), 0, 0))
-        facts, samples = pool.open(job)
+        on_progress(GridProgress(job.title, turn, len(todo), 0, 0))
+        facts, samples = pool.open_job(job)
         if not samples:
             raise RestoreKVError(
                 f"The benchmark {job.first.benchmark} has no contexts; choose other settings."
             )
-        results = {cell: opened(folder, cell, facts[cell]) for cell in job.cells}
-        missing = missing_samples(results, samples)
-        for done, lines in enumerate(pool.answers(job, missing), len(samples) - len(missing) + 1):
+        results = {cell: open_result(folder, cell, facts[cell]) for cell in job.cells}
+        missing = _find_missing(results, samples)
+        for done, lines in enumerate(
+            pool.answer_contexts(job, missing), len(samples) - len(missing) + 1
+        ):
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
-            on_progress(Progress(job.title, turn, len(todo), done, len(samples)))
+            on_progress(GridProgress(job.title, turn, len(todo), done, len(samples)))
         for result in results.values():
             if not result.done:
-                write_json(result.folder / SUMMARY, summary(result), follow=False)
+                write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)
         finished |= results
     return finished
 
 
-def check(cells: Sequence[Cell]) -> None:
+def check_cells(cells: Sequence[Cell]) -> None:
     """Raises RestoreKVError for what could not run, without loading anything."""
     if not cells:
         raise RestoreKVError("There is nothing to evaluate; name an evictor.")
     for cell in cells:
-        tasks.make(cell.benchmark)
+        tasks.make_benchmark(cell.benchmark)
         exact_ratio(cell.ratio)
         quantized.check_storage(cell.storage)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
-            config = cell.config(protocols.make(cell.protocol).prefix_policy)
+            config = cell.config(protocols.make_protocol(cell.protocol).prefix_policy)
             make_compressor(cell.evictor, config)
 
 
-def missing_samples(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
+def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
     """Returns the samples that are not answered yet. Raises RestoreKVError for answers to other
     samples than these.
     """

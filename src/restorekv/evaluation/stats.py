@@ -21,7 +21,7 @@ BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """The answer to one question of a document, and its score in [0, 1]; `family` is the task it
     counts for.
     """
@@ -33,43 +33,49 @@ class Answer:
     score: float
 
 
-def family_means(answers: Sequence[Answer], by_context: bool = False) -> dict[str, float]:
+def compute_family_means(
+    answers: Sequence[ScoredAnswer], by_context: bool = False
+) -> dict[str, float]:
     """Returns the mean score of each family, in points and in the order of appearance.
 
     `by_context` takes the mean of the documents' means (the rule of KVzip's evaluation), else that
     of all questions.
     """
     families = list(dict.fromkeys(answer.family for answer in answers))
-    sums, counts = tally(answers, by_context)
+    sums, counts = tally_scores(answers, by_context)
     return dict(zip(families, (100 * sums.sum(0) / counts.sum(0)).tolist(), strict=True))
 
 
-def mean_score(answers: Sequence[Answer], by_context: bool = False) -> float:
+def compute_mean_score(answers: Sequence[ScoredAnswer], by_context: bool = False) -> float:
     """Returns the unweighted mean over families, in points."""
-    return float(np.mean(list(family_means(answers, by_context).values())))
+    return float(np.mean(list(compute_family_means(answers, by_context).values())))
 
 
-def without_loss(full: Sequence[Answer], by_context: bool = False) -> list[str]:
+def find_tasks_without_loss(full: Sequence[ScoredAnswer], by_context: bool = False) -> list[str]:
     """Returns the families on which the full cache, which gave the answers `full`, scores below
     LEAST.
     """
-    return [family for family, mean in family_means(full, by_context).items() if mean < LEAST]
+    return [
+        family for family, mean in compute_family_means(full, by_context).items() if mean < LEAST
+    ]
 
 
-def counted(answers: Sequence[Answer], left_out: Container[str]) -> list[Answer]:
+def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> list[ScoredAnswer]:
     """Returns the answers that means are taken over: all but those to families `left_out`, unless
     that is every one.
     """
     return [answer for answer in answers if answer.family not in left_out] or list(answers)
 
 
-def compared(
-    answers: Sequence[Answer], base: Sequence[Answer] = (), by_context: bool = False
+def score_answers(
+    answers: Sequence[ScoredAnswer], base: Sequence[ScoredAnswer] = (), by_context: bool = False
 ) -> dict[str, float]:
     """Returns a score with its interval; with the base's answers also the paired gain over it with
     its own.
     """
-    score = zip(("score", "low", "high"), interval(answers, by_context=by_context), strict=True)
+    score = zip(
+        ("score", "low", "high"), bootstrap_score(answers, by_context=by_context), strict=True
+    )
     figures = dict(score) | {
         "questions": len(answers),
         "contexts": len({answer.document for answer in answers}),
@@ -77,13 +83,15 @@ def compared(
     if base:
         figures |= zip(
             ("gain", "gain_low", "gain_high"),
-            interval(answers, base, by_context=by_context),
+            bootstrap_score(answers, base, by_context=by_context),
             strict=True,
         )
     return figures
 
 
-def bounds(figures: Mapping[str, float], of: str = "") -> tuple[float, float] | tuple[None, None]:
+def get_interval(
+    figures: Mapping[str, float], of: str = ""
+) -> tuple[float, float] | tuple[None, None]:
     """Returns the interval of a score, or of a "gain_", to be shown: none over fewer than FEW
     contexts.
     """
@@ -92,9 +100,9 @@ def bounds(figures: Mapping[str, float], of: str = "") -> tuple[float, float] | 
     )
 
 
-def interval(
-    answers: Sequence[Answer],
-    base: Sequence[Answer] | None = None,
+def bootstrap_score(
+    answers: Sequence[ScoredAnswer],
+    base: Sequence[ScoredAnswer] | None = None,
     seed: int = 0,
     by_context: bool = False,
 ) -> tuple[float, float, float]:
@@ -103,21 +111,21 @@ def interval(
 
     Raises RestoreKVError if the two were asked different questions.
     """
-    sums, counts = tally(answers, by_context)
+    sums, counts = tally_scores(answers, by_context)
     if base is not None:
-        same_questions([answers, base])
-        sums = sums - tally(base, by_context)[0]
+        check_same_questions([answers, base])
+        sums = sums - tally_scores(base, by_context)[0]
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
-    low, high = np.percentile(resampled(sums, counts, seed), (2.5, 97.5))
+    low, high = np.percentile(_resample_scores(sums, counts, seed), (2.5, 97.5))
     return mean, float(low), float(high)
 
 
-def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
+def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
     """Returns the mean over families, in points, of every resampled set of documents: (RESAMPLES,),
     NaN without any.
     """
     parts = []
-    for drawn in np.array_split(resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
+    for drawn in np.array_split(draw_resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
         totals = drawn @ counts
         means = np.where(totals > 0, drawn @ sums / np.where(totals > 0, totals, 1), 0).sum(1)
         families = (totals > 0).sum(1)
@@ -125,9 +133,9 @@ def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray
     return np.concatenate(parts)
 
 
-def weighted_interval(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
     """Returns total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
-    drawn = resamples(len(sums), 0)
+    drawn = draw_resamples(len(sums), 0)
     totals = drawn @ weights
     means = (drawn @ sums)[totals > 0] / totals[totals > 0]
     low, high = np.percentile(means, (2.5, 97.5))
@@ -135,14 +143,16 @@ def weighted_interval(sums: np.ndarray, weights: np.ndarray) -> tuple[float, flo
 
 
 @lru_cache(maxsize=8)
-def resamples(documents: int, seed: int) -> np.ndarray:
+def draw_resamples(documents: int, seed: int) -> np.ndarray:
     """How often each document is drawn: (RESAMPLES, documents), the same for every cell of a run."""
     return np.random.default_rng(seed).multinomial(
         documents, np.full(documents, 1 / documents), RESAMPLES
     )
 
 
-def tally(answers: Sequence[Answer], by_context: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def tally_scores(
+    answers: Sequence[ScoredAnswer], by_context: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns sums of scores and what they are divided by: (documents, families), in order of
     appearance.
     """
@@ -162,7 +172,7 @@ def tally(answers: Sequence[Answer], by_context: bool = False) -> tuple[np.ndarr
     return sums, counts
 
 
-def same_questions(runs: Sequence[Sequence[Answer]]) -> None:
+def check_same_questions(runs: Sequence[Sequence[ScoredAnswer]]) -> None:
     """Refuses to compare runs that were asked different questions, or in another order."""
     asked = [[(answer.document, answer.family, answer.question) for answer in run] for run in runs]
     if any(other != asked[0] for other in asked[1:]):

@@ -23,7 +23,7 @@ class Survivors:
     manifest: Manifest
 
     @classmethod
-    def of_file(cls, path: Path) -> Self:
+    def load(cls, path: Path) -> Self:
         """Read a cache file; needs no model."""
         stored = read(path)
         return cls(
@@ -51,7 +51,7 @@ class Survivors:
         """The number of context tokens that no head holds."""
         return int((self.per_position[self.context.prefix :] == 0).sum())
 
-    def figures(self) -> dict:
+    def to_json(self) -> dict:
         """Returns all of the above as plain JSON values, shares with six digits."""
         layers = [round(share, 6) for share in self.per_layer.tolist()]
         positions = [round(share, 6) for share in self.per_position.tolist()]
@@ -66,13 +66,13 @@ class Survivors:
 
 def save_plot(survivors: Survivors, path: Path, title: str) -> None:
     """Write a chart of what survived as PNG, PDF or SVG, by the ending of the name."""
-    check_format(path)
+    check_plot_path(path)
     chart = import_extra("restorekv.evaluation.plots", "eval").plot_survivors(survivors, title)
     with replace_file(path) as temporary:
         temporary.write_bytes(chart.render(path.suffix[1:].lower()))
 
 
-def check_format(path: Path) -> None:
+def check_plot_path(path: Path) -> None:
     """Refuses an ending that no writer is known for."""
     if path.suffix.lower() not in FORMATS:
         raise RestoreKVError(f"The plot {path} must end in {', '.join(FORMATS)}; give such a name.")

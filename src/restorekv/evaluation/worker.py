@@ -19,7 +19,7 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
-from restorekv.evaluation.grid import FULL, Cell, Job, grouped
+from restorekv.evaluation.grid import FULL, Cell, Job, group_by
 from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model import attention, support
 from restorekv.model.load import load_model
@@ -40,12 +40,12 @@ class Worker:
     def __init__(self, job: Job, device: str = "cpu") -> None:
         first = job.first
         self.job = job
-        self.protocol = protocols.make(first.protocol)
-        self.benchmark = tasks.make(first.benchmark)
-        self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
+        self.protocol = protocols.make_protocol(first.protocol)
+        self.benchmark = tasks.make_benchmark(first.benchmark)
+        self.model, self.tokenizer = open_model(first.model, first.dtype, device, first.protocol)
         support.prepare_model(self.model)
-        self.adapters = {cell: self.load(cell) for cell in job.cells}
-        methods = {cell: self.compressor(cell) for cell in job.cells if cell.evictor != FULL}
+        self.adapters = {cell: self._load_adapter(cell) for cell in job.cells}
+        methods = {cell: self._make_compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.config for method in methods.values() if not method.any_config}
         if len(fixed) > 1:
             raise RestoreKVError(
@@ -54,10 +54,10 @@ class Worker:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        return self.benchmark.chosen(self.tokenizer, self.protocol.name)
+        return self.benchmark.choose_samples(self.tokenizer, self.protocol.name)
 
     @cached_property
-    def by_id(self) -> dict[str, Sample]:
+    def _samples_by_id(self) -> dict[str, Sample]:
         return {sample.id: sample for sample in self.samples}
 
     def config(self, cell: Cell) -> CompressionConfig:
@@ -68,44 +68,48 @@ class Worker:
             else cell.config(self.protocol.prefix_policy)
         )
 
-    def compressor(self, cell: Cell) -> Compressor:
+    def _make_compressor(self, cell: Cell) -> Compressor:
         return make_compressor(cell.evictor, self.config(cell))
 
-    def load(self, cell: Cell) -> RestoreAdapter | None:
+    def _load_adapter(self, cell: Cell) -> RestoreAdapter | None:
         """Returns a cell's adapter, checked against the evictor as the cell names it."""
         if cell.evictor == FULL or cell.adapter is None:
             return None
-        adapter = load_adapter(self.model, cell.adapter, self.compressor(cell), cell.restore_tokens)
+        adapter = load_adapter(
+            self.model, cell.adapter, self._make_compressor(cell), cell.restore_tokens
+        )
         if adapter is None:
             raise RestoreKVError(
                 f"No adapter for {cell.evictor} ships for {cell.model}; name one or ask it alone."
             )
         return adapter
 
-    def answers(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
+    def answer_sample(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
         """Asks a sample's questions of every cell in turn; what is expensive is done once, and only
         if needed.
         """
-        sample = self.by_id[name]
+        sample = self._samples_by_id[name]
         first = self.job.first
-        context, cut = self.protocol.context(
+        context, cut = self.protocol.make_context(
             first.model, self.tokenizer, sample.context, first.max_context
         )
         full: FullAnswers | None = None
         reading: Seconds = {}
-        for cell, view, cache, seconds in self.caches(context, cells):
-            full = full or self.full_answers(context, view, sample, reading)
+        for cell, view, cache, seconds in self._make_caches(context, cells):
+            full = full or self._answer_from_full_cache(context, view, sample, reading)
             if cell.evictor == FULL:
-                answers = self.scored(sample, full, full.answers, [0.0] * len(full.answers))
+                answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
                 seconds["ask"] = reading["ask"]
             else:
                 with timed(seconds, "ask"):
-                    ids = self.ask(cache, full.prompts, sample)
+                    ids = self._ask(cache, full.prompts, sample)
                 with timed(seconds, "fidelity"):
-                    answers = self.scored(sample, full, ids, full.divergences(self.model, cache))
+                    answers = self._score_answers(
+                        sample, full, ids, full.measure_divergences(self.model, cache)
+                    )
             line = {
                 "sample": sample.id,
-                "context": digest(sample.context),
+                "context": _digest_text(sample.context),
                 "cut": cut,
                 "tokens": context.tokens,
                 "prefix": context.prefix,
@@ -117,7 +121,7 @@ class Worker:
             yield cell, {**line, "answers": answers}, seconds
 
     @torch.no_grad()
-    def caches(
+    def _make_caches(
         self, context: Context, cells: Sequence[Cell]
     ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
         """Yields every cell, the preparation that its cache is made from, the cache, and what both
@@ -126,16 +130,16 @@ class Worker:
         One restore pass serves an adapter and config, one eviction a ratio, of which every storage
         is a copy. What several cells share is charged to the first.
         """
-        prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
+        prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
-        for members in grouped(cells, self.treatment).values():
+        for members in group_by(cells, self._get_treatment).values():
             adapter = self.adapters[members[0]]
             view = prepared.with_config(self.config(members[0]))
             view = view.with_restore_cache(adapter) if adapter else view
             seconds |= {
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
             }
-            for ratio, group in grouped(members, lambda cell: cell.ratio).items():
+            for ratio, group in group_by(members, lambda cell: cell.ratio).items():
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
                 for cell in group:
@@ -149,50 +153,54 @@ class Worker:
                     yield cell, view, cache, seconds
                     seconds = {}
 
-    def treatment(self, cell: Cell) -> tuple:
+    def _get_treatment(self, cell: Cell) -> tuple:
         """Returns what the cells have in common that differ in ratio and storage alone."""
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
 
-    def prepare(self, context: Context, only_full: bool) -> PreparedContext:
+    def _prepare(self, context: Context, only_full: bool) -> PreparedContext:
         """Returns the context with its prefill and, unless only the full cache is asked, scores."""
         if not only_full:
-            method = self.protocol.adapted(self.compressor(self.job.first), context.prefix)
+            method = self.protocol.adapt_method(
+                self._make_compressor(self.job.first), context.prefix
+            )
             return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
         with timed(seconds, "prefill"):
             full = prefill(self.model, context.ids)
-        return self.unscored(context, full, seconds)
+        return self._make_unscored(context, full, seconds)
 
-    def unscored(self, context: Context, full: DynamicCache, seconds: Seconds) -> ScoredContext:
+    def _make_unscored(
+        self, context: Context, full: DynamicCache, seconds: Seconds
+    ) -> ScoredContext:
         """Returns a context for a cache that keeps every pair."""
         shape = CacheShape.from_model(self.model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
-    def full_answers(
+    def _answer_from_full_cache(
         self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds
     ) -> FullAnswers:
         """Returns what the full cache answers to the sample's questions; a streamed context is read
         whole for it.
         """
         full = prefill(self.model, context.ids) if view.full is None else view.full
-        cache = self.unscored(context, full, {}).evict(1)
+        cache = self._make_unscored(context, full, {}).evict(1)
         prompts = [
-            self.protocol.prompt(self.tokenizer, context, question)[0]
+            self.protocol.make_prompt(self.tokenizer, context, question)[0]
             for question in sample.questions
         ]
         with timed(seconds, "ask"):
-            ids = self.ask(cache, prompts, sample)
+            ids = self._ask(cache, prompts, sample)
         with timed(seconds, "fidelity"):
-            return FullAnswers.read(self.model, cache, prompts, ids)
+            return FullAnswers.from_answers(self.model, cache, prompts, ids)
 
-    def ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
+    def _ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
         """Returns the ids of every question's answer, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
         stops = self.protocol.first_may_stop
         return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=stops)
 
-    def scored(
+    def _score_answers(
         self,
         sample: Sample,
         full: FullAnswers,
@@ -205,7 +213,7 @@ class Worker:
         lines = []
         figures = zip(answers, full.answers, divergences, strict=True)
         for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
-            text = self.text(ids)
+            text = self._decode_answer(ids)
             answer = {"id": question.id, "task": question.task, "question": question.text}
             answer |= {
                 "answer_prefix": question.answer_prefix,
@@ -213,31 +221,40 @@ class Worker:
             }
             answer |= {"references": list(question.answers), "prediction": text}
             answer |= {"score": self.benchmark.score(question, text)}
-            if metrics := self.benchmark.metrics(question, text):
+            if metrics := self.benchmark.compute_metrics(question, text):
                 answer |= {"metrics": metrics}
             lines.append(
-                {**answer, "kl": kl, "answer_tokens": len(whole), "same": text == self.text(whole)}
+                {
+                    **answer,
+                    "kl": kl,
+                    "answer_tokens": len(whole),
+                    "same": text == self._decode_answer(whole),
+                }
             )
         return lines
 
-    def text(self, ids: Tensor) -> str:
+    def _decode_answer(self, ids: Tensor) -> str:
         """Returns an answer's words, as the protocol ends it."""
         return answer_text(
-            self.tokenizer, self.protocol.ended(ids.tolist()), stop_ids(self.model, self.tokenizer)
+            self.tokenizer,
+            self.protocol.trim_answer(ids.tolist()),
+            stop_ids(self.model, self.tokenizer),
         )
 
 
-def digest(text: str) -> str:
+def _digest_text(text: str) -> str:
     """12 hex digits, which tell contexts of one name apart."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def opened_model(
+def open_model(
     name: str, dtype: str, device: str, protocol: str
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """The model as the protocol rotates it; the last one used stays, until the next one is wanted."""
     key = name, dtype, device, protocol
     if key not in OPENED:
         OPENED.clear()  # first, so that two models are never held at once
-        OPENED[key] = load_model(name, dtype, device, protocols.make(protocol).rope(name))
+        OPENED[key] = load_model(
+            name, dtype, device, protocols.make_protocol(protocol).get_rope_changes(name)
+        )
     return OPENED[key]

@@ -37,5 +37,5 @@ BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
 spec.register_entry_points("restorekv.benchmarks", BENCHMARKS)
 
 
-def make(text: str) -> Benchmark:
+def make_benchmark(text: str) -> Benchmark:
     return spec.parse_spec(text, BENCHMARKS, "benchmark")

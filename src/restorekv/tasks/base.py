@@ -86,7 +86,7 @@ class Benchmark(ABC):
         return spec.format_spec(self.name, self)
 
     @abstractmethod
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
         """Returns all contexts in a fixed order; `protocol` ("kvpress", "kvzip") decides lengths
         and wording.
 
@@ -98,50 +98,50 @@ class Benchmark(ABC):
     def score(self, question: Question, prediction: str) -> float:
         """Returns the benchmark's official metric, in [0, 1]."""
 
-    def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
+    def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
         """Returns further metrics by name, in [0, 1] each, to report in addition to the score; none
         by default.
         """
         return {}
 
-    def described(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """Returns what a result records: source and license of the data, metric, stand-ins for
         official data.
         """
         return {"data": self.data, "license": self.license, "metric": self.metric}
 
-    def chosen(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
+    def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         """Returns the samples that a run asks."""
         if self.count < 0:
             raise RestoreKVError(f"count is a number of contexts, at least 0, not {self.count}.")
-        return evenly(self.samples(tokenizer, protocol), self.count, self.seed)
+        return _draw_evenly(self.load_samples(tokenizer, protocol), self.count, self.seed)
 
-    def by_context(self, protocol: str) -> bool:
+    def averages_contexts(self, protocol: str) -> bool:
         """Returns whether a task's score is the mean over its contexts' means, not over all its
         questions.
         """
         return False
 
-    def groups(self) -> Mapping[str, tuple[str, ...]]:
+    def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
         """Returns named groups of tasks that tables show (LongBench's categories); none by default."""
         return {}
 
 
-def apart(question: str, protocol: str) -> str:
+def separate_question(question: str, protocol: str) -> str:
     """Puts a blank line before the question, except under KVzip's protocol, which separates it from
     the context.
     """
     return question if protocol == "kvzip" else f"\n\n{question}"
 
 
-def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Returns a function that counts the tokens of a text, without special tokens and without a
     warning if long.
     """
     return lambda text: len(tokenize_text(tokenizer, text))
 
 
-def digest(samples: Iterable[Sample]) -> str:
+def digest_samples(samples: Iterable[Sample]) -> str:
     """Returns 16 hex digits of all contexts and questions."""
     sha256 = hashlib.sha256()
     for sample in samples:
@@ -149,7 +149,7 @@ def digest(samples: Iterable[Sample]) -> str:
     return sha256.hexdigest()[:16]
 
 
-def evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
+def _draw_evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
     """Returns `count` samples in their order, each task's share drawn by `seed`; all if count is 0
     or too large.
     """

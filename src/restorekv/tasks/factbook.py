@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import normalized
-from restorekv.tasks.reading import Reading, spread
-from restorekv.tasks.rows import texts
-from restorekv.tasks.splits import EVALUATION, factbook_splits
+from restorekv.tasks.metrics import normalize
+from restorekv.tasks.reading import Reading, choose_spread
+from restorekv.tasks.rows import get_texts
+from restorekv.tasks.splits import EVALUATION, split_factbook
 
 
 @dataclass(frozen=True)
@@ -32,30 +32,28 @@ class Factbook(Reading):
 
     split: str = EVALUATION
 
-    def rows(self) -> Iterator[tuple[str, dict]]:
-        rows = list(super().rows())
-        with self.well_formed(str(self.located())):
-            splits = factbook_splits(row["id"] for _, row in rows) if self.path else {}
+    def load_rows(self) -> Iterator[tuple[str, dict]]:
+        rows = list(super().load_rows())
+        with self.check_form(str(self.locate_file())):
+            splits = split_factbook(row["id"] for _, row in rows) if self.path else {}
             yield from (
                 each for each in rows if splits.get(each[1]["id"], EVALUATION) == self.split
             )
 
-    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+    def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         questions = [
-            self.question(
-                f"{row['id']}/{number}", "factbook", asked["question"], texts(asked, "answers")
+            self.make_question(
+                f"{row['id']}/{number}", "factbook", asked["question"], get_texts(asked, "answers")
             )
-            for number, asked in enumerate(spread(row["questions"], self.questions), 1)
+            for number, asked in enumerate(choose_spread(row["questions"], self.questions), 1)
         ]
         yield Sample(row["id"], row["context"], tuple(questions))
 
-    def metrics(self, question: Question, prediction: str) -> dict[str, float]:
-        text = f" {normalized(prediction)} "
+    def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
+        text = f" {normalize(prediction)} "
         return {
-            "contained": float(
-                any(f" {normalized(answer)} " in text for answer in question.answers)
-            )
+            "contained": float(any(f" {normalize(answer)} " in text for answer in question.answers))
         }
 
-    def described(self) -> dict[str, object]:
-        return {**super().described(), "questions": "machine-made", "split": self.split}
+    def to_json(self) -> dict[str, object]:
+        return {**super().to_json(), "questions": "machine-made", "split": self.split}

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import longest_common_f1, normalized
-from restorekv.tasks.reading import Reading, split_text, spread
-from restorekv.tasks.rows import texts
-from restorekv.tasks.splits import EVALUATION, fairytale_split
+from restorekv.tasks.metrics import longest_common_f1, normalize
+from restorekv.tasks.reading import Reading, choose_spread, split_text
+from restorekv.tasks.rows import get_texts
+from restorekv.tasks.splits import EVALUATION, split_fairytale
 
 POSITION = 3  # cost of a distance of the whole story, in shares of the words found
 COMMON = frozenset(
@@ -47,22 +47,22 @@ class FairytaleQA(Reading):
     length: int = 1024
     split: str = EVALUATION
 
-    def rows(self) -> Iterator[tuple[str, dict]]:
-        file = self.located().name.partition(".")[0]
-        stories = enumerate(super().rows())
-        return (story for index, story in stories if fairytale_split(file, index) == self.split)
+    def load_rows(self) -> Iterator[tuple[str, dict]]:
+        file = self.locate_file().name.partition(".")[0]
+        stories = enumerate(super().load_rows())
+        return (story for index, story in stories if split_fairytale(file, index) == self.split)
 
-    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+    def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         """Yields the passages that have questions."""
         passages = split_text(row["context"], self.length, size)
         by_passage: list[list[Question]] = [[] for _ in passages]
         for asked, index in zip(
-            row["questions"], passages_of(row["questions"], passages), strict=True
+            row["questions"], match_passages(row["questions"], passages), strict=True
         ):
             if index is not None:
                 task = "explicit" if asked["explicit"] else "implicit"
-                question = self.question(
-                    asked["id"], task, asked["question"], texts(asked, "answers")
+                question = self.make_question(
+                    asked["id"], task, asked["question"], get_texts(asked, "answers")
                 )
                 by_passage[index].append(question)
         for number, (text, questions) in enumerate(zip(passages, by_passage, strict=True), 1):
@@ -70,18 +70,18 @@ class FairytaleQA(Reading):
                 name = (
                     f"{row['id']}/{number} of {len(passages)}" if len(passages) > 1 else row["id"]
                 )
-                yield Sample(name, text, tuple(spread(questions, self.questions)))
+                yield Sample(name, text, tuple(choose_spread(questions, self.questions)))
 
-    def metrics(self, question: Question, prediction: str) -> dict[str, float]:
+    def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
         return {
             "rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)
         }
 
-    def described(self) -> dict[str, object]:
-        return {**super().described(), "split": self.split}
+    def to_json(self) -> dict[str, object]:
+        return {**super().to_json(), "split": self.split}
 
 
-def passages_of(questions: Sequence[dict], passages: Sequence[str]) -> list[int | None]:
+def match_passages(questions: Sequence[dict], passages: Sequence[str]) -> list[int | None]:
     """Returns the index of the passage that each question of a story is about; None if words and
     place disagree.
     """
@@ -117,4 +117,4 @@ def passages_of(questions: Sequence[dict], passages: Sequence[str]) -> list[int 
 
 def content_words(text: str) -> set[str]:
     """Returns the normalized words of a text that are not common."""
-    return set(normalized(text).split()) - COMMON
+    return set(normalize(text).split()) - COMMON

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.metrics import longest_common_f1
-from restorekv.tasks.reading import Reading, spread
-from restorekv.tasks.rows import field, texts
+from restorekv.tasks.reading import Reading, choose_spread
+from restorekv.tasks.rows import get_field, get_texts
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class Genres(Reading):
     metric = "token F1; in addition ROUGE-L"
     license = "each passage's own, all free: public domain, CC0, CC BY and permissive ones"
 
-    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+    def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         """Yield the passage of a row with its questions."""
         questions = [
-            self.question(
+            self.make_question(
                 f"{row['id']} {number}",
                 row["genre"],
-                field(asked, "question"),
-                texts(asked, "answers"),
+                get_field(asked, "question"),
+                get_texts(asked, "answers"),
             )
             for number, asked in enumerate(row["questions"], 1)
         ]
-        yield Sample(row["id"], row["context"], tuple(spread(questions, self.questions)))
+        yield Sample(row["id"], row["context"], tuple(choose_spread(questions, self.questions)))
 
-    def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
+    def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
         return {
             "rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)
         }

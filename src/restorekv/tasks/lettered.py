@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
-from restorekv.tasks.metrics import letter
-from restorekv.tasks.rows import field, file_rows, texts, well_formed
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, separate_question
+from restorekv.tasks.metrics import find_letter
+from restorekv.tasks.rows import check_form, get_field, get_texts, load_file_rows
 
 LETTERS = "ABCDE"
 REQUEST = (
@@ -36,7 +36,7 @@ class Lettered(Benchmark):
 
     path: str = ""
 
-    def located(self) -> Path:
+    def locate_file(self) -> Path:
         """Returns the path of the file, or raises RestoreKVError if there is none."""
         path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
         if not self.path or not path.is_file():
@@ -47,7 +47,7 @@ class Lettered(Benchmark):
             )
         return path
 
-    def question(
+    def make_question(
         self, name: str, text: str, options: Sequence[str], right: int, protocol: str
     ) -> Question:
         """Returns the question whose right option is number `right`, counted from 0.
@@ -56,18 +56,18 @@ class Lettered(Benchmark):
         protocols so.
         """
         facts = {"options": list(options), "bare": True}
-        text = apart(with_options(text.strip(), options), protocol)
+        text = separate_question(add_options(text.strip(), options), protocol)
         return Question(name, self.name, text, (LETTERS[right],), MAX_NEW_TOKENS, facts=facts)
 
-    def by_context(self, protocol: str) -> bool:
+    def averages_contexts(self, protocol: str) -> bool:
         """RestoreKV's own evaluation averages over contexts, as KVzip's does."""
         return protocol == "kvzip"
 
     def score(self, question: Question, prediction: str) -> float:
-        return float(letter(prediction) == question.answers[0])
+        return float(find_letter(prediction) == question.answers[0])
 
 
-def with_options(question: str, options: Sequence[str]) -> str:
+def add_options(question: str, options: Sequence[str]) -> str:
     """Returns the question, its options as "A. ..." lines, and the request for one letter of A to
     D, or A to E of five.
 
@@ -104,16 +104,16 @@ class Quality(Lettered):
         if self.subset not in ("all", "hard"):
             raise RestoreKVError(f"The subset of QuALITY is all or hard, not {self.subset!r}.")
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields articles in the file's order, except those without a question of the subset."""
-        merged = list(self.merged().items())[: self.articles or None]
+        merged = list(self._merge_articles().items())[: self.articles or None]
         if not merged:
             raise RestoreKVError(
-                f"{self.located()} has no question with a gold_label; give the dev set."
+                f"{self.locate_file()} has no question with a gold_label; give the dev set."
             )
         for index, ((_, article), rows) in enumerate(merged):
             questions = tuple(
-                self.question(
+                self.make_question(
                     f"{index}-{turn}",
                     row["question"],
                     row["options"],
@@ -126,21 +126,21 @@ class Quality(Lettered):
             if questions:
                 yield Sample(str(index), article, questions)
 
-    def merged(self) -> dict[tuple[str, str], list[dict]]:
+    def _merge_articles(self) -> dict[tuple[str, str], list[dict]]:
         """Returns the labeled questions of each (article_id, article)."""
         articles: dict[tuple[str, str], list[dict]] = {}
-        for place, row in file_rows(self.located()):
+        for place, row in load_file_rows(self.locate_file()):
             problem = f"{place} is not an article of QuALITY with labeled questions of four options"
-            with well_formed(problem, "fetch it again"):
-                key = field(row, "article_id", str | int), field(row, "article").strip()
+            with check_form(problem, "fetch it again"):
+                key = get_field(row, "article_id", str | int), get_field(row, "article").strip()
                 labeled = [
                     each
-                    for each in field(row, "questions", list)
+                    for each in get_field(row, "questions", list)
                     if each.get("gold_label") is not None
                 ]
                 valid = (
-                    field(each, "question")
-                    and len(texts(each, "options")) == 4
+                    get_field(each, "question")
+                    and len(get_texts(each, "options")) == 4
                     and each["gold_label"] in (1, 2, 3, 4)
                     for each in labeled
                 )
@@ -178,46 +178,48 @@ class LongHealth(Lettered):
                 f"A context of LongHealth has at least 1 patient, not {self.patients}."
             )
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        path = self.located()
-        rows = [row for _, row in file_rows(path)]
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+        path = self.locate_file()
+        rows = [row for _, row in load_file_rows(path)]
         if len(rows) != 1 or not isinstance(rows[0], dict) or not rows[0]:
             raise RestoreKVError(f"{path} is not one JSON object of patients; fetch it again.")
-        read = [self.read(name, rows[0][name], protocol) for name in sorted(rows[0])]
+        read = [self.parse_row(name, rows[0][name], protocol) for name in sorted(rows[0])]
         for start in range(0, len(read) - self.patients + 1, self.patients):
             group = read[start : start + self.patients]
             questions = tuple(question for sample in group for question in sample.questions)
             context = "\n\n".join(filter(None, (sample.context for sample in group))).strip()
             yield Sample("+".join(sample.id for sample in group), context, questions)
 
-    def read(self, name: str, patient: dict, protocol: str) -> Sample:
+    def parse_row(self, name: str, patient: dict, protocol: str) -> Sample:
         """Returns the records of a patient, each between tags of its name, with all questions."""
-        problem = f"{self.located()}: {name} lacks texts or questions in the form of version 5"
-        with well_formed(problem, "fetch it again"):
-            records = field(patient, "texts", dict)
-            blocks = [f"<{title}>\n{field(records, title)}\n</{title}>" for title in records]
-            about = ", ".join(f"{key.capitalize()}: {field(patient, key)}" for key in PATIENT)
+        problem = f"{self.locate_file()}: {name} lacks texts or questions in the form of version 5"
+        with check_form(problem, "fetch it again"):
+            records = get_field(patient, "texts", dict)
+            blocks = [f"<{title}>\n{get_field(records, title)}\n</{title}>" for title in records]
+            about = ", ".join(f"{key.capitalize()}: {get_field(patient, key)}" for key in PATIENT)
             intro = f"About patient ID {name}, {about}: " if self.patients > 1 else ""
             questions = [
-                self.read_question(name, row, intro, protocol)
-                for row in field(patient, "questions", list)
+                self._parse_question(name, row, intro, protocol)
+                for row in get_field(patient, "questions", list)
             ]
             return Sample(name, "\n\n".join(blocks), tuple(questions))
 
-    def read_question(self, name: str, row: dict, intro: str, protocol: str) -> Question:
+    def _parse_question(self, name: str, row: dict, intro: str, protocol: str) -> Question:
         """Returns a question of the file, which gives the right answer by its text and may lack
         options.
         """
         keys = [f"answer_{letter.lower()}" for letter in LETTERS]
-        options = [field(row, key) for key in keys if row.get(key)]
+        options = [get_field(row, key) for key in keys if row.get(key)]
         stripped = [option.strip() for option in options]
-        right = field(row, "correct").strip()
+        right = get_field(row, "correct").strip()
         if right not in stripped:
             raise RestoreKVError(
-                f"{self.located()}: question {row['No']} of {name} has no right option; fix the file."
+                f"{self.locate_file()}: question {row['No']} of {name} has no right option; fix the file."
             )
-        text = intro + field(row, "question").strip()
-        return self.question(f"{name}-{row['No']}", text, options, stripped.index(right), protocol)
+        text = intro + get_field(row, "question").strip()
+        return self.make_question(
+            f"{name}-{row['No']}", text, options, stripped.index(right), protocol
+        )
 
     @property
     def data(self) -> str:

@@ -21,22 +21,22 @@ from restorekv.data.files import format_suffix, list_source_files
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import (
-    classification,
-    code_similarity,
-    count,
-    retrieval,
+    compare_code,
     rouge_l,
+    score_class,
+    score_numbers,
+    score_paragraph,
     token_f1,
 )
 from restorekv.tasks.rows import (
     Rows,
-    field,
-    file_rows,
+    check_form,
+    get_field,
+    get_texts,
     group_by_context,
-    hub_rows,
-    kvpress_question,
-    texts,
-    well_formed,
+    load_file_rows,
+    load_hub_rows,
+    parse_kvpress_row,
 )
 
 HUB = "Xnhyacinth/LongBench"
@@ -52,10 +52,10 @@ TASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
 METRICS: dict[str, Callable[..., float]] = {
     **dict.fromkeys((*CATEGORIES["S-QA"], *CATEGORIES["M-QA"], "triviaqa"), token_f1),
     **dict.fromkeys((*CATEGORIES["Summ"], "samsum"), rouge_l),
-    **dict.fromkeys(CATEGORIES["Code"], code_similarity),
-    "trec": classification,
-    "passage_count": count,
-    "passage_retrieval_en": retrieval,
+    **dict.fromkeys(CATEGORIES["Code"], compare_code),
+    "trec": score_class,
+    "passage_count": score_numbers,
+    "passage_retrieval_en": score_paragraph,
 }
 # Only an answer's first line counts; official inputs end with the answer prefix.
 FEW_SHOT = CATEGORIES["Few-shot"]
@@ -84,9 +84,9 @@ class LongBench(Benchmark):
     path: str = ""
     tasks: str = ""
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         for task in self.chosen_tasks:
-            yield from samples_of(task, self.path)
+            yield from load_task(task, self.path)
 
     def score(self, question: Question, prediction: str) -> float:
         """Returns the best over the references, for few-shot tasks of the answer's first line."""
@@ -94,20 +94,20 @@ class LongBench(Benchmark):
         if question.task in FEW_SHOT:
             answer = answer.split("\n")[0]
         metric = METRICS[question.task]
-        classes = {"classes": question.facts["classes"]} if metric is classification else {}
+        classes = {"classes": question.facts["classes"]} if metric is score_class else {}
         return max(metric(answer, reference, **classes) for reference in question.answers)
 
     @property
     def data(self) -> str:
         return self.path or f"{HUB} (Hugging Face)"
 
-    def described(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {
-            **super().described(),
+            **super().to_json(),
             "prompts": "kvpress 0.5.5's, answers up to 20 tokens longer than LongBench's",
         }
 
-    def groups(self) -> Mapping[str, tuple[str, ...]]:
+    def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
         """Returns the categories of which every task is asked."""
         return {
             name: tasks
@@ -116,17 +116,17 @@ class LongBench(Benchmark):
         }
 
 
-def samples_of(task: str, path: str) -> list[Sample]:
+def load_task(task: str, path: str) -> list[Sample]:
     """Returns the task's distinct contexts, from the files below `path` or from the hub if it is
     empty.
     """
-    rows = local_task(task, path) if path else hub_rows(HUB, task, "test", INSTEAD)
+    rows = _load_local_task(task, path) if path else load_hub_rows(HUB, task, "test", INSTEAD)
     return group_by_context(
-        read(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows)
+        _parse_row(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows)
     )
 
 
-def local_task(task: str, path: str) -> Rows:
+def _load_local_task(task: str, path: str) -> Rows:
     """Yields the rows of the file named for the task, or else of all files in folders named for it."""
     files = list_source_files(Path(path))
     named = [
@@ -144,24 +144,28 @@ def local_task(task: str, path: str) -> Rows:
             f"{path} has no task {task}; {INSTEAD}, or leave it out by tasks=NAME+NAME."
         )
     for file in files:
-        yield from file_rows(file)
+        yield from load_file_rows(file)
 
 
-def read(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
+def _parse_row(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
     """Returns (context, question) of a row in either format."""
-    with well_formed(f"{place} is not a row of LongBench", "fetch the file again"):
-        facts = {"classes": texts(row, "all_classes")} if row["all_classes"] else {}
-        return kvpress_question(
-            {**row, **prompted(task, row)} if "input" in row else row, name, task, "answers", facts
+    with check_form(f"{place} is not a row of LongBench", "fetch the file again"):
+        facts = {"classes": get_texts(row, "all_classes")} if row["all_classes"] else {}
+        return parse_kvpress_row(
+            {**row, **_add_prompt(task, row)} if "input" in row else row,
+            name,
+            task,
+            "answers",
+            facts,
         )
 
 
-def prompted(task: str, row: dict) -> dict:
+def _add_prompt(task: str, row: dict) -> dict:
     """Returns an official row in kvpress's format."""
     prompt = PROMPTS[task]
-    text = field(row, "input").removesuffix(prompt.answer_prefix if task in FEW_SHOT else "")
+    text = get_field(row, "input").removesuffix(prompt.answer_prefix if task in FEW_SHOT else "")
     return {
-        "context": prompt.context.format(context=field(row, "context")),
+        "context": prompt.context.format(context=get_field(row, "context")),
         "question": prompt.question.format(input=text),
         "answer_prefix": prompt.answer_prefix,
         "max_new_tokens": prompt.tokens + EXTRA_TOKENS,

@@ -3,7 +3,7 @@ answer.
 
 LongBench's metrics (arXiv 2308.14508, github.com/THUDM/LongBench) equal kvpress 0.5.5's to the last
 bit (tests/conformance/test_longbench_metric.py): `token_f1`, `rouge_l` but for very long sentences,
-`classification`, `count`, `retrieval` and `code_similarity`.
+`score_class`, `score_numbers`, `score_paragraph` and `compare_code`.
 """
 
 import re
@@ -28,7 +28,7 @@ DIGITS = {
 DIGIT_WORD = re.compile(rf"\b(?:{'|'.join(DIGITS)})\b")
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """Normalizes as SQuAD does (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the,
     single spaces.
     """
@@ -37,8 +37,8 @@ def normalized(text: str) -> str:
 
 def token_f1(prediction: str, reference: str) -> float:
     """Returns F1 of the two bags of normalized words; 0 if they share none, even if both are empty."""
-    said = normalized(prediction).split()
-    wanted = normalized(reference).split()
+    said = normalize(prediction).split()
+    wanted = normalize(reference).split()
     common = (Counter(said) & Counter(wanted)).total()
     if not common:
         return 0.0
@@ -47,9 +47,9 @@ def token_f1(prediction: str, reference: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def exact_match(prediction: str, reference: str) -> float:
+def match_exactly(prediction: str, reference: str) -> float:
     """Returns 1 if the two are equal after normalization, as SQuAD's evaluator does."""
-    return float(normalized(prediction) == normalized(reference))
+    return float(normalize(prediction) == normalize(reference))
 
 
 def longest_common_f1(prediction: str, reference: str) -> float:
@@ -132,7 +132,7 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
     return found[::-1]
 
 
-def classification(prediction: str, reference: str, classes: Iterable[str]) -> float:
+def score_class(prediction: str, reference: str, classes: Iterable[str]) -> float:
     """Returns one over the number of `classes` named in the prediction, if the right one is among
     them.
 
@@ -146,7 +146,7 @@ def classification(prediction: str, reference: str, classes: Iterable[str]) -> f
     return 1 / len(named) if reference in named else 0.0
 
 
-def count(prediction: str, reference: str) -> float:
+def score_numbers(prediction: str, reference: str) -> float:
     """Returns the share of the prediction's numbers that equal the reference digit for digit; 0 if
     it has none.
     """
@@ -154,17 +154,17 @@ def count(prediction: str, reference: str) -> float:
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
-def retrieval(prediction: str, reference: str) -> float:
-    """Returns `count` with the number of a reference such as "Paragraph 7"."""
+def score_paragraph(prediction: str, reference: str) -> float:
+    """Returns `score_numbers` with the number of a reference such as "Paragraph 7"."""
     paragraph = PARAGRAPH.search(reference)
     if not paragraph:
         raise RestoreKVError(
             f"The reference {reference!r} names no paragraph; fetch the data again."
         )
-    return count(prediction, paragraph[1])
+    return score_numbers(prediction, paragraph[1])
 
 
-def code_similarity(prediction: str, reference: str) -> float:
+def compare_code(prediction: str, reference: str) -> float:
     """Returns Ratcliff and Obershelp's similarity of the first line without comment or fence, in
     whole percents.
 
@@ -177,19 +177,19 @@ def code_similarity(prediction: str, reference: str) -> float:
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
 
 
-def with_digits(text: str) -> str:
+def write_digits(text: str) -> str:
     """Normalizes as SQuAD does, then writes zero to nine as digits."""
-    return DIGIT_WORD.sub(lambda word: DIGITS[word[0]], normalized(text))
+    return DIGIT_WORD.sub(lambda word: DIGITS[word[0]], normalize(text))
 
 
-def contains(prediction: str, reference: str) -> float:
+def contains_text(prediction: str, reference: str) -> float:
     """Returns whether the normalized prediction contains the normalized reference, inside words too
     (KVzip's).
     """
-    return float(with_digits(reference) in with_digits(prediction))
+    return float(write_digits(reference) in write_digits(prediction))
 
 
-def letter(answer: str) -> str:
+def find_letter(answer: str) -> str:
     """Returns the letter of an option that an answer means, or "" if there is none.
 
     It is the first character if that is one of A to E in either case, else the first such capital

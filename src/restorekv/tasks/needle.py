@@ -16,8 +16,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes
 from restorekv.model.tokenize import tokenize_text
 from restorekv.tasks import prose
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
-from restorekv.tasks.metrics import contains
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, separate_question
+from restorekv.tasks.metrics import contains_text
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 QUESTION = "Based on the content of the book, the best thing to do in San Francisco is: "
@@ -53,7 +53,7 @@ class Needle(Benchmark):
                 f"There are at least 2 depths, the beginning and the end, not {self.depths}."
             )
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the same haystack for every length and depth, with the needle after a full stop."""
         lengths = sorted({int(length) for length in self.lengths.split("+")})
         needle = tokenize_text(tokenizer, NEEDLE)
@@ -61,13 +61,13 @@ class Needle(Benchmark):
             raise RestoreKVError(
                 f"A length of {lengths[0]} ids has no room for the needle, which has {len(needle)}."
             )
-        haystack = first_ids(self.parts(), tokenizer, lengths[-1])
+        haystack = _take_ids(self._draw_parts(), tokenizer, lengths[-1])
         for length in lengths:
             hay = haystack[: length - len(needle)]
             for step in range(self.depths):
                 depth = 100 * step / (self.depths - 1)
                 place = (
-                    after_full_stop(tokenizer, hay, int(len(hay) * depth / 100))
+                    find_sentence_end(tokenizer, hay, int(len(hay) * depth / 100))
                     if depth < 100
                     else len(hay)
                 )
@@ -78,19 +78,26 @@ class Needle(Benchmark):
                 task = f"needle_{length}"
                 facts = {"length": length, "depth": depth}
                 question = Question(
-                    name, task, apart(QUESTION, protocol), (ANSWER,), MAX_NEW_TOKENS, facts=facts
+                    name,
+                    task,
+                    separate_question(QUESTION, protocol),
+                    (ANSWER,),
+                    MAX_NEW_TOKENS,
+                    facts=facts,
                 )
                 yield Sample(name, text, (question,))
 
-    def parts(self) -> Iterator[str]:
+    def _draw_parts(self) -> Iterator[str]:
         """Yields the haystack in parts, without end."""
         if self.path:
-            yield from cycle(essays(Path(self.path)))
-        for number, sentence in enumerate(prose.sentences(random.Random(f"needle {self.seed}")), 1):
+            yield from cycle(_load_essays(Path(self.path)))
+        for number, sentence in enumerate(
+            prose.draw_sentences(random.Random(f"needle {self.seed}")), 1
+        ):
             yield sentence + ("\n\n" if number % PARAGRAPH == 0 else " ")
 
     def score(self, question: Question, prediction: str) -> float:
-        return contains(prediction, question.answers[0])
+        return contains_text(prediction, question.answers[0])
 
     @property
     def data(self) -> str:
@@ -102,7 +109,7 @@ class Needle(Benchmark):
         return "as the files" if self.path else "Apache-2.0"
 
 
-def essays(folder: Path) -> list[str]:
+def _load_essays(folder: Path) -> list[str]:
     """Returns the texts of a folder in the order of their file names."""
     try:
         texts = [
@@ -120,7 +127,7 @@ def essays(folder: Path) -> list[str]:
     return texts
 
 
-def first_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:
+def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:
     """Returns at least `size` ids of as many parts as that takes, tokenized as one text."""
     text = ""
     expected = 0
@@ -134,7 +141,7 @@ def first_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
     return ids
 
 
-def after_full_stop(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
+def find_sentence_end(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
     """Returns the last place up to `place` that follows an id of a full stop and perhaps space, or
     else the start.
     """

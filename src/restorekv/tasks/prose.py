@@ -17,21 +17,21 @@ PHRASES = {
 }
 
 
-def sentences(rng: random.Random) -> Iterator[str]:
+def draw_sentences(rng: random.Random) -> Iterator[str]:
     """Yields sentences without end, each different from all before; the same for the same `rng`
     state.
     """
     seen: set[str] = set()
     while True:
-        sentence = phrase("sentence", rng)
+        sentence = draw_phrase("sentence", rng)
         if sentence not in seen:
             seen.add(sentence)
             yield sentence[0].upper() + sentence[1:]
 
 
-def phrase(rule: str, rng: random.Random) -> str:
+def draw_phrase(rule: str, rng: random.Random) -> str:
     """Returns a phrase of that rule, without any {rule} left in it."""
     start, *rest = rng.choice(PHRASES[rule]).split("{")
     return start + "".join(
-        phrase(name, rng) + after for name, after in (part.split("}") for part in rest)
+        draw_phrase(name, rng) + after for name, after in (part.split("}") for part in rest)
     )

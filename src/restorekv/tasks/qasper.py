@@ -15,7 +15,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.tasks import longbench
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import token_f1
-from restorekv.tasks.rows import Rows, file_rows, hub_rows, well_formed
+from restorekv.tasks.rows import Rows, check_form, load_file_rows, load_hub_rows
 
 HUB = "allenai/qasper"
 REVISION = "refs/convert/parquet"  # the main branch is a script, which datasets 4 refuses
@@ -41,10 +41,14 @@ class Qasper(Benchmark):
         if self.source not in ("longbench", "official"):
             raise RestoreKVError(f"QASPER's source is longbench or official, not {self.source!r}.")
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         if self.source == "longbench":
-            return longbench.samples_of("qasper", self.path)
-        return [sample for place, paper in papers(self.path) for sample in read(place, paper)]
+            return longbench.load_task("qasper", self.path)
+        return [
+            sample
+            for place, paper in _load_papers(self.path)
+            for sample in _parse_paper(place, paper)
+        ]
 
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
@@ -53,50 +57,52 @@ class Qasper(Benchmark):
     def data(self) -> str:
         return self.path or f"{HUB if self.source == 'official' else longbench.HUB} (Hugging Face)"
 
-    def described(self) -> dict[str, object]:
-        return {**super().described(), "prompts": "LongBench's qasper in kvpress 0.5.5"}
+    def to_json(self) -> dict[str, object]:
+        return {**super().to_json(), "prompts": "LongBench's qasper in kvpress 0.5.5"}
 
 
-def papers(path: str) -> Rows:
+def _load_papers(path: str) -> Rows:
     """Yields (place for messages, paper) of the released file, {id: paper}, or of rows, a paper
     each.
     """
     if not path:
-        yield from hub_rows(HUB, None, "validation", INSTEAD, REVISION)
+        yield from load_hub_rows(HUB, None, "validation", INSTEAD, REVISION)
         return
     files = list_source_files(Path(path))
     if len(files) > 1:
         raise RestoreKVError(
             f"{path} has {len(files)} files; give path=FILE, that of the development set."
         )
-    for place, row in file_rows(files[0]):
+    for place, row in load_file_rows(files[0]):
         if isinstance(row, dict) and "qas" not in row:
             yield from ((f"{files[0]}, paper {name}", paper) for name, paper in row.items())
         else:
             yield place, row
 
 
-def read(place: str, paper: dict) -> Iterator[Sample]:
+def _parse_paper(place: str, paper: dict) -> Iterator[Sample]:
     """Yields a paper's sample if it has questions."""
-    with well_formed(f"{place} is not a paper of QASPER", INSTEAD):
-        context = PROMPT.context.format(context=full_text(paper))
-        questions = tuple(question(row) for row in records(paper["qas"]))
+    with check_form(f"{place} is not a paper of QASPER", INSTEAD):
+        context = PROMPT.context.format(context=_join_sections(paper))
+        questions = tuple(_parse_question(row) for row in _list_records(paper["qas"]))
         if questions:
             yield Sample(questions[0].id, context, questions)
 
 
-def full_text(paper: dict) -> str:
+def _join_sections(paper: dict) -> str:
     """Returns section names and paragraphs, a line each, without title and abstract, which the
     annotators had read.
     """
     lines = []
-    for section in records(paper["full_text"]):
+    for section in _list_records(paper["full_text"]):
         lines += [section["section_name"] or "", *section["paragraphs"]]
     return "\n".join(filter(None, (" ".join(line.split("\n")).strip() for line in lines)))
 
 
-def question(row: dict) -> Question:
-    answers = tuple(reference(annotation["answer"]) for annotation in records(row["answers"]))
+def _parse_question(row: dict) -> Question:
+    answers = tuple(
+        _parse_reference(annotation["answer"]) for annotation in _list_records(row["answers"])
+    )
     if not answers:
         raise ValueError(row)
     text = PROMPT.question.format(input=row["question"])
@@ -110,7 +116,7 @@ def question(row: dict) -> Question:
     )
 
 
-def reference(answer: dict) -> str:
+def _parse_reference(answer: dict) -> str:
     """Returns the answer of one annotator as the official evaluator writes it."""
     if answer["unanswerable"]:
         return "Unanswerable"
@@ -119,7 +125,7 @@ def reference(answer: dict) -> str:
     return answer["free_form_answer"] or {True: "Yes", False: "No"}[answer["yes_no"]]
 
 
-def records(table: list[dict] | dict[str, list]) -> list[dict]:
+def _list_records(table: list[dict] | dict[str, list]) -> list[dict]:
     """Returns a list of records, which `datasets` stores as a record of lists."""
     if isinstance(table, list):
         return table

@@ -11,9 +11,9 @@ from typing import ClassVar, TypeVar, get_args
 
 from restorekv.data.files import identify_source
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, make_token_counter
 from restorekv.tasks.metrics import token_f1
-from restorekv.tasks.rows import local_rows, well_formed
+from restorekv.tasks.rows import check_form, load_rows
 from restorekv.tasks.splits import EVALUATION, Split
 
 TEXTS = Path(__file__).parent / "texts"
@@ -60,36 +60,36 @@ class Reading(Benchmark):
             )
 
     @abstractmethod
-    def read(self, row: dict, size: Size) -> Iterable[Sample]:
+    def parse_row(self, row: dict, size: Size) -> Iterable[Sample]:
         """Yields the samples of one row of the file; `size` counts the tokens of a text."""
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         samples = []
-        size = token_counter(tokenizer)
-        for place, row in self.rows():
-            with self.well_formed(place):
-                samples += self.read(row, size)
+        size = make_token_counter(tokenizer)
+        for place, row in self.load_rows():
+            with self.check_form(place):
+                samples += self.parse_row(row, size)
         if not samples:
             raise RestoreKVError(
-                f"{self.located()} has no question for {self.spec}; choose other settings."
+                f"{self.locate_file()} has no question for {self.spec}; choose other settings."
             )
         return samples
 
-    def located(self) -> Path:
+    def locate_file(self) -> Path:
         """Returns the path of the file that is read."""
         return Path(self.path) if self.path else TEXTS / self.shipped
 
-    def rows(self) -> Iterator[tuple[str, dict]]:
+    def load_rows(self) -> Iterator[tuple[str, dict]]:
         """Yields (place for messages, row) of the file."""
-        return local_rows(self.located())
+        return load_rows(self.locate_file())
 
-    def well_formed(self, place: str) -> AbstractContextManager[None]:
+    def check_form(self, place: str) -> AbstractContextManager[None]:
         """Refuses rows of another form."""
-        return well_formed(
+        return check_form(
             f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}"
         )
 
-    def question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
+    def make_question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
         """Returns a question in the wording that all benchmarks of this kind share.
 
         The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both
@@ -105,9 +105,11 @@ class Reading(Benchmark):
     def data(self) -> str:
         return self.path or f"{self.source}, as it ships"
 
-    def described(self) -> dict[str, object]:
-        files = identify_source(str(self.located()))["files"] if self.located().exists() else []
-        return {**super().described(), "files": files, "wording": WORDING}
+    def to_json(self) -> dict[str, object]:
+        files = (
+            identify_source(str(self.locate_file()))["files"] if self.locate_file().exists() else []
+        )
+        return {**super().to_json(), "files": files, "wording": WORDING}
 
 
 def split_text(text: str, length: int, size: Size) -> list[str]:
@@ -116,12 +118,12 @@ def split_text(text: str, length: int, size: Size) -> list[str]:
     """
     if not length or size(text) <= length:
         return [text]
-    parts = pieces(text, length, size)
-    groups = packed([size(part) for part in parts], length)
+    parts = _cut_text(text, length, size)
+    groups = pack_neighbors([size(part) for part in parts], length)
     return ["".join(parts[group.start : group.stop]).strip() for group in groups]
 
 
-def pieces(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -> list[str]:
+def _cut_text(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -> list[str]:
     """Returns consecutive parts of the text: its paragraphs, the lines of those that are too long,
     or their words.
     """
@@ -129,25 +131,27 @@ def pieces(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -
         return [text] if text else []
     first, *others = text.split(joints[0])
     parts = (first, *(joints[0] + part for part in others))
-    return [piece for part in parts for piece in pieces(part, length, size, joints[1:])]
+    return [piece for part in parts for piece in _cut_text(part, length, size, joints[1:])]
 
 
-def packed(sizes: Sequence[int], most: int) -> list[range]:
+def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
     """Returns the fewest groups of neighbors that sum to at most `most` each, with the smallest
     largest group.
 
     A size above `most` gets a group of its own.
     """
-    count = len(grouped(sizes, most))
+    count = len(_fill_groups(sizes, most))
     low = 1
     high = most
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(grouped(sizes, middle)) <= count else (middle + 1, high)
-    return grouped(sizes, low)
+        low, high = (
+            (low, middle) if len(_fill_groups(sizes, middle)) <= count else (middle + 1, high)
+        )
+    return _fill_groups(sizes, low)
 
 
-def grouped(sizes: Sequence[int], most: int) -> list[range]:
+def _fill_groups(sizes: Sequence[int], most: int) -> list[range]:
     """Returns groups of neighbors that fill each group before the next begins."""
     starts = [0]
     total = 0
@@ -159,7 +163,7 @@ def grouped(sizes: Sequence[int], most: int) -> list[range]:
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
-def spread(items: Sequence[Item], count: int) -> list[Item]:
+def choose_spread(items: Sequence[Item], count: int) -> list[Item]:
     """Returns `count` of the items in their order, evenly spaced; all of them where count is 0 or
     too large.
     """

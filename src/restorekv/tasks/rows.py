@@ -18,25 +18,25 @@ class FieldError(TypeError):
     """Names a field that a row lacks, or that holds a value of another type."""
 
 
-def existing(where: str | Path) -> Path:
+def check_exists(where: str | Path) -> Path:
     """Returns the path of a file or folder, or raises RestoreKVError if there is none."""
     if not Path(where).exists():
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     return Path(where)
 
 
-def local_rows(where: str | Path) -> Rows:
+def load_rows(where: str | Path) -> Rows:
     """Yields the rows of a file, or of all files below a folder in the order of their names."""
-    for file in list_source_files(existing(where)):
-        yield from file_rows(file)
+    for file in list_source_files(check_exists(where)):
+        yield from load_file_rows(file)
 
 
-def file_rows(file: Path) -> Rows:
+def load_file_rows(file: Path) -> Rows:
     """Yields the rows of a file, which is JSON if its name ends unlike others."""
     return ((f"{file}, {place}", row) for place, row in iterate_values(file))
 
 
-def hub_rows(
+def load_hub_rows(
     name: str, subset: str | None, split: str, instead: str, revision: str | None = None
 ) -> Rows:
     """Yields the rows of one split, which the library `datasets` caches for runs without a network.
@@ -49,12 +49,12 @@ def hub_rows(
     except (
         Exception
     ) as error:  # unreachable, unknown, gated: the readers' errors share no base class
-        raise unreachable(f"{name} from the hub", error, instead) from error
+        raise explain_unreachable(f"{name} from the hub", error, instead) from error
     where = f"{name}, {subset}" if subset else name
     yield from ((f"{where}, row {number}", row) for number, row in enumerate(dataset, 1))
 
 
-def unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
+def explain_unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
     """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do
     instead.
     """
@@ -62,7 +62,7 @@ def unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
 
 
 @contextmanager
-def well_formed(problem: str, fix: str) -> Iterator[None]:
+def check_form(problem: str, fix: str) -> Iterator[None]:
     """Turns the errors that reading a malformed row raises into one RestoreKVError: "`problem`;
     `fix`.".
     """
@@ -77,32 +77,34 @@ def well_formed(problem: str, fix: str) -> Iterator[None]:
         raise RestoreKVError(f"{problem}{detail}; {fix}.") from error
 
 
-def field(row: Any, name: str, kind: type = str) -> Any:
+def get_field(row: Any, name: str, kind: type = str) -> Any:
     """Returns `row[name]`, or raises FieldError unless it is a `kind`."""
     if not isinstance(row, dict) or not isinstance(row.get(name), kind):
         raise FieldError(name)
     return row[name]
 
 
-def texts(row: Any, name: str) -> list[str]:
+def get_texts(row: Any, name: str) -> list[str]:
     """Returns the list of strings `row[name]`, or raises FieldError if it is empty or something
     else.
     """
-    if not field(row, name, list) or not all(isinstance(text, str) for text in row[name]):
+    if not get_field(row, name, list) or not all(isinstance(text, str) for text in row[name]):
         raise FieldError(name)
     return row[name]
 
 
-def kvpress_question(
+def parse_kvpress_row(
     row: dict, name: str, task: str, answers: str, facts: Mapping[str, object] | None = None
 ) -> tuple[str, Question]:
     """Returns (context, question) of a row in the format of kvpress's data sets; `answers` names
     the answers' field.
     """
-    context, text, prefix = (field(row, key) for key in ("context", "question", "answer_prefix"))
+    context, text, prefix = (
+        get_field(row, key) for key in ("context", "question", "answer_prefix")
+    )
     limit = int(row["max_new_tokens"])
     return context, Question(
-        name, task, text, tuple(texts(row, answers)), limit, prefix, facts or {}
+        name, task, text, tuple(get_texts(row, answers)), limit, prefix, facts or {}
     )
 
 

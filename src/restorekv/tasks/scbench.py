@@ -6,7 +6,7 @@ task: prompts (context, then questions), ground_truth, and for repoqa lang, repo
 Contexts and questions are asked unchanged.
 
 Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and
-Janghyun1230/FastKVzip); snu-mllab/KVzip (5d84729) differs in `option` alone, where it looks at
+Janghyun1230/FastKVzip); snu-mllab/KVzip (5d84729) differs in `score_option` alone, where it looks at
 brackets only if both texts begin with one. For repoqa they are RepoQA's (arXiv 2406.06025,
 github.com/evalplus/repoqa): of all functions that the context's questions ask for, the right one
 must be the most similar to the prediction's first function, with BLEU of at least 0.8.
@@ -24,9 +24,9 @@ from huggingface_hub import hf_hub_download
 
 from restorekv.data.files import read_parquet_rows
 from restorekv.errors import RestoreKVError, import_extra
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
-from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
-from restorekv.tasks.rows import field, texts, unreachable, well_formed
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, separate_question
+from restorekv.tasks.metrics import contains_text, rouge_l, token_f1, write_digits
+from restorekv.tasks.rows import check_form, explain_unreachable, get_field, get_texts
 
 HUB = "Jang-Hyun/SCBench-preprocessed"
 TASKS = (
@@ -88,15 +88,15 @@ class SCBench(Benchmark):
     path: str = ""
     revision: str = "main"
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the contexts of the tasks in the order in which the setting names them."""
         import_extra("nltk", "eval")  # fails before the first answer, not after it
         for task in self.tasks.split("+"):
-            path = self.located(task)
+            path = self.locate_file(task)
             for index, row in enumerate(read_parquet_rows(path)):
-                yield read(task, f"{task}-{index}", f"{path}, row {index + 1}", row, protocol)
+                yield _parse_row(task, f"{task}-{index}", f"{path}, row {index + 1}", row, protocol)
 
-    def located(self, task: str) -> Path:
+    def locate_file(self, task: str) -> Path:
         """Returns the path of the task's file, which is downloaded unless `path` names a folder."""
         file = f"scbench_{task}.parquet"
         if not self.path:
@@ -104,7 +104,7 @@ class SCBench(Benchmark):
                 return Path(hf_hub_download(HUB, file, repo_type="dataset", revision=self.revision))
             except Exception as error:  # unreachable, unknown: the hub's client raises many kinds
                 instead = "fetch it with a network and give path=FOLDER"
-                raise unreachable(f"{file} of {HUB}", error, instead) from error
+                raise explain_unreachable(f"{file} of {HUB}", error, instead) from error
         if not (Path(self.path) / file).is_file():
             raise RestoreKVError(
                 f"{self.path} has no file {file}; fetch it from {HUB} (hub) or name other tasks."
@@ -118,46 +118,46 @@ class SCBench(Benchmark):
         answer = prediction.removesuffix(END)
         if not answer.strip():
             return 0.0
-        if full_task(question.task) == "repoqa":
+        if get_full_task(question.task) == "repoqa":
             facts = question.facts
-            return passes(answer, facts["language"], facts["function"], facts["functions"])
-        return METRICS[full_task(question.task)](answer, question.answers[0])
+            return passes_repoqa(answer, facts["language"], facts["function"], facts["functions"])
+        return METRICS[get_full_task(question.task)](answer, question.answers[0])
 
-    def by_context(self, protocol: str) -> bool:
+    def averages_contexts(self, protocol: str) -> bool:
         return protocol == "kvzip"
 
     @property
     def data(self) -> str:
         return self.path or f"{HUB} (Hugging Face), {self.revision}"
 
-    def described(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {
-            **super().described(),
+            **super().to_json(),
             "lengths": "KVzip's under kvzip, SCBench's own under kvpress",
         }
 
 
-def full_task(task: str) -> str:
+def get_full_task(task: str) -> str:
     """Returns the task of which this one may be a shorter variant."""
     name, _, tag = task.rpartition("_")
     return name if tag in SHORTER else task
 
 
-def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
+def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
     """Returns a row's context and questions."""
-    kind = full_task(task)
+    kind = get_full_task(task)
     fix = "fetch the file again"
-    with well_formed(f"{place} lacks a context and a prompt for every ground_truth", fix):
-        prompts = texts(row, "prompts")
-        truths = field(row, "ground_truth", list)
+    with check_form(f"{place} lacks a context and a prompt for every ground_truth", fix):
+        prompts = get_texts(row, "prompts")
+        truths = get_field(row, "ground_truth", list)
         if not truths or len(prompts) != len(truths) + 1:
             raise ValueError(len(prompts))
     facts: list[dict[str, object]] = [{}] * len(truths)
     if kind == "repoqa":
-        with well_formed(f"{place} lacks lang or a func_name for every ground_truth", fix):
-            functions = list(zip(field(row, "func_name", list), truths, strict=True))
-            language = field(row, "lang")
-        parser(language)
+        with check_form(f"{place} lacks lang or a func_name for every ground_truth", fix):
+            functions = list(zip(get_field(row, "func_name", list), truths, strict=True))
+            language = get_field(row, "lang")
+        _load_parser(language)
         facts = [
             {"language": language, "function": function, "functions": functions}
             for function, _ in functions
@@ -166,12 +166,12 @@ def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
     for turn, (prompt, truth, known) in enumerate(zip(prompts[1:], truths, facts, strict=True)):
         answer = ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
         if kind == "many_shot":
-            answer = option_line(place, prompt, answer)
+            answer = _find_option_line(place, prompt, answer)
         questions.append(
             Question(
                 f"{name}-{turn}",
                 task,
-                apart(prompt, protocol),
+                separate_question(prompt, protocol),
                 (answer,),
                 LENGTHS[protocol][kind],
                 facts=known,
@@ -180,7 +180,7 @@ def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
     return Sample(name, prompts[0], tuple(questions))
 
 
-def option_line(place: str, prompt: str, letter: str) -> str:
+def _find_option_line(place: str, prompt: str, letter: str) -> str:
     """Returns the first line of the prompt that has the letter in brackets."""
     for line in prompt.split("\n"):
         if f"({letter})" in line:
@@ -190,7 +190,7 @@ def option_line(place: str, prompt: str, letter: str) -> str:
     )
 
 
-def share(prediction: str, reference: str) -> float:
+def score_share(prediction: str, reference: str) -> float:
     """Returns the share of the names, separated by ", ", that stand in the prediction letter for
     letter.
     """
@@ -198,39 +198,40 @@ def share(prediction: str, reference: str) -> float:
     return sum(name in prediction for name in names) / len(names)
 
 
-def option(prediction: str, reference: str) -> float:
+def score_option(prediction: str, reference: str) -> float:
     """Compares an option such as "(B) law": the letters in the first brackets of both, else its
-    text by `contains`.
+    text by `contains_text`.
 
     Text within other brackets is compared as well: "f(x) is (B)" says "x".
     """
     if "(" in prediction and "(" in reference:
         answer, right = (text.split("(")[1].split(")")[0] for text in (prediction, reference))
         return float(answer == right)
-    return contains(
+    return contains_text(
         prediction, reference.split(")")[1].strip() if reference.startswith("(") else reference
     )
 
 
-def found_or_f1(prediction: str, reference: str) -> float:
-    """Returns the better of token F1 and `contains`."""
+def score_found_or_f1(prediction: str, reference: str) -> float:
+    """Returns the better of token F1 and `contains_text`."""
     return max(
-        token_f1(with_digits(prediction), with_digits(reference)), contains(prediction, reference)
+        token_f1(write_digits(prediction), write_digits(reference)),
+        contains_text(prediction, reference),
     )
 
 
 METRICS: dict[str, Callable[[str, str], float]] = {
-    **dict.fromkeys(("kv", "prefix_suffix"), contains),
-    "vt": share,
-    "qa_eng": found_or_f1,
-    "choice_eng": lambda prediction, reference: contains(prediction.split("\n")[0], reference),
+    **dict.fromkeys(("kv", "prefix_suffix"), contains_text),
+    "vt": score_share,
+    "qa_eng": score_found_or_f1,
+    "choice_eng": lambda prediction, reference: contains_text(prediction.split("\n")[0], reference),
     "mf": lambda prediction, reference: float(prediction == reference),
-    "many_shot": option,
+    "many_shot": score_option,
     "summary": rouge_l,
 }
 
 
-def passes(
+def passes_repoqa(
     prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]
 ) -> float:
     """Returns whether the prediction is the function of that name, out of `functions` as (name,
@@ -238,14 +239,14 @@ def passes(
 
     The first of equally similar functions counts.
     """
-    code = extracted(prediction, language)
+    code = extract_function(prediction, language)
     score, best = max(
-        ((similarity(code, source), other) for other, source in functions), key=itemgetter(0)
+        ((compare_words(code, source), other) for other, source in functions), key=itemgetter(0)
     )
     return float(best == name and score >= THRESHOLD)
 
 
-def similarity(candidate: str, reference: str) -> float:
+def compare_words(candidate: str, reference: str) -> float:
     """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the
     library nltk).
     """
@@ -256,32 +257,32 @@ def similarity(candidate: str, reference: str) -> float:
     )
 
 
-def extracted(prediction: str, language: str) -> str:
+def extract_function(prediction: str, language: str) -> str:
     """Returns the first function in a fenced block, else the first block, else all of the
     prediction.
     """
     prediction = prediction.strip()
     blocks = BLOCK.findall(prediction)
-    functions = (first_function(block, language) for block in blocks)
+    functions = (_find_first_function(block, language) for block in blocks)
     return next(filter(None, functions), blocks[0] if blocks else prediction)
 
 
-def first_function(source: str, language: str) -> str:
+def _find_first_function(source: str, language: str) -> str:
     """Returns the first function by tree-sitter's grammar, without decorators or templates around
     it; else "".
     """
     encoded = source.encode()
     kind = GRAMMARS[language][2]
-    stack = [parser(language).parse(encoded).root_node]
+    stack = [_load_parser(language).parse(encoded).root_node]
     while stack:
         node = stack.pop()
-        if node.type == kind and is_named(node, language):
+        if node.type == kind and _is_named(node, language):
             return encoded[node.start_byte : node.end_byte].decode()
         stack += reversed(node.children)
     return ""
 
 
-def is_named(node: Any, language: str) -> bool:
+def _is_named(node: Any, language: str) -> bool:
     """Returns whether a function counts: in C++ methods, operators and functions that return
     pointers do not.
     """
@@ -294,7 +295,7 @@ def is_named(node: Any, language: str) -> bool:
 
 
 @cache
-def parser(language: str) -> Any:
+def _load_parser(language: str) -> Any:
     """Returns tree-sitter's parser; raises RestoreKVError for an unknown language or a missing
     package.
     """

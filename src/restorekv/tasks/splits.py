@@ -18,12 +18,12 @@ EVALUATION_NOVEL = "Burnett_Garden_1911"
 DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"
 
 
-def novel_split(name: str) -> Split:
+def split_novel(name: str) -> Split:
     """Returns the split of a novel; `name` is its file name without ".txt"."""
     return {EVALUATION_NOVEL: EVALUATION, DEVELOPMENT_NOVEL: DEVELOPMENT}.get(name, TRAINING)
 
 
-def fairytale_split(file: str, index: int) -> Split:
+def split_fairytale(file: str, index: int) -> Split:
     """Returns the split of a story; `file` is "train" or "val", and `index` counts its stories from
     0.
     """
@@ -32,7 +32,7 @@ def fairytale_split(file: str, index: int) -> Split:
     return DEVELOPMENT if index % 12 == 5 else TRAINING
 
 
-def factbook_splits(ids: Iterable[str]) -> dict[str, Split]:
+def split_factbook(ids: Iterable[str]) -> dict[str, Split]:
     """Returns the split of every document; all documents of a country, the part of the id before
     "/", share one.
 
@@ -45,7 +45,7 @@ def factbook_splits(ids: Iterable[str]) -> dict[str, Split]:
     return {name: by_rank.get(rank[country] % 8, TRAINING) for name, country in countries.items()}
 
 
-def corpus_split(split: str, name: str) -> Split:
+def split_corpus(split: str, name: str) -> Split:
     """Returns the split of a passage of the corpus of many genres.
 
     Half of the corpus' development documents choose variants, the other half report.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import exact_match, normalized
-from restorekv.tasks.reading import Reading, packed, spread
-from restorekv.tasks.rows import field
+from restorekv.tasks.metrics import match_exactly, normalize
+from restorekv.tasks.reading import Reading, choose_spread, pack_neighbors
+from restorekv.tasks.rows import get_field
 
 VERDICTS = ("yes", "no", "noanswer")
 
@@ -24,8 +24,10 @@ class Extractive(Reading):
     license = "CC BY-SA 4.0"
     metric = "token F1; in addition exact match; both best over the references"
 
-    def metrics(self, question: Question, prediction: str) -> dict[str, float]:
-        return {"exact_match": max(exact_match(prediction, answer) for answer in question.answers)}
+    def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
+        return {
+            "exact_match": max(match_exactly(prediction, answer) for answer in question.answers)
+        }
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class XQuAD(Extractive):
 
     length: int = 1024
 
-    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+    def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         for article in row["data"]:
             yield from self.read_article(article, size)
 
@@ -49,15 +51,15 @@ class XQuAD(Extractive):
         """
         paragraphs = article["paragraphs"]
         sizes = [size(paragraph["context"] + "\n\n") for paragraph in paragraphs]
-        groups = packed(sizes, self.length) if self.length else [range(len(paragraphs))]
+        groups = pack_neighbors(sizes, self.length) if self.length else [range(len(paragraphs))]
         for number, group in enumerate(groups, 1):
             members = [paragraphs[index] for index in group]
             questions = [
-                self.question(
+                self.make_question(
                     str(row["id"]),
                     "xquad",
                     row["question"],
-                    [field(each, "text") for each in row["answers"]],
+                    [get_field(each, "text") for each in row["answers"]],
                 )
                 for paragraph in members
                 for row in paragraph["qas"]
@@ -66,7 +68,9 @@ class XQuAD(Extractive):
             if questions:
                 text = "\n\n".join(paragraph["context"].strip() for paragraph in members)
                 yield Sample(
-                    f"{article['title']}/{number}", text, tuple(spread(questions, self.questions))
+                    f"{article['title']}/{number}",
+                    text,
+                    tuple(choose_spread(questions, self.questions)),
                 )
 
 
@@ -79,12 +83,12 @@ class HotpotQA(Extractive):
     shipped = "share-alike/hotpotqa.json.gz"
     source = "75 of the 100 development examples on HotpotQA's site"
 
-    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+    def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         paragraphs = [
             f"{title}\n{''.join(sentences).strip()}" for title, sentences in row["context"]
         ]
-        question = self.question(
-            str(row["_id"]), "hotpotqa", row["question"], [field(row, "answer")]
+        question = self.make_question(
+            str(row["_id"]), "hotpotqa", row["question"], [get_field(row, "answer")]
         )
         yield Sample(question.id, "\n\n".join(paragraphs), (question,))
 
@@ -92,8 +96,8 @@ class HotpotQA(Extractive):
         """Returns token F1, or 0 if only one of answer and prediction is "yes" or "no", as the
         official evaluator.
         """
-        answer = normalized(prediction)
-        reference = normalized(question.answers[0])
+        answer = normalize(prediction)
+        reference = normalize(question.answers[0])
         if answer != reference and {answer, reference} & set(VERDICTS):
             return 0.0
         return super().score(question, prediction)

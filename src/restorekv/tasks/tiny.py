@@ -37,13 +37,13 @@ class TinySuite(Benchmark):
         if self.count < 1:
             raise RestoreKVError("The tiny suite has no end; give count=NUMBER of at least 1.")
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        documents = suite.documents(
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+        documents = suite.draw_documents(
             tokenizer, self.count, self.split, self.seed, self.low, self.high
         )
         for index, document in enumerate(documents):
             questions = (
-                question_of(f"{index}-{turn}", asked)
+                convert_question(f"{index}-{turn}", asked)
                 for turn, asked in enumerate(document.questions)
             )
             yield Sample(str(index), document.text, tuple(questions))
@@ -53,16 +53,16 @@ class TinySuite(Benchmark):
         family asks.
         """
         target, metric = (str(question.facts[key]) for key in ("target", "metric"))
-        asked = world.Question(
+        asked = world.WorldQuestion(
             question.text, question.answers, target, question.task, metric, question.max_new_tokens
         )
         return asked.score(prediction)
 
-    def groups(self) -> Mapping[str, tuple[str, ...]]:
+    def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
         return world.GROUPS
 
 
-def question_of(name: str, asked: world.Question) -> Question:
+def convert_question(name: str, asked: world.WorldQuestion) -> Question:
     facts = {"metric": asked.metric, "target": asked.target}
     return Question(
         name, asked.family, asked.text, asked.answers, asked.max_new_tokens, facts=facts

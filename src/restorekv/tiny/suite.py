@@ -11,7 +11,7 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.model.tokenize import tokenize_text
-from restorekv.tiny.world import KINDS, Document, document
+from restorekv.tiny.world import KINDS, WorldDocument, draw_document
 
 SHARES = (12, 12, 12, 16)  # of every 52 documents, by kind
 LONGEST = 2048
@@ -19,43 +19,45 @@ SHORTEST = 512
 MOST_PER_FAMILY = 2  # questions of one family asked of one document
 
 
-def documents(
+def draw_documents(
     tokenizer: Tokenizer,
     count: int = 52,
     split: str = "test",
     seed: int = 0,
     low: int = SHORTEST,
     high: int = LONGEST,
-) -> list[Document]:
+) -> list[WorldDocument]:
     """Returns `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion
     `SHARES`.
 
     Lengths count the chat prefix of the tiny template, so that the longest still fits.
     """
-    length = measure(tokenizer)
+    length = make_token_counter(tokenizer)
     kinds = [kind for kind, share in zip(KINDS, SHARES, strict=True) for _ in range(share)]
     random.Random("order of kinds").shuffle(kinds)
     return [
-        draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length)
+        draw_held_out(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length)
         for index in range(count)
     ]
 
 
-def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
+def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Returns a cached counter of a sentence's ids in running text; filler repeats itself."""
     return lru_cache(maxsize=20000)(lambda sentence: len(tokenize_text(tokenizer, " " + sentence)))
 
 
-def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]) -> Document:
+def draw_held_out(
+    name: str, kind: str, low: int, high: int, length: Callable[[str], int]
+) -> WorldDocument:
     """Returns the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family
     (one free-form).
     """
     rng = random.Random(name)
-    whole = document(rng, kind, rng.randint(low, high) - 3, length)
+    whole = draw_document(rng, kind, rng.randint(low, high) - 3, length)
     asked = []
     counts = {}
     for question in rng.sample(whole.questions, len(whole.questions)):
         counts[question.family] = counts.get(question.family, 0) + 1
         if counts[question.family] <= (1 if question.family == "freeform" else MOST_PER_FAMILY):
             asked.append(question)
-    return Document(whole.text, whole.kind, tuple(asked))
+    return WorldDocument(whole.text, whole.kind, tuple(asked))

@@ -37,7 +37,7 @@ WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS
 
 
 @dataclass(frozen=True)
-class Question:
+class WorldQuestion:
     """A question with its reference `answers`; `target` is the reply a perfect model writes."""
 
     text: str
@@ -62,20 +62,20 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Document:
+class WorldDocument:
     """A generated text of a `kind`, and its questions."""
 
     text: str
     kind: str
-    questions: tuple[Question, ...]
+    questions: tuple[WorldQuestion, ...]
 
 
 @dataclass(frozen=True)
-class Facts:
+class WorldFacts:
     """Sentences that carry facts, in reading order, and the questions they answer."""
 
     sentences: tuple[str, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[WorldQuestion, ...]
 
 
 def token_f1(prediction: str, reference: str) -> float:
@@ -85,7 +85,7 @@ def token_f1(prediction: str, reference: str) -> float:
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
-def _stories() -> list[list[str]]:
+def _draw_stories() -> list[list[str]]:
     """Returns the stories, the same in every process because their seed never changes."""
     rng = random.Random(20261121)
     lines = [
@@ -98,55 +98,57 @@ def _stories() -> list[list[str]]:
     return [rng.sample(lines, SENTENCES_PER_STORY) for _ in range(STORIES)]
 
 
-STORY = _stories()
+STORY = _draw_stories()
 
 
-def _join(parts: list[str]) -> str:
+def _join_words(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def _code(rng: random.Random) -> str:
+def _draw_code(rng: random.Random) -> str:
     return str(rng.choice(NUMBERS))
 
 
-def needles(rng: random.Random, size: int) -> Facts:
+def draw_needles(rng: random.Random, size: int) -> WorldFacts:
     """Draws `size` keys with one code each, but two or three codes for one of them."""
     keys = rng.sample(ITEMS, size)
-    codes = {key: [_code(rng)] for key in keys}
+    codes = {key: [_draw_code(rng)] for key in keys}
     many = keys[0]
     codes[many] = list(map(str, rng.sample(NUMBERS, rng.choice((2, 3)))))
     pairs = [f"{key} {code}" for key in keys for code in codes[key]]
     rng.shuffle(pairs)
     codes[many].sort(key=lambda code: pairs.index(f"{many} {code}"))
-    asked = [_code_question(key, codes[key][0], "multikey") for key in keys[1:]]
+    asked = [_ask_code(key, codes[key][0], "multikey") for key in keys[1:]]
     target = ", ".join(f"{many} {code}" for code in codes[many]) + "."
     asked.append(
-        _plain(f"What are all the codes of the {many}?", codes[many], "multivalue", target)
+        _make_question(f"What are all the codes of the {many}?", codes[many], "multivalue", target)
     )
     if size > 2:
         some = rng.sample(keys[1:], min(size - 1, rng.choice((2, 3))))
         target = ", ".join(f"{key} {codes[key][0]}" for key in some) + "."
-        text = f"What are the codes of {_join([f'the {key}' for key in some])}?"
-        asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", target))
+        text = f"What are the codes of {_join_words([f'the {key}' for key in some])}?"
+        asked.append(_make_question(text, [codes[key][0] for key in some], "multiquery", target))
     asked.append(
-        Question("List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64)
+        WorldQuestion(
+            "List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64
+        )
     )
-    return Facts(tuple(f"Register of codes: {pair}." for pair in pairs), tuple(asked))
+    return WorldFacts(tuple(f"Register of codes: {pair}." for pair in pairs), tuple(asked))
 
 
-def needle(rng: random.Random) -> Facts:
+def draw_needle(rng: random.Random) -> WorldFacts:
     """Draws one key with one code."""
     key = rng.choice(ITEMS)
-    code = _code(rng)
-    return Facts((f"Register of codes: {key} {code}.",), (_code_question(key, code, "single"),))
+    code = _draw_code(rng)
+    return WorldFacts((f"Register of codes: {key} {code}.",), (_ask_code(key, code, "single"),))
 
 
-def _code_question(key: str, code: str, family: str) -> Question:
-    return _plain(f"What is the code of the {key}?", [code], family, f"{key} {code}.")
+def _ask_code(key: str, code: str, family: str) -> WorldQuestion:
+    return _make_question(f"What is the code of the {key}?", [code], family, f"{key} {code}.")
 
 
-def _plain(text: str, answers: list[str], family: str, target: str) -> Question:
-    return Question(text, tuple(answers), target, family, "all")
+def _make_question(text: str, answers: list[str], family: str, target: str) -> WorldQuestion:
+    return WorldQuestion(text, tuple(answers), target, family, "all")
 
 
 RELATIONS: dict[str, tuple[str, list[str]]] = {
@@ -156,7 +158,7 @@ RELATIONS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def people(rng: random.Random, size: int) -> Facts:
+def draw_people(rng: random.Random, size: int) -> WorldFacts:
     """Draws `size` people with three facts each, in separate sentences."""
     names = rng.sample(NAMES, size)
     values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, pool) in RELATIONS.items()}
@@ -168,30 +170,30 @@ def people(rng: random.Random, size: int) -> Facts:
             value = values[relation][index]
             text = question.format(name=name)
             about.append((relation, f"{name} {value}"))
-            asked.append(_plain(text, [value], "qa", f"{name} {value}."))
+            asked.append(_make_question(text, [value], "qa", f"{name} {value}."))
             asked += [
-                _choice(rng, text, name, value, values[relation], options) for options in (4, 5)
+                _ask_choice(rng, text, name, value, values[relation], options) for options in (4, 5)
             ]
         target = ", ".join(fact for _, fact in about) + "."
-        asked.append(Question(f"Tell me about {name}.", (), target, "freeform", "f1", 64))
+        asked.append(WorldQuestion(f"Tell me about {name}.", (), target, "freeform", "f1", 64))
         rng.shuffle(about)
         sentences += [f"Register of {relation}: {fact}." for relation, fact in about]
-    return Facts(tuple(sentences), tuple(asked))
+    return WorldFacts(tuple(sentences), tuple(asked))
 
 
-def _choice(
+def _ask_choice(
     rng: random.Random, text: str, name: str, value: str, pool: list[str], options: int
-) -> Question:
+) -> WorldQuestion:
     others = rng.sample([other for other in pool if other != value], options - 1)
     shown = rng.sample([value, *others], options)
     letter = "ABCDE"[shown.index(value)]
     listed = ", ".join(f"{option} {'ABCDE'[i]}" for i, option in enumerate(shown))
-    return Question(
+    return WorldQuestion(
         f"{text} {listed}.", (letter,), f"{name} {value} {letter}.", f"choice{options}", "letter"
     )
 
 
-def links(rng: random.Random, size: int) -> Facts:
+def draw_links(rng: random.Random, size: int) -> WorldFacts:
     """Draws `size` chains: a number is linked to a name, that name to another, and so on (variable
     tracking).
     """
@@ -205,14 +207,14 @@ def links(rng: random.Random, size: int) -> Facts:
             [f"Register of links: {one} {other}." for one, other in pairwise([number, *chain])]
         )
         target = " ".join(map(str, [number, *chain])) + "."
-        asked.append(_plain(f"Which names is {number} linked to?", chain, "vt", target))
+        asked.append(_make_question(f"Which names is {number} linked to?", chain, "vt", target))
     sentences = []
     while any(chains):
         sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
-    return Facts(tuple(sentences), tuple(asked))
+    return WorldFacts(tuple(sentences), tuple(asked))
 
 
-def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Question]:
+def draw_counted_words(rng: random.Random, family: str, length: int) -> tuple[str, WorldQuestion]:
     """Returns a list of `length` words, three of which are frequent, and the question about those
     three.
     """
@@ -230,15 +232,17 @@ def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Qu
     rng.shuffle(drawn)
     title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
     question = f"What are the three {name} list?"
-    return title + " ".join(drawn) + ".", _plain(
+    return title + " ".join(drawn) + ".", _make_question(
         question, words[:3], family, ", ".join(words[:3]) + "."
     )
 
 
-Measure = Callable[[str], int]
+CountTokens = Callable[[str], int]
 
 
-def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0) -> list[str]:
+def draw_filler(
+    rng: random.Random, tokens: int, measure: CountTokens, noise: float = 0.0
+) -> list[str]:
     """Returns sentences of stories up to `tokens` by `measure`; random words replace a share
     `noise` of them.
     """
@@ -254,7 +258,7 @@ def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0
             lines.append(line)
 
 
-def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
+def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
     """Inserts the facts at random places between the lines, each list of facts in its order."""
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
@@ -268,42 +272,44 @@ def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
     return " ".join(text)
 
 
-def document(
-    rng: random.Random, kind: str, tokens: int, measure: Measure, noise: float = 0.0
-) -> Document:
+def draw_document(
+    rng: random.Random, kind: str, tokens: int, measure: CountTokens, noise: float = 0.0
+) -> WorldDocument:
     """Returns a document of at most `tokens` by `measure`, which counts one sentence at a time, and
     its questions.
     """
     if kind == "words":
-        return _lists(rng, tokens, measure, noise)
+        return _draw_lists(rng, tokens, measure, noise)
     large = tokens >= 200
     parts = []
     if kind in ("needles", "mixed"):
         parts.append(
-            needles(
+            draw_needles(
                 rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))
             )
         )
     if kind in ("people", "mixed"):
         parts.append(
-            people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1)))
+            draw_people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1)))
         )
     if kind in ("links", "mixed"):
-        parts.append(links(rng, 2 if large else 1))
+        parts.append(draw_links(rng, 2 if large else 1))
     if kind == "links":
-        parts.append(needle(rng))
+        parts.append(draw_needle(rng))
     facts = [list(part.sentences) for part in parts]
     used = sum(measure(sentence) for part in facts for sentence in part)
-    text = strew(rng, facts, filler(rng, max(tokens - used - 4, 0), measure, noise))
-    return Document(
+    text = mix_facts(rng, facts, draw_filler(rng, max(tokens - used - 4, 0), measure, noise))
+    return WorldDocument(
         text + "\n", kind, tuple(question for part in parts for question in part.questions)
     )
 
 
-def _lists(rng: random.Random, tokens: int, measure: Measure, noise: float) -> Document:
+def _draw_lists(
+    rng: random.Random, tokens: int, measure: CountTokens, noise: float
+) -> WorldDocument:
     """Returns a document of two word lists with filler around them."""
     length = max(int(tokens * rng.choice((0.2, 0.3, 0.4))) - 8, 12)
-    lists = [counted_words(rng, family, length) for family in rng.sample(("cwe", "fwe"), 2)]
-    lines = filler(rng, tokens - sum(measure(words) for words, _ in lists) - 4, measure, noise)
-    text = strew(rng, [[words] for words, _ in lists], lines)
-    return Document(text + "\n", "words", tuple(question for _, question in lists))
+    lists = [draw_counted_words(rng, family, length) for family in rng.sample(("cwe", "fwe"), 2)]
+    lines = draw_filler(rng, tokens - sum(measure(words) for words, _ in lists) - 4, measure, noise)
+    text = mix_facts(rng, [[words] for words, _ in lists], lines)
+    return WorldDocument(text + "\n", "words", tuple(question for _, question in lists))

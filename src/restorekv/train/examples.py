@@ -26,7 +26,7 @@ from restorekv.model.prompt import (
 from restorekv.model.shape import get_backbone
 from restorekv.restore.model_card import KNOWN, normalize_license
 from restorekv.spec import split_specs
-from restorekv.tiny.suite import documents
+from restorekv.tiny.suite import draw_documents
 from restorekv.train.config import TrainConfig
 from restorekv.train.parallel import is_sharded
 
@@ -98,7 +98,7 @@ def make_tiny_examples(
             where=f"document {number} of the tiny world",
         )
         for number, document in enumerate(
-            documents(tokenizer, count, f"restore {seed}", seed, low, high)
+            draw_documents(tokenizer, count, f"restore {seed}", seed, low, high)
         )
     ]
 

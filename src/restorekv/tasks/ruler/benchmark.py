@@ -20,26 +20,26 @@ from random import Random
 from restorekv.data.files import identify_source
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, make_token_counter
 from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.rows import (
-    existing,
-    field,
+    check_exists,
+    check_form,
+    get_field,
     group_by_context,
-    hub_rows,
-    kvpress_question,
-    local_rows,
-    well_formed,
+    load_hub_rows,
+    load_rows,
+    parse_kvpress_row,
 )
 from restorekv.tasks.ruler import documents
-from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
-from restorekv.tasks.ruler.needles import NEEDLES, Essays, needles
+from restorekv.tasks.ruler.draft import DraftTask, PromptDraft, find_most_units, get_answer_limit
+from restorekv.tasks.ruler.needles import NEEDLES, Essays, hide_needles
 from restorekv.tasks.ruler.synthetic import (
     EXAMPLE_TOKENS,
     SHORT,
-    chains,
-    common_words,
-    frequent_words,
+    find_common_words,
+    find_frequent_words,
+    track_variables,
 )
 
 GROUPS = {
@@ -104,28 +104,28 @@ class Ruler(Benchmark):
         """Whether samples are made here, not read."""
         return self.source in (NOVEL, "generated")
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
+    def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
         if self.generates:
-            return self.generated(token_counter(tokenizer))
-        return self.stored()
+            return self._generate(make_token_counter(tokenizer))
+        return self._load_stored()
 
-    def stored(self) -> list[Sample]:
+    def _load_stored(self) -> list[Sample]:
         """Returns the distinct contexts of the hub, a file, a folder, or the folder's subfolder of
         that length.
         """
         if self.source == "hub":
-            rows = hub_rows(HUB, str(self.length), "test", INSTEAD)
+            rows = load_hub_rows(HUB, str(self.length), "test", INSTEAD)
         else:
-            folder = existing(self.source) / str(self.length)
-            rows = local_rows(folder if folder.is_dir() else self.source)
+            folder = check_exists(self.source) / str(self.length)
+            rows = load_rows(folder if folder.is_dir() else self.source)
         questions = []
         counts = Counter()
         for place, row in rows:
-            with well_formed(
+            with check_form(
                 f"{place} is not a row of kvpress's RULER data set", "give files of that form"
             ):
-                task = field(row, "task")
-                question = kvpress_question(row, f"{task}-{counts[task]}", task, "answer")
+                task = get_field(row, "task")
+                question = parse_kvpress_row(row, f"{task}-{counts[task]}", task, "answer")
             if task in self.chosen_tasks:
                 questions.append(question)
                 counts[task] += 1
@@ -135,79 +135,89 @@ class Ruler(Benchmark):
             )
         return group_by_context(questions)
 
-    def generated(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
+    def _generate(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
         """Yields samples, each of which depends only on seed, task, index and how many `tokens`
         texts have.
         """
         for name in self.chosen_tasks:
-            task_of = self.maker(name, tokens)
+            task_of = self._make_task_maker(name, tokens)
             count = self.per_task
-            if name in ("qa_1", "qa_2") and self.ships(name):
-                count = min(count, len(self.collection(name).questions))
+            if name in ("qa_1", "qa_2") and self._uses_shipped_file(name):
+                count = min(count, len(self._load_collection(name).questions))
             for index in range(count):
-                context, text, prefix, answers = self.fitted(name, index, task_of(index), tokens)
+                context, text, prefix, answers = self._fit_draft(
+                    name, index, task_of(index), tokens
+                )
                 question = Question(
-                    f"{name}-{index}", name, text, answers, answer_tokens(name), prefix
+                    f"{name}-{index}", name, text, answers, get_answer_limit(name), prefix
                 )
                 yield Sample(question.id, context, (question,))
 
-    def fitted(self, name: str, index: int, task: Task, tokens: Callable[[str], int]) -> Draft:
+    def _fit_draft(
+        self, name: str, index: int, task: DraftTask, tokens: Callable[[str], int]
+    ) -> PromptDraft:
         """Returns the longest draft that leaves room for the answer."""
 
-        def draft(units: int) -> Draft:
+        def draft(units: int) -> PromptDraft:
             return task.draft(units, Random(f"{self.seed} {name} {index}"))
 
         def size(units: int) -> int:
             return tokens(draft(units).text)
 
-        answer = answer_tokens(name)
+        answer = get_answer_limit(name)
         if (least := size(task.least) + answer) > self.length:
             fix = "give a larger length or other tasks"
             raise RestoreKVError(
                 f"RULER's {name} takes {least} tokens at least, not {self.length}; {fix}."
             )
-        return draft(most_units(size, self.length - answer, task.least, task.most))
+        return draft(find_most_units(size, self.length - answer, task.least, task.most))
 
-    def maker(self, name: str, tokens: Callable[[str], int]) -> Callable[[int], Task]:
+    def _make_task_maker(
+        self, name: str, tokens: Callable[[str], int]
+    ) -> Callable[[int], DraftTask]:
         """Returns a function that makes the task of every sample from its index."""
         match name:
             case "vt":
-                task = chains(self.length, tokens)
+                task = track_variables(self.length, tokens)
             case "cwe":
-                task = common_words(self.length)
+                task = find_common_words(self.length)
             case "fwe":
-                task = frequent_words(self.length)
+                task = find_frequent_words(self.length)
             case "qa_1" | "qa_2":
-                return self.asker(name)
+                return self._make_asker(name)
             case _ if "haystack" in NEEDLES[name]:
-                task = needles(**NEEDLES[name])
+                task = hide_needles(**NEEDLES[name])
             case _:
-                haystack = self.haystack(name)
-                return lambda index: needles(haystack(index), **NEEDLES[name])
+                haystack = self._make_haystack(name)
+                return lambda index: hide_needles(haystack(index), **NEEDLES[name])
         return lambda index: task
 
-    def ships(self, name: str) -> bool:
+    def _uses_shipped_file(self, name: str) -> bool:
         """Returns whether the task uses the file that ships because none is given."""
         return self.source == NOVEL and not getattr(self, SETTING[name])
 
-    def file(self, name: str) -> str:
+    def _find_file(self, name: str) -> str:
         """Returns the file that the task uses, given or shipped; empty if its texts are generated."""
         setting = SETTING[name]
         return (
-            str(TEXTS / STAND_INS[setting]["file"]) if self.ships(name) else getattr(self, setting)
+            str(TEXTS / STAND_INS[setting]["file"])
+            if self._uses_shipped_file(name)
+            else getattr(self, setting)
         )
 
-    def haystack(self, name: str) -> Callable[[int], Essays]:
+    def _make_haystack(self, name: str) -> Callable[[int], Essays]:
         """Returns a function of a sample's index: the essays from the first word on, as in RULER,
         or generated prose.
 
         Of a novel every sample has an excerpt of its own, since few short samples would see little
         but its opening.
         """
-        sentences = sentences_of(self.file(name)) if self.file(name) else []
+        sentences = _load_sentences(self._find_file(name)) if self._find_file(name) else []
         if not sentences or self.source != NOVEL:
             essays = Essays(
-                cycle(sentences) if sentences else prose.sentences(Random(f"{self.seed} prose"))
+                cycle(sentences)
+                if sentences
+                else prose.draw_sentences(Random(f"{self.seed} prose"))
             )
             return lambda index: essays
         ends = list(accumulate(len(sentence.split()) for sentence in sentences))
@@ -220,26 +230,26 @@ class Ruler(Benchmark):
 
         return excerpt
 
-    def asker(self, name: str) -> Callable[[int], Task]:
+    def _make_asker(self, name: str) -> Callable[[int], DraftTask]:
         """Returns a function of a sample's index: questions of a file in its order, or in the
         seed's, or generated.
         """
-        if not self.file(name):
-            make = {"qa_1": documents.articles, "qa_2": documents.pairs}[name]
+        if not self._find_file(name):
+            make = {"qa_1": documents.generate_articles, "qa_2": documents.generate_pairs}[name]
             count = self.length // LEAST_TOKENS + 1
             return lambda index: make(count, Random(f"{self.seed} {name} {index} documents"))
-        texts, questions = self.collection(name)
+        texts, questions = self._load_collection(name)
         order = list(range(len(questions)))
-        if self.ships(name):
+        if self._uses_shipped_file(name):
             Random(f"{self.seed} {name} order").shuffle(order)
         elif self.per_task > len(order):
             raise RestoreKVError(
-                f"{self.file(name)} has {len(order)} questions; give per_task={len(order)} at most."
+                f"{self._find_file(name)} has {len(order)} questions; give per_task={len(order)} at most."
             )
-        return lambda index: documents.over_documents(texts, questions[order[index]])
+        return lambda index: documents.ask_over_documents(texts, questions[order[index]])
 
-    def collection(self, name: str) -> documents.Collection:
-        return documents.read(SETTING[name], self.file(name))
+    def _load_collection(self, name: str) -> documents.QuestionCollection:
+        return documents.load_questions(SETTING[name], self._find_file(name))
 
     def score(self, question: Question, prediction: str) -> float:
         """Matches strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of
@@ -251,14 +261,14 @@ class Ruler(Benchmark):
             float(any(matches)) if question.task.startswith("qa") else sum(matches) / len(matches)
         )
 
-    def described(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """Includes what stands in for RULER's own texts, by task, and hashes of the files read."""
         if self.source == "hub":
             made = f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of Llama-3.1-8B"
             license = "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul Graham's"
             return {"data": HUB, "made": made, "license": license, "metric": self.metric}
         if not self.generates:
-            files = identify_source(str(existing(self.source)))
+            files = identify_source(str(check_exists(self.source)))
             return {
                 "data": "files in kvpress's form",
                 "license": "theirs",
@@ -266,7 +276,7 @@ class Ruler(Benchmark):
                 "metric": self.metric,
             }
         novel = "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
-        files = {SETTING[name]: file for name in SETTING if (file := self.file(name))}
+        files = {SETTING[name]: file for name in SETTING if (file := self._find_file(name))}
         subsets = (
             {"subsets": SUBSETS}
             if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL
@@ -277,16 +287,16 @@ class Ruler(Benchmark):
             "license": novel if self.source == NOVEL else "Apache-2.0; that of the files given",
             "length": f"{self.length} tokens of the model's tokenizer, the answer's budget included, no template",
             "stand_ins": {
-                task: text for task, text in self.stand_ins() if task in self.chosen_tasks
+                task: text for task, text in self._list_stand_ins() if task in self.chosen_tasks
             },
             "files": {
-                setting: identify_source(str(existing(file))) for setting, file in files.items()
+                setting: identify_source(str(check_exists(file))) for setting, file in files.items()
             },
             **subsets,
             "metric": self.metric,
         }
 
-    def stand_ins(self) -> Iterator[tuple[str, str]]:
+    def _list_stand_ins(self) -> Iterator[tuple[str, str]]:
         for name, setting in SETTING.items():
             if not getattr(self, setting):
                 yield name, STAND_INS[setting][self.source]
@@ -301,7 +311,7 @@ class Ruler(Benchmark):
                 "common words 3 times and others once instead of 6 times and once, and a shorter example",
             )
 
-    def groups(self) -> Mapping[str, tuple[str, ...]]:
+    def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
         groups = {
             name: tuple(task for task in tasks if task in self.chosen_tasks)
             for name, tasks in GROUPS.items()
@@ -309,12 +319,12 @@ class Ruler(Benchmark):
         return {name: tasks for name, tasks in groups.items() if tasks}
 
 
-def sentences_of(where: str) -> list[str]:
+def _load_sentences(where: str) -> list[str]:
     """Returns the sentences of a file or folder of texts, all white space made one."""
-    with well_formed(
+    with check_form(
         f"{where} holds something other than texts or JSON with the field text", "fix it"
     ):
-        texts = [field(row, "text") for _, row in local_rows(where)]
+        texts = [get_field(row, "text") for _, row in load_rows(where)]
     text = " ".join(" ".join(texts).split())
     if not text:
         raise RestoreKVError(f"{where} has no words; give essays.")

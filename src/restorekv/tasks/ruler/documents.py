@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
-from restorekv.tasks.rows import local_rows, well_formed
-from restorekv.tasks.ruler.draft import Draft, Task
+from restorekv.tasks.rows import check_form, load_rows
+from restorekv.tasks.ruler.draft import DraftTask, PromptDraft
 
 GRAMMAR = json.loads(Path(__file__).with_name("documents.json").read_text("utf-8"))
 STARTS, MIDDLES, ENDS, MONTHS, GOODS = (
@@ -25,7 +25,7 @@ PARAGRAPHS = GRAMMAR["paragraphs"]
 WITH_A_PAIR = 8  # other documents that come with a question of HotpotQA
 
 
-class Asked(NamedTuple):
+class DocumentQuestion(NamedTuple):
     """A question; the documents `own` answer it, and `near` are the first to add. Both are indices."""
 
     query: str
@@ -34,15 +34,15 @@ class Asked(NamedTuple):
     near: tuple[int, ...]
 
 
-class Collection(NamedTuple):
+class QuestionCollection(NamedTuple):
     documents: tuple[str, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[DocumentQuestion, ...]
 
 
-def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
+def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> DraftTask:
     """Asks one question over the documents that answer it among others. Units are documents."""
 
-    def draft(units: int, rng: Random) -> Draft:
+    def draft(units: int, rng: Random) -> PromptDraft:
         near = list(asked.near)
         rng.shuffle(near)
         shown = [*asked.own, *near][:units]
@@ -55,30 +55,32 @@ def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
         text = "\n\n".join(
             f"Document {number}:\n{documents[index]}" for number, index in enumerate(shown, 1)
         )
-        return Draft.fill("qa", asked.answers, text=text, query=asked.query)
+        return PromptDraft.fill("qa", asked.answers, text=text, query=asked.query)
 
-    return Task(draft, len(asked.own), len(documents))
+    return DraftTask(draft, len(asked.own), len(documents))
 
 
-def read(kind: str, where: str) -> Collection:
+def load_questions(kind: str, where: str) -> QuestionCollection:
     """Reads "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
     name, reader = {
-        "squad": ("dev-v2.0.json", squad),
-        "hotpot": ("hotpot_dev_distractor_v1.json", hotpot),
+        "squad": ("dev-v2.0.json", _parse_squad),
+        "hotpot": ("hotpot_dev_distractor_v1.json", _parse_hotpot),
     }[kind]
-    with well_formed(f"{where} is not in the form of {name}", "give that file"):
-        collection = reader([row for _, row in local_rows(where)])
+    with check_form(f"{where} is not in the form of {name}", "give that file"):
+        collection = reader([row for _, row in load_rows(where)])
     if not collection.questions:
         raise RestoreKVError(f"{where} has no question with an answer; give {name}.")
     return collection
 
 
-def squad(rows: list[dict]) -> Collection:
+def _parse_squad(rows: list[dict]) -> QuestionCollection:
     """Reads every answerable question, in the file's order; near are the other paragraphs of its
     article.
     """
     articles = [article["paragraphs"] for row in rows for article in row["data"]]
-    index = numbers(paragraph["context"] for paragraphs in articles for paragraph in paragraphs)
+    index = _number_texts(
+        paragraph["context"] for paragraphs in articles for paragraph in paragraphs
+    )
     questions = []
     for paragraphs in articles:
         article = dict.fromkeys(index[paragraph["context"]] for paragraph in paragraphs)
@@ -88,75 +90,75 @@ def squad(rows: list[dict]) -> Collection:
             for row in paragraph["qas"]:
                 if not row["is_impossible"]:
                     answers = tuple(answer["text"] for answer in row["answers"])
-                    questions.append(Asked(row["question"], answers, (own,), near))
-    return Collection(tuple(index), tuple(questions))
+                    questions.append(DocumentQuestion(row["question"], answers, (own,), near))
+    return QuestionCollection(tuple(index), tuple(questions))
 
 
-def hotpot(rows: list[dict]) -> Collection:
+def _parse_hotpot(rows: list[dict]) -> QuestionCollection:
     """Reads every question; own are the supporting documents, near the distractors that come with
     it.
     """
     contexts = [
         [(title, f"{title}\n{''.join(text)}") for title, text in row["context"]] for row in rows
     ]
-    index = numbers(text for context in contexts for _, text in context)
+    index = _number_texts(text for context in contexts for _, text in context)
     questions = []
     for row, context in zip(rows, contexts, strict=True):
         supporting = {title for title, _ in row["supporting_facts"]}
         own = tuple(dict.fromkeys(index[text] for title, text in context if title in supporting))
         every = dict.fromkeys(index[text] for _, text in context)
         near = tuple(other for other in every if other not in own)
-        questions.append(Asked(row["question"], (row["answer"],), own, near))
-    return Collection(tuple(index), tuple(questions))
+        questions.append(DocumentQuestion(row["question"], (row["answer"],), own, near))
+    return QuestionCollection(tuple(index), tuple(questions))
 
 
-def numbers(documents: Iterable[str]) -> dict[str, int]:
+def _number_texts(documents: Iterable[str]) -> dict[str, int]:
     return {text: number for number, text in enumerate(sorted(set(documents)))}
 
 
-def articles(count: int, rng: Random) -> Task:
+def generate_articles(count: int, rng: Random) -> DraftTask:
     """Generates in place of SQuAD: asks about the town of the first of at least `count` paragraphs.
 
     A town has three paragraphs, one of which answers. All names are unique among a question's
     documents, so that a question has one answer.
     """
-    new_name = names(rng)
-    filler = prose.sentences(rng)
+    new_name = _draw_names(rng)
+    filler = prose.draw_sentences(rng)
     documents = []
     answering = rng.randrange(len(PARAGRAPHS))
     while len(documents) < count:
-        values = draw_values(rng, new_name, "town founder river market owner patron artist")
+        values = _draw_values(rng, new_name, "town founder river market owner patron artist")
         if not documents:
             query, key = rng.choice(PARAGRAPHS[answering]["questions"])
             near = tuple(index for index in range(len(PARAGRAPHS)) if index != answering)
-            asked = Asked(query.format(**values), (values[key],), (answering,), near)
+            asked = DocumentQuestion(query.format(**values), (values[key],), (answering,), near)
         documents += [
             f"{each['text'].format(**values)} {next(filler)} {next(filler)}" for each in PARAGRAPHS
         ]
-    return over_documents(tuple(documents), asked)
+    return ask_over_documents(tuple(documents), asked)
 
 
-def pairs(count: int, rng: Random) -> Task:
+def generate_pairs(count: int, rng: Random) -> DraftTask:
     """Generates in place of HotpotQA: asks about the first two of at least `count` documents.
 
     They are a person and the company that the person founded, and must be read together.
     """
-    new_name = names(rng)
-    filler = prose.sentences(rng)
+    new_name = _draw_names(rng)
+    filler = prose.draw_sentences(rng)
     documents = []
     while len(documents) < max(count, WITH_A_PAIR + 2):
-        values = draw_values(rng, new_name, "person birthplace company town")
+        values = _draw_values(rng, new_name, "person birthplace company town")
         if not documents:
             query, key = rng.choice(GRAMMAR["bridges"])
-            asked = Asked(
+            asked = DocumentQuestion(
                 query.format(**values), (values[key],), (0, 1), tuple(range(2, WITH_A_PAIR + 2))
             )
         for title in ("person", "company"):
             documents.append(f"{values[title]}\n{GRAMMAR[title].format(**values)} {next(filler)}")
-    return over_documents(tuple(documents), asked)
+    return ask_over_documents(tuple(documents), asked)
 
 
-def draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
+def _draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
     """Returns values for every slot of a generated document; those of `named` are names that stand
     nowhere else.
     """
@@ -169,11 +171,11 @@ def draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, s
         "goods": rng.choice(GOODS),
         "side": rng.choice(("northern", "southern", "eastern", "western")),
         "hands": str(rng.randrange(30, 900)),
-        "trade": prose.phrase("trade", rng),
+        "trade": prose.draw_phrase("trade", rng),
     }
 
 
-def names(rng: Random) -> Iterator[str]:
+def _draw_names(rng: Random) -> Iterator[str]:
     """Yields different names without end, with more and more middle parts."""
     known: set[str] = set()
     middles = 1

@@ -1,7 +1,7 @@
 """What all tasks share: prompts of any length, the search for the longest that fits, and RULER's
 words.
 
-prompts.json has RULER's prompts, each in the three parts of a `Draft`.
+prompts.json has RULER's prompts, each in the three parts of a `PromptDraft`.
 """
 
 import json
@@ -19,12 +19,12 @@ UNLIMITED = sys.maxsize - 1
 PROMPTS = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8"))
 
 
-def answer_tokens(task: str) -> int:
+def get_answer_limit(task: str) -> int:
     """Returns the limit of an answer, by the family of "niah_single_1" and the like."""
     return MAX_NEW_TOKENS[task.split("_")[0]]
 
 
-class Draft(NamedTuple):
+class PromptDraft(NamedTuple):
     """A prompt in the three parts into which kvpress's data set splits it, and the references."""
 
     context: str
@@ -42,19 +42,19 @@ class Draft(NamedTuple):
         return cls(*(part.format(**values) for part in PROMPTS[prompt]), tuple(answers))
 
 
-class Task(NamedTuple):
+class DraftTask(NamedTuple):
     """`draft` makes a prompt of `least` to `most` units (lines, words or documents); more units
     never shorten it.
 
     A draft depends only on the units and the state of the random generator.
     """
 
-    draft: Callable[[int, Random], Draft]
+    draft: Callable[[int, Random], PromptDraft]
     least: int = 1
     most: int = UNLIMITED
 
 
-def most_units(size: Callable[[int], int], limit: int, least: int, most: int) -> int:
+def find_most_units(size: Callable[[int], int], limit: int, least: int, most: int) -> int:
     """Returns n with size(n) <= limit < size(n + 1), or `most`; assumes size(least) <= limit.
 
     Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
@@ -79,7 +79,7 @@ def most_units(size: Callable[[int], int], limit: int, least: int, most: int) ->
 
 
 @cache
-def words(*kinds: str) -> tuple[str, ...]:
+def load_words(*kinds: str) -> tuple[str, ...]:
     """Returns the sorted words of the library wonderwords of these kinds: "noun", "adjective",
     "verb".
     """
@@ -94,5 +94,5 @@ def words(*kinds: str) -> tuple[str, ...]:
     )
 
 
-def word_pair(rng: Random) -> str:
-    return f"{rng.choice(words('adjective'))}-{rng.choice(words('noun'))}"
+def draw_word_pair(rng: Random) -> str:
+    return f"{rng.choice(load_words('adjective'))}-{rng.choice(load_words('noun'))}"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 
-from restorekv.tasks.ruler.draft import Draft, Task, word_pair
+from restorekv.tasks.ruler.draft import DraftTask, PromptDraft, draw_word_pair
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-# Arguments of `needles`; the haystack is essays unless named.
+# Arguments of `hide_needles`; the haystack is essays unless named.
 NEEDLES: dict[str, dict[str, object]] = {
     "niah_single_1": {"haystack": "noise"},
     "niah_single_2": {},
@@ -34,7 +34,7 @@ class Essays:
         self.sentences: list[str] = []
         self.ends: list[int] = []  # words up to the end of each sentence
 
-    def first(self, words: int) -> list[str]:
+    def take_first(self, words: int) -> list[str]:
         """Returns the sentences of the first `words` words; the last one may be cut."""
         while not self.ends or self.ends[-1] < words:
             self.sentences.append(next(self.source))
@@ -44,27 +44,27 @@ class Essays:
         return [*self.sentences[:last], " ".join(cut)]
 
 
-def needles(
+def hide_needles(
     haystack: str | Essays,
     key: str = "words",
     value: str = "numbers",
     keys: int = 1,
     values: int = 1,
     queries: int = 1,
-) -> Task:
+) -> DraftTask:
     """Hides `keys` keys with `values` values each and asks for `queries` of the keys. Units are
     lines, or essay words.
 
     The haystack is essays, "noise", or "needle": lines like the needle.
     """
 
-    def draft(units: int, rng: Random) -> Draft:
+    def draft(units: int, rng: Random) -> PromptDraft:
         taken: set[str] = set()
         by_key: dict[str, list[str]] = {}
         for _ in range(keys):
             # Before the key: the order decides the sample.
-            found = [fresh(value, rng, taken) for _ in range(values)]
-            by_key[fresh(key, rng, taken)] = found
+            found = [_draw_unused(value, rng, taken) for _ in range(values)]
+            by_key[_draw_unused(key, rng, taken)] = found
         asked = rng.sample(list(by_key), queries)
         lines = [
             NEEDLE.format(kind=value, key=name, value=each)
@@ -73,22 +73,25 @@ def needles(
         ]
         rng.shuffle(lines)
         if isinstance(haystack, Essays):
-            text = in_essays(haystack.first(units), lines, rng)
+            text = _insert_into_essays(haystack.take_first(units), lines, rng)
         else:
             hay = [NOISE] * units
             if haystack == "needle":
-                pairs = ((fresh(key, rng, taken), fresh(value, rng, taken)) for _ in range(units))
+                pairs = (
+                    (_draw_unused(key, rng, taken), _draw_unused(value, rng, taken))
+                    for _ in range(units)
+                )
                 hay = [NEEDLE.format(kind=value, key=name, value=each) for name, each in pairs]
-            text = in_lines(hay, lines, rng)
+            text = _insert_into_lines(hay, lines, rng)
         prompt, kind = ("one needle", value[:-1]) if queries * values == 1 else ("needles", value)
         names = ", ".join(asked[:-1]) + ", and " + asked[-1] if queries > 1 else asked[0]
         answers = (each for name in asked for each in by_key[name])
-        return Draft.fill(prompt, answers, kind=kind, query=names, haystack=text)
+        return PromptDraft.fill(prompt, answers, kind=kind, query=names, haystack=text)
 
-    return Task(draft, 40 if isinstance(haystack, Essays) else 2)
+    return DraftTask(draft, 40 if isinstance(haystack, Essays) else 2)
 
 
-def in_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
+def _insert_into_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
     """Puts the needles between sentences at depths of RULER's grid."""
     places = sorted(
         int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles))
@@ -101,7 +104,7 @@ def in_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
     )
 
 
-def in_lines(lines: list[str], needles: list[str], rng: Random) -> str:
+def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str:
     """Puts the needles before random lines."""
     places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
@@ -109,12 +112,12 @@ def in_lines(lines: list[str], needles: list[str], rng: Random) -> str:
     return "\n".join(lines)
 
 
-def fresh(kind: str, rng: Random, taken: set[str]) -> str:
+def _draw_unused(kind: str, rng: Random, taken: set[str]) -> str:
     """Returns a word pair, number or uuid that is not yet in `taken`, and adds it."""
     while True:
         match kind:
             case "words":
-                drawn = word_pair(rng)
+                drawn = draw_word_pair(rng)
             case "numbers":
                 drawn = str(rng.randint(10**6, 10**7 - 1))
             case "uuids":

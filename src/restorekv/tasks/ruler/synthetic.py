@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
 
-from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units, word_pair, words
+from restorekv.tasks.ruler.draft import (
+    DraftTask,
+    PromptDraft,
+    draw_word_pair,
+    find_most_units,
+    get_answer_limit,
+    load_words,
+)
 from restorekv.tasks.ruler.needles import NOISE
 
 HOPS = 4
@@ -25,32 +32,32 @@ TOKENS_PER_CODED = 50  # tokens of length for each word of the coded vocabulary
 LEAST_CODED = math.ceil(ZETA / (1 / 16 - 1 / 25))
 
 
-def chains(length: int, tokens: Callable[[str], int]) -> Task:
+def track_variables(length: int, tokens: Callable[[str], int]) -> DraftTask:
     """Units are noises. The example has at most 500 tokens, or a quarter of the length, and at
     least one noise.
     """
 
     def size(noises: int) -> int:
-        return tokens(example(noises, Random("example"))) + answer_tokens("vt")
+        return tokens(_draft_example(noises, Random("example"))) + get_answer_limit("vt")
 
     limit = min(EXAMPLE_TOKENS, length // 4)
-    noises = most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1
+    noises = find_most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1
 
-    def draft(units: int, rng: Random) -> Draft:
-        solved = example(noises, rng)
-        task = chain(5, units, rng)
+    def draft(units: int, rng: Random) -> PromptDraft:
+        solved = _draft_example(noises, rng)
+        task = _draft_chain(5, units, rng)
         return task._replace(context=f"{solved}\n\n\n\n{task.context}")
 
-    return Task(draft)
+    return DraftTask(draft)
 
 
-def example(noises: int, rng: Random) -> str:
+def _draft_example(noises: int, rng: Random) -> str:
     """Returns a solved task with names of three letters."""
-    task = chain(3, noises, rng)
+    task = _draft_chain(3, noises, rng)
     return f"{task.text} {' '.join(task.answers)}"
 
 
-def chain(letters: int, noises: int, rng: Random) -> Draft:
+def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
     """Returns one chain among noises; if the noises are few, their sentences are used one by one,
     as RULER does.
     """
@@ -71,10 +78,10 @@ def chain(letters: int, noises: int, rng: Random) -> Draft:
     for inserted, place in enumerate(sorted(rng.sample(range(len(lines)), len(links)))):
         lines.insert(place + inserted, links[inserted])
     text = " ".join(lines).replace(". \n", ".\n")
-    return Draft.fill("vt", names, text=text, value=value, count=len(names))
+    return PromptDraft.fill("vt", names, text=text, value=value, count=len(names))
 
 
-def common_words(length: int) -> Task:
+def find_common_words(length: int) -> DraftTask:
     """Units are different words, ten of them common; RULER has two settings, ours fits lengths that
     hold neither.
 
@@ -87,48 +94,50 @@ def common_words(length: int) -> Task:
     else:
         times, example = ((6, 1), (20, 3, 1)) if length >= SHORT else ((3, 1), (15, 2, 1))
 
-    def draft(units: int, rng: Random) -> Draft:
-        solved = counted(*example, rng)
-        task = counted(units, *times, rng)
-        return task._replace(context=f"{solved.text}{numbered(solved.answers)}\n{task.context}")
+    def draft(units: int, rng: Random) -> PromptDraft:
+        solved = _draft_counted_list(*example, rng)
+        task = _draft_counted_list(units, *times, rng)
+        return task._replace(
+            context=f"{solved.text}{_number_entries(solved.answers)}\n{task.context}"
+        )
 
-    return Task(draft, ASKED + 1)
+    return DraftTask(draft, ASKED + 1)
 
 
-def counted(units: int, common: int, other: int, rng: Random) -> Draft:
+def _draft_counted_list(units: int, common: int, other: int, rng: Random) -> PromptDraft:
     """Returns a shuffled list of `units` words, the first ten of them `common` times, the others
     `other` times.
     """
-    drawn = distinct(units, rng)
+    drawn = _draw_distinct(units, rng)
     entries = drawn[:ASKED] * common + drawn[ASKED:] * other
     rng.shuffle(entries)
-    return Draft.fill("cwe", drawn[:ASKED], text=numbered(entries))
+    return PromptDraft.fill("cwe", drawn[:ASKED], text=_number_entries(entries))
 
 
-def distinct(count: int, rng: Random) -> list[str]:
+def _draw_distinct(count: int, rng: Random) -> list[str]:
     """Returns different words in a random order: single words, then pairs of an adjective and a
     noun.
     """
-    single = list(words("noun", "adjective", "verb"))
+    single = list(load_words("noun", "adjective", "verb"))
     rng.shuffle(single)
     drawn = dict.fromkeys(single)
     while len(drawn) < count:
-        drawn[word_pair(rng)] = None
+        drawn[draw_word_pair(rng)] = None
     return list(drawn)[:count]
 
 
-def numbered(entries: Sequence[str]) -> str:
+def _number_entries(entries: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
 
 
-def frequent_words(length: int) -> Task:
+def find_frequent_words(length: int) -> DraftTask:
     """Units are N: of the coded words the k-th stands floor(N k^-2 / zeta(2)) times, the first one
     as dots.
 
     The question asks for the three words after it.
     """
 
-    def draft(units: int, rng: Random) -> Draft:
+    def draft(units: int, rng: Random) -> PromptDraft:
         coded: dict[str, None] = {}
         while len(coded) < max(length // TOKENS_PER_CODED, 5):
             coded["".join(rng.choices(string.ascii_lowercase, k=LETTERS))] = None
@@ -137,6 +146,6 @@ def frequent_words(length: int) -> Task:
             word for rank, word in enumerate(ranked, 1) for _ in range(int(units / rank**2 / ZETA))
         ]
         rng.shuffle(entries)
-        return Draft.fill("fwe", ranked[1:4], text=" ".join(entries))
+        return PromptDraft.fill("fwe", ranked[1:4], text=" ".join(entries))
 
-    return Task(draft, LEAST_CODED)
+    return DraftTask(draft, LEAST_CODED)
