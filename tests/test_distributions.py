@@ -9,7 +9,7 @@ import pytest
 from restorekv.compression.adapters import shipped_adapter
 from restorekv.errors import GateError, ModelError, RestoreKVWarning
 from restorekv.evictors import gate_file
-from restorekv.model import load
+from restorekv.model import names
 from restorekv.model.load import load_model
 from restorekv.model.names import SHIPPING, is_shipping_installed, shipped_path
 from tests.helpers.source import PACKAGE, ROOT
@@ -20,8 +20,8 @@ WHEEL_BYTES = 2_000_000
 @pytest.fixture
 def nothing_installed(tmp_path, monkeypatch):
     """A machine with the code alone."""
-    monkeypatch.setattr(load, "DISTRIBUTIONS", tmp_path / "distributions")
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    monkeypatch.setattr(names, "DISTRIBUTIONS", tmp_path / "distributions")
+    monkeypatch.setattr(names, "find_spec", lambda name: None)
 
 
 def test_the_package_is_code():
@@ -48,7 +48,7 @@ def test_an_installed_distribution_is_found_without_importing_it(tmp_path, monke
     package = tmp_path / "restorekv_tiny"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('data was run')")
-    monkeypatch.setattr(load, "DISTRIBUTIONS", tmp_path / "distributions")
+    monkeypatch.setattr(names, "DISTRIBUTIONS", tmp_path / "distributions")
     monkeypatch.syspath_prepend(tmp_path)
     assert shipped_path("tiny", "gates") == package / "gates" and is_shipping_installed("tiny")
     assert "restorekv_tiny" not in sys.modules
@@ -65,6 +65,6 @@ def test_without_its_distribution_a_gate_is_named(nothing_installed, tiny_model)
     tiny_model.config.name_or_path, before = "tiny", tiny_model.config.name_or_path
     try:
         with pytest.raises(GateError, match="pip install restorekv-tiny"):
-            gate_file.shipped(tiny_model, ("fastkvzip",))
+            gate_file.find_shipped_gate(tiny_model, ("fastkvzip",))
     finally:
         tiny_model.config.name_or_path = before

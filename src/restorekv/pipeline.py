@@ -31,18 +31,15 @@ from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_bytes
 from restorekv.model import attention
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.names import get_model_name
+from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import (
     Context,
     check_system_message,
     fit_context,
     get_default_between,
-    hash_template,
     make_context,
 )
-from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import decode_utf8
 from restorekv.restore.adapter import RestoreAdapter
@@ -106,7 +103,10 @@ def compress(
     if budget.ratio == 1 and adapter == "auto":
         adapter = None
         restore_tokens = None
-    loaded = load_adapter(model, adapter, compressor, restore_tokens, parsed.between, budget.ratio)
+    identity = identify_model(model, tokenizer)
+    loaded = load_adapter(
+        model, adapter, compressor, restore_tokens, parsed.between, budget.ratio, identity
+    )
     if loaded:
         budget = budget.reserve(loaded.restore_tokens)
         compressor = replace(compressor, adapter=loaded)
@@ -120,7 +120,7 @@ def compress(
         with timed(seconds, "evict"):
             attention.store_context(cache, config.storage, CacheShape.from_model(model).groups)
         seconds = prepared.seconds | seconds
-        manifest = describe(tokenizer, compressor, prepared, budget, cache, seconds, cut, system)
+        manifest = describe(identity, compressor, prepared, budget, cache, seconds, cut, system)
     del prepared  # and the rest of the full cache
     trim_heap()
     return CompressedContext(model, tokenizer, parsed, cache, manifest, compressor)
@@ -202,7 +202,7 @@ def make_budget(
 
 
 def describe(
-    tokenizer: Tokenizer,
+    identity: ModelIdentity,
     compressor: Compressor,
     prepared: PreparedContext,
     budget: Budget,
@@ -222,10 +222,10 @@ def describe(
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
     return Manifest(
-        model=get_model_name(model),
-        fingerprint=fingerprint_model(model),
-        rope=get_rope_settings(model.config),
-        template=hash_template(tokenizer),
+        model=identity.name,
+        fingerprint=identity.fingerprint,
+        rope=identity.rope,
+        template=identity.template,
         dtype=str(model.dtype).removeprefix("torch."),
         shape=vars(shape),
         prefix=context.prefix,

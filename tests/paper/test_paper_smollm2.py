@@ -33,9 +33,10 @@ SMALL = "tiny:count=1,low=64,high=64"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package of which nothing is there yet; returns its folder for smollm2."""
-    monkeypatch.setattr(names, "files", lambda name: tmp_path / "site")
-    return tmp_path / "site" / "smollm2"
+    """Distributions of which nothing is there yet; returns the folder for smollm2."""
+    monkeypatch.setattr(names, "DISTRIBUTIONS", tmp_path / "site")
+    monkeypatch.setattr(names, "find_spec", lambda name: None)
+    return tmp_path / "site" / "restorekv-smollm2" / "restorekv_smollm2"
 
 
 def adapter(folder, evictor="kvzip", restore_tokens=4, **settings):

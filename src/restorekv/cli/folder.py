@@ -30,9 +30,8 @@ from restorekv.compression.eviction import make_compressor
 from restorekv.context import size
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import get_default_between, hash_template
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.identity import identify_model
+from restorekv.model.prompt import get_default_between
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
 from restorekv.seal import digest_file
@@ -82,16 +81,23 @@ class Maker:
         how = make_compressor(options["evictor"], recipe.config)
         between = get_default_between(tokenizer)
         ratio = exact_ratio(options["ratio"]) if options["ratio"] else None
+        identity = identify_model(model, tokenizer)
         adapter = load_adapter(
-            model, options["adapter"], how, recipe.config.restore_tokens, between, ratio
+            model,
+            options["adapter"],
+            how,
+            recipe.config.restore_tokens,
+            between,
+            ratio,
+            identity,
         )
         settings = vars(recipe.config) | recipe.config.to_json()
         del settings["between"]  # which is a fact already
         facts = [
             __version__,
-            fingerprint_model(model),
-            get_rope_settings(model.config),
-            hash_template(tokenizer),
+            identity.fingerprint,
+            identity.rope,
+            identity.template,
             str(model.dtype),
             between,
             how.identity(model),

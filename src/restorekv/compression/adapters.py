@@ -11,7 +11,7 @@ from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
-from restorekv.model.identity import fingerprint_model
+from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import (
     SHIPPING,
     get_install_command,
@@ -35,6 +35,7 @@ def load_adapter(
     restore_tokens: int | None = None,
     between: str | None = None,
     ratio: Fraction | None = None,
+    identity: ModelIdentity | None = None,
 ) -> RestoreAdapter | None:
     """Return the adapter to use, or None where nothing is restored.
 
@@ -49,6 +50,7 @@ def load_adapter(
         between: What separates text and question, which is part of an adapter's use.
         ratio: The share of the pairs to hold. "auto" restores nothing above the ratios of the
             adapter's training, unless the config or `restore_tokens` asks for restoring.
+        identity: The identity of `model`, if the caller has computed it.
 
     Raises:
         AdapterError: The adapter cannot be loaded, or does not fit the model or the method.
@@ -68,7 +70,7 @@ def load_adapter(
         return None
     if not isinstance(adapter, RestoreAdapter):
         try:
-            adapter = _load_shared(model, adapter)
+            adapter = _load_shared(model, adapter, identity)
         except AdapterError as error:
             if not auto or config.restore_from != "full":
                 raise
@@ -102,26 +104,34 @@ def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | N
         )
 
 
-def _load_shared(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
+def _load_shared(
+    model: PreTrainedModel, place: str | Path, identity: ModelIdentity | None
+) -> RestoreAdapter:
     """Return an adapter from a folder or the hub.
 
     Contexts of one model share the adapter of a folder, as long as its files do not change.
     """
     folder = Path(place)
     if not folder.is_dir():
-        return RestoreAdapter.from_pretrained(model, place)
+        return RestoreAdapter.from_pretrained(model, place, identity=identity)
     files = []
     for path in folder.iterdir():
         # A broken link has no status of its own; the link's must do.
         status = path.stat() if path.exists() else path.lstat()
         files.append((path.name, status.st_mtime_ns, status.st_size))
-    identity = fingerprint_model(model)
-    key = (str(folder.resolve()), str(sorted(files)), model.device, model.dtype, identity)
+    identity = identity or identify_model(model)
+    key = (
+        str(folder.resolve()),
+        str(sorted(files)),
+        model.device,
+        model.dtype,
+        identity.fingerprint,
+    )
     # On the model and not in a weak dictionary, since an adapter has a reference to its model.
     known = vars(model).setdefault(ADAPTERS, {})
     adapter = known.get(key)
     if adapter is None:
-        adapter = RestoreAdapter.from_pretrained(model, place)
+        adapter = RestoreAdapter.from_pretrained(model, place, identity=identity)
         known[key] = adapter
         for old in list(known)[:-LOADED]:
             known.pop(old, None)  # another thread may have been first

@@ -19,10 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, import_extra, make_printable
 from restorekv.files import check_not_link, read_json, write_json
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.names import get_model_name
-from restorekv.model.prompt import hash_template
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.identity import identify_model
 from restorekv.model.tokenize import tokenize_text
 
 FORMAT = "restorekv-data"
@@ -38,13 +35,14 @@ _SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer":
 
 def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
     """Returns what identifies the teacher, its answers and their ids."""
+    identity = identify_model(model, tokenizer)
     return {
-        "name": get_model_name(model),
-        "fingerprint": fingerprint_model(model),
+        "name": identity.name,
+        "fingerprint": identity.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "template": hash_template(tokenizer),
+        "template": identity.template,
         "tokenizer": hash_tokenizer(tokenizer),
-        "rope": get_rope_settings(model.config),
+        "rope": identity.rope,
     }
 
 

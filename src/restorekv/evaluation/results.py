@@ -31,9 +31,7 @@ from restorekv.files import (
     read_bytes,
     write_json,
 )
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.names import get_model_name
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.identity import identify_model
 from restorekv.model.shape import CacheShape
 
 CELLS = "cells"
@@ -245,11 +243,12 @@ def identify_setup(model: PreTrainedModel, config: CompressionConfig) -> dict:
     """Returns model, conventions, device and versions as JSON values; they decide whether two
     figures compare.
     """
+    identity = identify_model(model)
     return {
-        "model": get_model_name(model),
-        "fingerprint": fingerprint_model(model),
+        "model": identity.name,
+        "fingerprint": identity.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "rope": get_rope_settings(model.config),
+        "rope": identity.rope,
         "shape": asdict(CacheShape.from_model(model)),
         **config.to_json(),
         "budget": "B = floor(r T L H), exact",

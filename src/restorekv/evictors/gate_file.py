@@ -26,7 +26,7 @@ from restorekv import seal
 from restorekv.errors import GateError, RestoreKVError, reraise_as
 from restorekv.files import matches_type, parse_record
 from restorekv.model import base_weights
-from restorekv.model.identity import describe_weights, fingerprint_model
+from restorekv.model.identity import ModelIdentity, describe_weights, identify_model
 from restorekv.model.names import (
     SHIPPING,
     get_install_command,
@@ -192,7 +192,13 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
             )
 
 
-def check_gate(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
+def check_gate(
+    name: object,
+    gate: Gate,
+    model: PreTrainedModel,
+    kinds: Sequence[str],
+    identity: ModelIdentity | None = None,
+) -> None:
     """Checks that the gate has one of `kinds` and was made for this model; warns if for other
     weights of it.
     """
@@ -201,15 +207,20 @@ def check_gate(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence
         raise GateError(
             f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}."
         )
-    base_weights.check_base(f"gate {name}", card, model, GateError, f"load that one, or {MAKE}")
+    base_weights.check_base(
+        f"gate {name}", card, model, GateError, f"load that one, or {MAKE}", identity
+    )
     check_shapes(name, card.kind, gate.layers, CacheShape.from_model(model))
 
 
-def find_shipped_gate(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
+def find_shipped_gate(
+    model: PreTrainedModel, kinds: Sequence[str], identity: ModelIdentity | None = None
+) -> Path:
     """Returns the gate in the package for this model, of the first of `kinds` that exists.
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
+    identity = identity or identify_model(model)
     own = describe_weights(model)
     similar = []
     paths = (
@@ -217,7 +228,7 @@ def find_shipped_gate(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     )
     for path in filter(Path.is_file, paths):
         card = read_card(path)[0]
-        if card.fingerprint == fingerprint_model(model):
+        if card.fingerprint == identity.fingerprint:
             return path
         if base_weights.measure_similarity(card.weights, own) >= base_weights.LEAST_SIMILARITY:
             similar.append(path)
@@ -246,9 +257,10 @@ def load_gate(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate
     key = (source, tuple(kinds), state and (state.st_mtime_ns, state.st_size), model.device)
     gates = _loaded.setdefault(model, {})
     if key not in gates:
-        path = path or find_shipped_gate(model, kinds)
+        identity = identify_model(model)
+        path = path or find_shipped_gate(model, kinds, identity)
         gate = read_gate(path)
-        check_gate(path, gate, model, kinds)
+        check_gate(path, gate, model, kinds, identity)
         layers = [
             {name: tensor.to(model.device) for name, tensor in layer.items()}
             for layer in gate.layers

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
+from restorekv.model.identity import ModelIdentity
 from restorekv.model.names import NAMES, get_model_name, to_hub_id
 from restorekv.model.shape import CacheShape, get_backbone
 from restorekv.model.support import refuse_beyond
@@ -120,6 +121,7 @@ class RestoreAdapter(nn.Module):
         revision: str | None = None,
         token: str | None = None,
         cache_dir: str | Path | None = None,
+        identity: ModelIdentity | None = None,
     ) -> RestoreAdapter:
         """Loads an adapter from a folder or, at a `revision`, a hub id; refuses an adapter of
         another model.
@@ -136,7 +138,9 @@ class RestoreAdapter(nn.Module):
                 "load the model that it was trained for."
             )
         if stored.card is not None:
-            base_weights.check_base(f"adapter {name}", stored.card, model, AdapterError)
+            base_weights.check_base(
+                f"adapter {name}", stored.card, model, AdapterError, identity=identity
+            )
         card = publish.with_origin(
             stored.card or make_card(model, n), name, folder, bare=stored.card is None
         )

@@ -29,8 +29,8 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of
 from restorekv.generation.sampling import Row
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import count_usable_positions, hash_template
+from restorekv.model.identity import identify_model
+from restorekv.model.prompt import count_usable_positions
 from restorekv.pipeline import compress
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size, told_to_clients
@@ -100,7 +100,8 @@ class Caches:
         self.making = ("", "")
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         more = (f"{name}={value}" for name, value in self.more.items())
-        self.made_with = fingerprint_model(model), str(model.dtype), hash_template(tokenizer), *more
+        identity = identify_model(model, tokenizer)
+        self.made_with = identity.fingerprint, str(model.dtype), identity.template, *more
         self.lock = threading.Lock()
         self.loading = threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()

@@ -35,8 +35,7 @@ from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact
 from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.identity import identify_model
 from restorekv.model.shape import CacheShape
 from restorekv.seal import largest_number
 
@@ -167,16 +166,17 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
     """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file
     was made with.
     """
-    if manifest.rope != get_rope_settings(model.config):
+    identity = identify_model(model)
+    if manifest.rope != identity.rope:
         raise CacheFileError(
-            f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has {get_rope_settings(model.config)}; "
-            "load the model with the same RoPE configuration."
+            f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has "
+            f"{identity.rope}; load the model with the same RoPE configuration."
         )
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
         raise CacheFileError(
             f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
         )
-    if manifest.fingerprint != fingerprint_model(model):
+    if manifest.fingerprint != identity.fingerprint:
         raise CacheFileError(
             f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
         )

@@ -26,10 +26,9 @@ from restorekv.data.manifest import hash_tokenizer
 from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.generate import stop_ids
 from restorekv.model import support
-from restorekv.model.identity import fingerprint_model
+from restorekv.model.identity import identify_model
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, encode_question, hash_template, make_context
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.prompt import Context, encode_question, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
@@ -231,14 +230,15 @@ def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, 
     config = {
         key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT_SETTINGS
     }
+    identity = identify_model(model, tokenizer)
     return {
-        "model": fingerprint_model(model),
+        "model": identity.fingerprint,
         "dtype": str(model.dtype),
-        "rope": get_rope_settings(model.config),
+        "rope": identity.rope,
         "config": hashlib.sha256(
             json.dumps(config, sort_keys=True, default=str).encode()
         ).hexdigest()[:16],
-        "template": hash_template(tokenizer),
+        "template": identity.template,
         "tokenizer": hash_tokenizer(tokenizer),
         "stops": sorted(stop_ids(model, tokenizer)),
     }

@@ -1,0 +1,153 @@
+"""A model's identity: computed from the weights as they are now, with one transfer, and seldom."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from restorekv import CompressedContext, compress
+from restorekv.errors import AdapterError, CacheFileError, RestoreKVWarning
+from restorekv.model import identity
+from restorekv.model.identity import (
+    describe_weights,
+    fingerprint_model,
+    identify_model,
+    remember_identity,
+)
+from restorekv.model.load import load_model
+from restorekv.model.names import get_model_name
+from restorekv.model.prompt import hash_template
+from restorekv.model.rope import get_rope_settings
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.models import build_model
+
+TEXT = "The house is red. " * 40
+
+
+def add_in_place(model):
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+
+
+def add_to_data(model):
+    """As merging a LoRA adapter does; PyTorch counts no new version of the weight."""
+    version = model.lm_head.weight._version
+    model.lm_head.weight.data += 1.0
+    assert model.lm_head.weight._version == version
+
+
+def replace_weight(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1.0)
+
+
+def load_state(model):
+    model.load_state_dict({name: value + 1.0 for name, value in model.state_dict().items()})
+
+
+def take_a_training_step(model):
+    model.requires_grad_(True)
+    model(torch.tensor([[3, 4, 5]])).logits.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def merge_lora(model):
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            weight.data.fill_(1.0)
+    adapted.merge_adapter()
+
+
+def change_rope(model):
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
+
+
+CHANGES = [
+    add_in_place,
+    add_to_data,
+    replace_weight,
+    load_state,
+    take_a_training_step,
+    merge_lora,
+    change_rope,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_noticed_by_caches_and_adapters(change, tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    RestoreAdapter.create(model, 2).save_pretrained(tmp_path / "adapter")
+    context = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=tmp_path / "adapter")
+    context.save(tmp_path / "cache.rkv")
+    before = identify_model(model), describe_weights(model)
+    change(model)
+    assert identify_model(model).fingerprint != before[0].fingerprint
+    with pytest.raises(CacheFileError, match=r"another model|RoPE"):
+        CompressedContext.load(tmp_path / "cache.rkv", model, tiny_tokenizer)
+    # An adapter is refused for other weights; close ones get a warning.
+    with pytest.raises((AdapterError, RestoreKVWarning), match=r"another model|other weights|RoPE"):
+        compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=tmp_path / "adapter")
+
+
+def test_a_changed_template_is_noticed(tiny_tokenizer):
+    model = build_model("qwen3")
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    before = identify_model(model, tokenizer)
+    tokenizer.chat_template = "Attention! " + tokenizer.chat_template
+    after = identify_model(model, tokenizer)
+    assert before.fingerprint == after.fingerprint and before.template != after.template
+    assert identify_model(model).template is None
+
+
+def test_the_identity_says_what_its_parts_say(tiny_tokenizer):
+    model = build_model("qwen3")
+    found = identify_model(model, tiny_tokenizer)
+    assert found.name == get_model_name(model)
+    assert found.fingerprint == fingerprint_model(model)
+    assert found.rope == get_rope_settings(model.config)
+    assert found.template == hash_template(tiny_tokenizer)
+
+
+def test_these_bits_are_in_files_made_before():
+    """A fingerprint and a sketch of weights that any computer makes."""
+    model = build_model("qwen3")
+    with torch.no_grad():
+        for number, weight in enumerate(model.parameters()):
+            weight.copy_(torch.arange(weight.numel()).view(weight.shape) % (number + 7) / 8)
+    assert fingerprint_model(model) == "9df011b8ea43b8db"
+    assert describe_weights(model)["sketch"][:32] == "AABgQOA/AABgQOA/AABgQOA/AD5oQPA/"
+
+
+def test_sharded_weights_keep_the_identity_that_was_remembered():
+    model = build_model("qwen3")
+    known = fingerprint_model(model), describe_weights(model)
+    remember_identity(model)
+    add_in_place(model)
+    assert (fingerprint_model(model), describe_weights(model)) == known
+
+
+def test_the_road_from_a_text_to_an_answer_computes_it_twice(tmp_path):
+    """Once for `compress`, also the first time, which loads an adapter, and once for `load`."""
+    model, tokenizer = load_model("tiny")
+    computed, transfers = [], []
+    real, cpu = identity._sample_weights, Tensor.cpu
+
+    def count(weights, number):
+        computed.append(number)
+        with patch.object(Tensor, "cpu", lambda self: transfers.append(1) or cpu(self)):
+            return real(weights, number)
+
+    with patch.object(identity, "_sample_weights", count):
+        for _ in range(2):
+            context = compress(model, tokenizer, TEXT, ratio=0.2)
+            assert context.manifest.adapter is not None and len(computed) == 1
+            context.save(tmp_path / "cache.rkv")
+            assert len(computed) == 1
+            context = CompressedContext.load(tmp_path / "cache.rkv", model, tokenizer)
+            context.ask("Who?")
+            assert len(computed) == len(transfers) == 2
+            computed.clear()
+            transfers.clear()
