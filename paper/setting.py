@@ -16,7 +16,7 @@ from restorekv.compression.adapters import shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.model.names import TINY
-from restorekv.restore import publish
+from restorekv.restore import hub
 from restorekv.tiny import world
 from restorekv.train.config import TrainConfig
 
@@ -148,7 +148,7 @@ class Setting:
         """
         if self.adapters == PUBLISHED:
             try:
-                return publish.find_published_name(self.model, evictor)
+                return hub.find_published_name(self.model, evictor)
             except AdapterError:
                 return None
         if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():

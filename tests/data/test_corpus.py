@@ -18,7 +18,7 @@ from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.data.sources import LICENSES
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import encode_text
-from restorekv.restore.model_card import PERMISSIVE, combine_licenses
+from restorekv.restore.licenses import PERMISSIVE, combine_licenses
 from tests.helpers.data_world import settings, text, write_jsonl
 
 GENRES = ("letters", "logs", "news")

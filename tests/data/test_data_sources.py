@@ -25,7 +25,7 @@ from restorekv.data.sources import (
     read_paper,
 )
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.restore.model_card import combine_licenses, normalize_license
+from restorekv.restore.licenses import combine_licenses, normalize_license
 from tests.helpers.data_world import (
     BY,
     BY_SA,

@@ -401,7 +401,7 @@ def test_other_nonsense_is_refused(tiny_model, tmp_path):
     ("entry", "words"),
     [
         ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron_config"),
-        ({"rank_pattern": {"(a+)+$": 2}}, "no name of a layer"),
+        ({"rank_pattern": {"(a+)+$": 2}}, "not the name of a layer"),
         ({"r": 10**9}, "rank"),
         ({"r": True}, "another type"),
         ({"lora_alpha": 1e300}, "out of range"),

@@ -131,8 +131,8 @@ def test_a_local_base_model_warns(model, hub):
             r"refuses me/restore-qwen3 \(401: Invalid username or password\); log in with `hf auth login`",
         ),
         ("others/name", None, r"403: You don't have the rights .*; log in"),
-        ("no good name", None, "is no name for a repository on the hub"),
-        ("a/b/c", None, "is no name for a repository on the hub"),
+        ("no good name", None, "is not a name for a repository on the hub"),
+        ("a/b/c", None, "is not a name for a repository on the hub"),
     ],
 )
 def test_refusals_are_one_sentence(model, hub, repo, token, words):

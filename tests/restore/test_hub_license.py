@@ -1,5 +1,6 @@
-"""What may be done with an adapter, and the authors' adapters, whose license and conventions lead
-to warnings.
+"""What may be done with an adapter, and the authors' adapters, whose conventions lead to warnings.
+
+Loading reads no license. Training, saving and publishing do.
 """
 
 import shutil
@@ -12,9 +13,10 @@ from restorekv.compression.adapters import load_adapter
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.pipeline import compress
-from restorekv.restore import publish
+from restorekv.restore import hub, publish
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.model_card import (
+from restorekv.restore.adapter_file import read_adapter
+from restorekv.restore.licenses import (
     HUB,
     KNOWN,
     PERMISSIVE,
@@ -23,8 +25,8 @@ from restorekv.restore.model_card import (
     forbids_commercial_use,
     list_licenses,
     normalize_license,
-    parse_license,
 )
+from restorekv.restore.model_card import parse_license
 from tests.helpers.hub_world import LICENSES, local_hub
 from tests.helpers.models import build_model
 
@@ -120,8 +122,8 @@ def test_the_license_of_a_readme(front, expected):
 
 
 def test_names_of_the_published():
-    assert publish.find_published_name("Qwen/Qwen3-8B", "kvzip") == "higokri/RestoreKV-Qwen3-8B"
-    assert publish.find_published_name("/models/Llama-3.1-8B-Instruct/", "kvzip+:chunk=64") == (
+    assert hub.find_published_name("Qwen/Qwen3-8B", "kvzip") == "higokri/RestoreKV-Qwen3-8B"
+    assert hub.find_published_name("/models/Llama-3.1-8B-Instruct/", "kvzip+:chunk=64") == (
         "higokri/RestoreKV-Llama-3.1-8B-Instruct_plus"
     )
     for model, evictor in (
@@ -131,7 +133,7 @@ def test_names_of_the_published():
         ("", "kvzip"),
     ):
         with pytest.raises(AdapterError) as caught:
-            publish.find_published_name(model, evictor)
+            hub.find_published_name(model, evictor)
         message = str(caught.value)
         assert (
             "Llama-3.1-8B-Instruct and Qwen3-8B, each for kvzip and kvzip+" in message
@@ -183,8 +185,7 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
         assert len(heard) == 2 and all(
             line.count("higokri/RestoreKV-Qwen3-8B_plus") == 1 for line in heard
         )
-        assert "cc-by-nc-4.0: not for commercial use" in heard[0] and "YaRN" in heard[0]
-        assert "prefix_policy='counted'" in heard[1]
+        assert "YaRN" in heard[0] and "prefix_policy='counted'" in heard[1]
         with pytest.raises(AdapterError, match="no published adapter for Qwen/Qwen3-8B and snapkv"):
             load_adapter(model, "published", make_compressor("snapkv"))
         with pytest.raises(AdapterError, match="nor can it be fetched"):
@@ -202,7 +203,7 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
             )
         )
         assert small.manifest.adapter["evictor"] == "kvzip+" and small.manifest.restore_tokens == 4
-        assert len(heard) == 1 and "not for commercial use" in heard[0]
+        assert len(heard) == 1 and "YaRN" in heard[0]
 
 
 @pytest.mark.parametrize(
@@ -230,27 +231,37 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
 )
 def test_copies_are_known(model, tmp_path, place, readme, source, license):
     (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-    adapter, heard = with_warnings(
-        lambda: RestoreAdapter.from_pretrained(model, published(model, tmp_path / place, readme))
-    )
-    assert (adapter.card.source, adapter.card.license) == (
-        source and f"higokri/RestoreKV-{source}",
-        license,
-    )
-    assert len(heard) == (license == "cc-by-nc-4.0")
-    assert all("cc-by-nc-4.0: not for commercial use" in line for line in heard)
+    folder = published(model, tmp_path / place, readme)
+    adapter, heard = with_warnings(lambda: RestoreAdapter.from_pretrained(model, folder))
+    assert adapter.card.source == (source and f"higokri/RestoreKV-{source}") and not heard
     assert adapter.card.evictor == (source and ("kvzip+" if "_plus" in source else "kvzip"))
+    assert adapter.card.license is None  # nothing asks for it yet
+    adapter.save_pretrained(tmp_path / "saved")
+    assert adapter.card.license == read_adapter(tmp_path / "saved").card.license == license
+    _, heard = with_warnings(lambda: adapter.describe(evictor="kvzip", data=[{"license": "mit"}]))
+    expected = ["The adapter is licensed cc-by-nc-4.0: not for commercial use."]
+    assert heard == (expected if license == "cc-by-nc-4.0" else [])
+
+
+def test_loading_reads_weights_and_one_record(model, tmp_path, monkeypatch):
+    RestoreAdapter.create(model, 4, rank=2).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "README.md").write_text(NC)
+    monkeypatch.setattr(
+        publish, "read_bytes", lambda path, *_: pytest.fail(f"{path} was read to load an adapter")
+    )
+    adapter, heard = with_warnings(
+        lambda: RestoreAdapter.from_pretrained(model, tmp_path / "adapter", evictor="kvzip")
+    )
+    assert adapter.card.license is None and not heard
 
 
 def test_a_copy_keeps_its_license(model, tmp_path):
     """Saved, trained on, published: a non-commercial adapter does not become another one."""
     folder = published(model, tmp_path / "RestoreKV-Qwen3-8B", NC)
-    adapter, _ = with_warnings(lambda: RestoreAdapter.from_pretrained(model, folder))
+    adapter = RestoreAdapter.from_pretrained(model, folder)
     adapter.save_pretrained(tmp_path / "renamed")
-    again, heard = with_warnings(
-        lambda: RestoreAdapter.from_pretrained(model, tmp_path / "renamed")
-    )
-    assert again.card == adapter.card and "not for commercial use" in heard[0]
+    again = RestoreAdapter.from_pretrained(model, tmp_path / "renamed")
+    assert again.card == adapter.card and again.card.license == "cc-by-nc-4.0"
     readme = (tmp_path / "renamed" / "README.md").read_text()
     assert "A copy of higokri/RestoreKV-Qwen3-8B" in readme and "license: cc-by-nc-4.0" in readme
     again.describe(evictor="kvzip", data=[{"source": "mine", "license": "mit"}])
@@ -266,29 +277,35 @@ def test_a_copy_keeps_its_license(model, tmp_path):
 def test_licenses_of_our_own_adapters(model, tmp_path):
     adapter = RestoreAdapter.create(model, 4, rank=2)
 
-    def loaded(place, **record):
-        adapter.describe(evictor="kvzip", prefix_policy="free", **record)
+    def train(place, **record):
+        """An adapter that was trained, saved and loaded, and what training warned of."""
+        _, heard = with_warnings(
+            lambda: adapter.describe(evictor="kvzip", prefix_policy="free", **record)
+        )
         adapter.save_pretrained(tmp_path / place)
-        return with_warnings(lambda: RestoreAdapter.from_pretrained(model, tmp_path / place))
+        again, loading = with_warnings(
+            lambda: RestoreAdapter.from_pretrained(model, tmp_path / place)
+        )
+        assert not loading
+        return again, heard
 
     for place, record in {"free": {"data": [{"license": "mit"}]}, "none": {}}.items():
-        again, heard = loaded(place, **record)
+        again, heard = train(place, **record)
         assert not heard and again.card.license == ("apache-2.0" if record else None)
-    again, heard = loaded("strict", data=[{"license": "CC BY-NC 4.0"}])
-    assert heard == [
-        f"The adapter {tmp_path / 'strict'} is licensed cc-by-nc-4.0: not for commercial use."
-    ]
-    again, heard = loaded("mixed", data=[{"license": "CC BY-NC 4.0"}, {"source": "mine"}])
-    assert again.card.license == "cc-by-nc-4.0" and "is licensed cc-by-nc-4.0" in heard[0]
-    again, heard = loaded("later", data=[{"license": "mit"}])
-    assert again.card.license == "cc-by-nc-4.0" and "is licensed cc-by-nc-4.0" in heard[0]
-    again, heard = loaded("chosen", data=[{"license": "CC BY-NC-ND 4.0"}], license="mit")
+    is_licensed = "The adapter is licensed cc-by-nc-4.0: not for commercial use."
+    again, heard = train("strict", data=[{"license": "CC BY-NC 4.0"}])
+    assert heard == [is_licensed]
+    again, heard = train("mixed", data=[{"license": "CC BY-NC 4.0"}, {"source": "mine"}])
+    assert again.card.license == "cc-by-nc-4.0" and heard == [is_licensed]
+    again, heard = train("later", data=[{"license": "mit"}])
+    assert again.card.license == "cc-by-nc-4.0" and heard == [is_licensed]
+    again, heard = train("chosen", data=[{"license": "CC BY-NC-ND 4.0"}], license="mit")
     assert "was trained on data licensed cc-by-nc-nd-4.0" in heard[0]
     with pytest.raises(AdapterError, match=r"cc-by-nc-nd-4\.0; mit allows more"):
         again.push_to_hub("me/mine")
     shutil.copytree(tmp_path / "free", tmp_path / "changed")
     (tmp_path / "changed" / "README.md").write_text(NC)
-    again, heard = with_warnings(
-        lambda: RestoreAdapter.from_pretrained(model, tmp_path / "changed")
-    )
-    assert again.card.license == "cc-by-nc-4.0" and len(heard) == 1
+    again = RestoreAdapter.from_pretrained(model, tmp_path / "changed")
+    with pytest.raises(AdapterError, match=r"recorded as, or trained on, cc-by-nc-4\.0; mit"):
+        again.push_to_hub("me/mine", license="mit")
+    assert again.card.license == "cc-by-nc-4.0"

@@ -53,7 +53,7 @@ def test_a_dry_run_refuses_the_names_that_push_refuses(world, hub, repo):
         assert result.code == 1 and result.out == ""
         assert (
             result.err
-            == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
+            == f"error: {repo!r} is not a name for a repository on the hub; pass OWNER/NAME.\n"
         )
     assert not hub.commits
 
@@ -306,5 +306,5 @@ def test_eval_tells_of_published_adapters(world):
 
 
 def test_the_python_push_prepares_in_the_same_way(hub):
-    with pytest.raises(AdapterError, match="is no name for a repository on the hub"):
+    with pytest.raises(AdapterError, match="is not a name for a repository on the hub"):
         adapter_of(evictor="kvzip").push_to_hub("mine")

@@ -64,7 +64,7 @@ def run(
         )
         if not dry_run:
             publish.save_adapter(folder, stored)
-    stored = replace(stored, card=publish.with_origin(stored.card, folder, folder, bare=False))
+    stored = replace(stored, card=publish.add_license(stored.card, folder))
     if dtype != "auto":
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
         stored = replace(stored, lora=lora, card=replace(stored.card, dtype=dtype))

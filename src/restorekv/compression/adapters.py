@@ -20,7 +20,7 @@ from restorekv.model.names import (
     shipped_path,
     to_canonical_name,
 )
-from restorekv.restore import publish
+from restorekv.restore import hub
 from restorekv.restore.adapter import RestoreAdapter
 
 # How many adapters a model keeps loaded, and its attribute for them.
@@ -141,7 +141,7 @@ def _load_shared(
 def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
     """Return the folder or hub id that a name stands for, None where "auto" finds no adapter."""
     if name == "published":
-        return publish.find_published_name(get_model_name(model), compressor.spec)
+        return hub.find_published_name(get_model_name(model), compressor.spec)
     if name != "auto":
         shipped = shipped_adapter(*name.split(":", 1)) if ":" in name else None
         return shipped or name

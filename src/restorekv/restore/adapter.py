@@ -1,7 +1,9 @@
 """The restore pass (Eqs. 4-6): n learned tokens read the full cache once, and their pairs join what
 eviction keeps.
 
-    C_restore = KV(E; theta + LoRA, C_full)     at positions T+1 .. T+n, causally, before anything is dropped
+    C_restore = KV(E; theta + LoRA, C_full)
+
+at positions T+1 .. T+n, causally, before anything is dropped.
 
 LoRA belongs to this pass alone, which runs through a twin of the model: PEFT's layers are in the
 twin's modules, the weights are the model's own, and the model *is* the frozen model. (PEFT's own
@@ -29,19 +31,19 @@ from restorekv.model.shape import CacheShape, get_backbone
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
+from restorekv.restore.hub import fetch_adapter, recognize_copy
+from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME, attach_lora, check_lora_fit
-from restorekv.restore.model_card import inherit_license, normalize_license
 from restorekv.spec import split_specs
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class RestoreAdapter(nn.Module):
-    """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable unless fixed;
-    nothing else.
+    """`embeddings` (n, d) and the LoRA of every target layer, float32 and nothing else.
 
-    It works on the one `model` that it was made for. Several adapters of one model do not disturb
-    each other.
+    All of it is trainable, but for embeddings that are fixed. An adapter works on the one `model`
+    that it was made for. Several adapters of one model do not disturb each other.
     """
 
     embeddings: nn.Parameter
@@ -56,14 +58,16 @@ class RestoreAdapter(nn.Module):
         self.config = config
         self.card = card
         adapted, layers = attach_lora(model, config)
-        self.tensors = {
-            f"{path}.{part}.weight": getattr(layer, part)[NAME].weight
-            for path, layer in layers.items()
-            for part in ("lora_A", "lora_B")
-        }
+        self.tensors: dict[str, nn.Parameter] = {}
+        for path, layer in layers.items():
+            self.tensors[f"{path}.lora_A.weight"] = layer.lora_A[NAME].weight
+            self.tensors[f"{path}.lora_B.weight"] = layer.lora_B[NAME].weight
         self.lora = nn.ParameterList(self.tensors.values())
         # In a tuple, because attributes would make both a part of this module.
         self._models = (model, adapted)
+        # Whose README.md may name a license, which is looked up when the adapter is trained on,
+        # saved or published.
+        self._folder: Path | None = None
 
     @classmethod
     def create(
@@ -77,11 +81,20 @@ class RestoreAdapter(nn.Module):
         seed: int = 0,
         fixed: int | None = None,
     ) -> RestoreAdapter:
-        """Returns an untrained adapter: embeddings of n random tokens of the vocabulary, and LoRA
+        """Return an untrained adapter: embeddings of n random tokens of the vocabulary, and LoRA
         that adds zero.
 
-        Controls of the paper: with `fixed`, all n embeddings are that token's and are never
-        trained; with no `targets` there is no LoRA.
+        Args:
+            model: the model that it is for.
+            n: the number of restore tokens.
+            rank: of LoRA.
+            alpha: of LoRA.
+            targets: the names of the layers with LoRA; without any (a control), there is none.
+            seed: of the draw.
+            fixed: a token whose embedding all n have and keep (a control).
+
+        Raises:
+            AdapterError: where nothing would be left to train, and for layers that the model lacks.
         """
         if n < 1 or rank < 1:
             raise AdapterError(
@@ -89,11 +102,13 @@ class RestoreAdapter(nn.Module):
             )
         if fixed is not None and not targets:
             raise AdapterError(
-                "Fixed embeddings without LoRA leave nothing to train; give LoRA targets or learn them."
+                "Fixed embeddings without LoRA leave nothing to train; name LoRA targets or learn "
+                "the embeddings."
             )
         config = LoraConfig(
             r=rank,
-            lora_alpha=alpha,
+            # PEFT declares an integer and scales by any number.
+            lora_alpha=alpha,  # type: ignore[arg-type]
             target_modules=sorted(targets),
             lora_dropout=0.0,
             bias="none",
@@ -101,15 +116,14 @@ class RestoreAdapter(nn.Module):
             base_model_name_or_path=to_hub_id(get_model_name(model)),
             inference_mode=True,
         )
-        # Itself and not its matrix: Gemma's scales what it looks up.
-        layer = model.get_input_embeddings()
         card = replace(make_card(model, n), embeddings="learned" if fixed is None else "fixed")
+        # The layer and not its matrix: Gemma's scales what it looks up.
+        layer = model.get_input_embeddings()
+        weight = layer.weight
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            rows = (
-                torch.randint(len(layer.weight), (n,)) if fixed is None else torch.full((n,), fixed)
-            )
-            return cls(model, config, layer(rows.to(layer.weight.device)), card)
+            tokens = torch.randint(len(weight), (n,)) if fixed is None else torch.full((n,), fixed)
+            return cls(model, config, layer(tokens.to(weight.device)), card)
 
     @classmethod
     def from_pretrained(
@@ -123,31 +137,43 @@ class RestoreAdapter(nn.Module):
         cache_dir: str | Path | None = None,
         identity: ModelIdentity | None = None,
     ) -> RestoreAdapter:
-        """Loads an adapter from a folder or, at a `revision`, a hub id; refuses an adapter of
-        another model.
+        """Load an adapter.
 
-        Warns if it was trained on other weights of this model or with another evictor than
-        `evictor`, and of a license that forbids commercial use.
+        Warn if it was trained on other weights of this model, or for another evictor than
+        `evictor`. Its license is looked up when it is trained on, saved or published.
+
+        Args:
+            model: the model that it was trained for.
+            name: a folder or a hub id.
+            evictor: the spec of the evictor that it will be used with.
+            revision: of the hub's repository.
+            token: for a private repository.
+            cache_dir: where the hub's client keeps the files; its own cache unless given.
+            identity: the model's, where it is known already.
+
+        Raises:
+            AdapterError: for an adapter that is missing, damaged or for another model.
         """
-        folder = publish.fetch_adapter(name, revision, token, cache_dir)
+        folder = fetch_adapter(name, revision, token, cache_dir)
         stored = adapter_file.read_adapter(folder)
         n, hidden = stored.embeddings.shape
-        if hidden != CacheShape.from_model(model).hidden:
+        model_hidden = CacheShape.from_model(model).hidden
+        if hidden != model_hidden:
             raise AdapterError(
-                f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.from_model(model).hidden}; "
+                f"The adapter {name} is for a model of width {hidden}, this one has {model_hidden}; "
                 "load the model that it was trained for."
             )
-        if stored.card is not None:
+        card = stored.card
+        if card is None:
+            card = recognize_copy(make_card(model, n), name, folder)
+        else:
             base_weights.check_base(
-                f"adapter {name}", stored.card, model, AdapterError, identity=identity
+                f"adapter {name}", card, model, AdapterError, identity=identity
             )
-        card = publish.with_origin(
-            stored.card or make_card(model, n), name, folder, bare=stored.card is None
-        )
         check_lora_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
-        publish.warn_of_license(name, card)
+        adapter._folder = folder
         if evictor is not None:
             adapter.warn_of_other_use(evictor)
         return adapter
@@ -167,7 +193,7 @@ class RestoreAdapter(nn.Module):
         return self._models[1]
 
     def first(self, count: int) -> RestoreAdapter:
-        """Returns an adapter of the first `count` tokens; warns unless they were trained to work
+        """Return an adapter of the first `count` tokens; warn unless they were trained to work
         alone.
         """
         if not 1 <= count <= self.restore_tokens:
@@ -177,16 +203,19 @@ class RestoreAdapter(nn.Module):
         if count == self.restore_tokens:
             return self
         if not (self.card.settings or {}).get("nested"):
-            message = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
-            warn(f"{message} (train it with --nested); expect worse answers.")
+            warn(
+                f"The adapter was not trained to work with {count} of its {self.restore_tokens} "
+                "restore tokens (train it with --nested); expect worse answers."
+            )
         card = replace(self.card, restore_tokens=count)
         embeddings = self.embeddings.detach()[:count].clone()
         short = type(self)(self.model, self.config, embeddings, card)
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
+        short._folder = self._folder
         return short
 
     def append(self, full: Cache, count: int | None = None) -> None:
-        """Runs the n tokens, or the first `count`, over `full`, which grows by their pairs.
+        """Run the n tokens, or the first `count`, over `full`, which grows by their pairs.
 
         `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
         """
@@ -214,19 +243,35 @@ class RestoreAdapter(nn.Module):
         license: str | None = None,
         between: str | None = None,
     ) -> None:
-        """Records what the adapter is being trained with, the model's weights included.
+        """Record what the adapter is being trained with, and the weights of its model.
 
-        The license, unless given, is passed on from the data and from an adapter that was
-        non-commercial before. `between` is the text between document and question.
+        Warn if its license, or one of its data's, forbids commercial use.
+
+        Args:
+            evictor: the spec of the evictor, or several with commas between.
+            prefix_policy: "free" or "counted".
+            ratio_range: the least and the largest ratio.
+            allocation: which pairs competed.
+            restore_from: what the restore pass read, "full" or "evicted".
+            settings: of the training.
+            data: one row for each source.
+            license: by the hub's name; unless given, it is inherited from the data and from an
+                adapter that was non-commercial before.
+            between: the text between document and question.
         """
-        own = make_card(self.model, self.restore_tokens)
+        self._look_up_license()
+        trained_on = make_card(self.model, self.restore_tokens)
         data = to_plain_json(data)
+        if license is None:
+            license = inherit_license(self.card, data)
+        else:
+            license = normalize_license(license)
         self.card = replace(
             self.card,
-            model=own.model,
-            fingerprint=own.fingerprint,
-            local=own.local,
-            weights=own.weights,
+            model=trained_on.model,
+            fingerprint=trained_on.fingerprint,
+            local=trained_on.local,
+            weights=trained_on.weights,
             evictor=evictor,
             prefix_policy=prefix_policy,
             ratio_range=ratio_range,
@@ -235,13 +280,12 @@ class RestoreAdapter(nn.Module):
             settings=to_plain_json(settings),
             data=data,
             between=between,
-            license=inherit_license(self.card, data)
-            if license is None
-            else normalize_license(license),
+            license=license,
         )
+        publish.warn_if_noncommercial(self.card)
 
     def report(self, results: list[dict]) -> None:
-        """Records measurements for the model card: rows with benchmark, ratio, base, restored, full
+        """Record measurements for the model card: rows with benchmark, ratio, base, restored, full
         and more.
         """
         self.card = replace(self.card, results=to_plain_json(results))
@@ -254,37 +298,46 @@ class RestoreAdapter(nn.Module):
         prefix_policy: str | None = None,
         between: str | None = None,
     ) -> None:
-        """Warns of a use other than the training's: an adapter restores what its own eviction
-        loses.
+        """Warn of a use other than the training's: an adapter restores what its own eviction loses.
+
+        Args:
+            evictor: the spec of the evictor.
+            allocation: which pairs compete; unless given, that is not compared. The same goes for
+                the others.
+            restore_from: what the restore pass reads.
+            prefix_policy: whether the chat prefix counts.
+            between: the text between document and question.
         """
         card = self.card
-        messages = []
-        # Kvpress counts the prefix, the authors' code does not.
-        if card.source is not None and prefix_policy == "free":
-            messages.append(
-                f"{card.source} is used in kvpress with the chat prefix in the budget (prefix_policy='counted'); "
-                "its authors do not state how it was trained."
+        if card.source is not None and "Qwen3" in card.source:
+            warn(
+                f"The authors of {card.source} do not state whether they trained it with YaRN, as "
+                "their code does, or without it."
             )
+        # kvpress counts the prefix, the authors' code does not.
+        if card.source is not None and prefix_policy == "free":
+            warn(
+                f"{card.source} is used in kvpress with the chat prefix in the budget "
+                "(prefix_policy='counted'); its authors do not state how it was trained."
+            )
+        if not card.evictor:
+            return
+        # An adapter may have been trained for several evictors.
+        is_trained_for = evictor in split_specs(card.evictor)
         for what, trained, used in (
-            (
-                "evictor",
-                evictor if evictor in split_specs(card.evictor or "") else card.evictor,
-                evictor,
-            ),
+            ("evictor", evictor if is_trained_for else card.evictor, evictor),
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
             ("prefix policy", card.prefix_policy, prefix_policy),
             ("text between document and question", card.between, between),
         ):
-            if card.evictor and None not in (trained, used) and trained != used:
-                before, now = (
-                    make_printable(text) if text else repr(text) for text in (trained, used)
-                )
-                messages.append(
-                    f"The adapter was trained with the {what} {before}, not {now}; expect worse answers."
-                )
-        for message in messages:
-            warn(message)
+            if trained is None or used is None or trained == used:
+                continue
+            before = make_printable(trained) if trained else "''"
+            now = make_printable(used) if used else "''"
+            warn(
+                f"The adapter was trained with the {what} {before}, not {now}; expect worse answers."
+            )
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Returns copies of everything that training changes, by name."""
@@ -297,23 +350,31 @@ class RestoreAdapter(nn.Module):
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
-        """Returns plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of
+        """Return plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of
         the training.
         """
-        conventions = ("evictor", "prefix_policy", "ratio_range", "allocation", "restore_from")
-        identity = {"hash": self.to_stored().weights_hash(), "restore_tokens": self.restore_tokens}
-        return identity | to_plain_json({key: getattr(self.card, key) for key in conventions})
+        identity = {
+            "hash": self.to_stored().weights_hash(),
+            "restore_tokens": self.restore_tokens,
+            "evictor": self.card.evictor,
+            "prefix_policy": self.card.prefix_policy,
+            "ratio_range": self.card.ratio_range,
+            "allocation": self.card.allocation,
+            "restore_from": self.card.restore_from,
+        }
+        return to_plain_json(identity)
 
     def to_stored(self, dtype: torch.dtype = torch.float32) -> StoredAdapter:
-        """Returns what a file holds; `dtype` is that of the LoRA weights in it."""
+        """Return what a file holds; `dtype` is that of the LoRA weights in it."""
         lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
         card = replace(self.card, dtype=str(dtype).removeprefix("torch."))
         return StoredAdapter(self.config, lora, self.embeddings.detach().cpu(), card)
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Writes the published format, `restorekv.json` and a model card, with LoRA weights of
+        """Write the published format, `restorekv.json` and a model card, with LoRA weights of
         `dtype`.
         """
+        self._look_up_license()
         publish.save_adapter(Path(folder), self.to_stored(dtype))
 
     def push_to_hub(
@@ -326,25 +387,38 @@ class RestoreAdapter(nn.Module):
         license: str | None = None,
         commit_message: str | None = None,
     ) -> str:
-        """Publishes what `save_pretrained` writes as the hub's repository `repo`; returns its
-        address.
+        """Publish what `save_pretrained` writes as the hub's repository `repo`.
+
+        Args:
+            repo: the name of the repository, OWNER/NAME.
+            private: whether only the owner may see the repository.
+            token: of the hub; that of `hf auth login` unless given.
+            dtype: of the LoRA weights in the file.
+            license: by the hub's name; the recorded one unless given.
+            commit_message: the message of the commit.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            AdapterError: when the hub refuses or cannot be reached, and for a license that allows
+                more than the record.
         """
-        options = {
-            "private": private,
-            "token": token,
-            "license": license,
-            "commit_message": commit_message,
-        }
-        return publish.push_adapter(repo, self.to_stored(dtype), **options)
+        self._look_up_license()
+        return publish.push_adapter(
+            repo,
+            self.to_stored(dtype),
+            private=private,
+            token=token,
+            license=license,
+            commit_message=commit_message,
+        )
 
     def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
-        """Copies the LoRA tensors of a file; each one must be there and fit."""
+        """Copy the LoRA tensors of a file; each one must be there and fit."""
         for key in sorted(lora.keys() | self.tensors.keys()):
-            if (
-                key not in lora
-                or key not in self.tensors
-                or lora[key].shape != self.tensors[key].shape
-            ):
+            is_in_both = key in lora and key in self.tensors
+            if not is_in_both or lora[key].shape != self.tensors[key].shape:
                 raise AdapterError(
                     f"The adapter {name} does not fit this model or its own config (see {key})."
                 )
@@ -353,11 +427,20 @@ class RestoreAdapter(nn.Module):
                 parameter.copy_(lora[key])
 
     def _trainable(self) -> dict[str, nn.Parameter]:
+        """Return what training changes, by name."""
         return {"embeddings": self.embeddings, **self.tensors}
+
+    def _look_up_license(self) -> None:
+        """Add the license that only the files next to the weights name; see
+        `publish.add_license`.
+        """
+        if self._folder is not None:
+            self.card = publish.add_license(self.card, self._folder)
+            self._folder = None
 
 
 def make_card(model: PreTrainedModel, n: int) -> AdapterCard:
-    """Returns the card of an untrained adapter of `model`."""
+    """Return the card of an untrained adapter of `model`."""
     name = get_model_name(model)
-    local = name not in NAMES and Path(name).exists()
-    return AdapterCard(restore_tokens=n, local=local, **base_weights.describe_base(model))
+    is_local = name not in NAMES and Path(name).exists()
+    return AdapterCard(restore_tokens=n, local=is_local, **base_weights.describe_base(model))

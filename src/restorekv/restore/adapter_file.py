@@ -2,8 +2,10 @@
 
 adapter_config.json, adapter_model.safetensors   a PEFT LoRA adapter
 restore_embeddings.safetensors                   one tensor "restore_embeddings" (n, d)
-restorekv.json                                   the record of its training, with checksums; others' adapters lack it
-README.md                                        the model card; only its license is read back
+restorekv.json                                   the record of its training, with checksums
+README.md                                        the model card
+
+Adapters of others lack the record. Only publishing reads the model card, for a license.
 """
 
 import errno
@@ -12,7 +14,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,14 @@ VERSION = 2
 class AdapterCard:
     """The record of what an adapter was made for; a field is None where nobody recorded it.
 
-    `settings`: of the training. `data`: one row per source with source, examples, contexts, license
-    and more. `results`: one row per measurement with benchmark, ratio, base, restored, full and
-    more. `source`: the published adapter that this one is a copy of. `local`: whether `model` was a
-    folder or file where the adapter was created. `weights`: see base_weights.py. `between`: the
-    text between document and question in training.
+    Attributes:
+        settings: of the training.
+        data: one row per source with source, examples, contexts, license and more.
+        results: one row per measurement with benchmark, ratio, base, restored, full and more.
+        source: the published adapter that this one is a copy of.
+        local: whether `model` was a folder or file where the adapter was created.
+        weights: see base_weights.py.
+        between: the text between document and question in training.
     """
 
     model: str
@@ -77,10 +82,10 @@ class AdapterCard:
             if not matches_type(getattr(self, field.name), field.type)
         ]
         low, high = self.ratio_range or (1, 1)
-        if wrong or not 0 < low <= high <= 1:
-            raise TypeError(
-                f"the field {(wrong or ['ratio_range'])[0]} of the record has another type or value"
-            )
+        if not 0 < low <= high <= 1:
+            wrong.append("ratio_range")
+        if wrong:
+            raise TypeError(f"the field {wrong[0]} of the record has another type or value")
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,7 @@ class StoredAdapter:
     card: AdapterCard | None
 
     def weights_hash(self) -> str:
-        """Returns 16 hex digits of names and values; values count as float32, which they are in
-        use.
-        """
+        """Return 16 hex digits of names and values; values count as float32, which they are in use."""
         sha = hashlib.sha256()
         for name, value in sorted({"embeddings": self.embeddings, **self.lora}.items()):
             sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
@@ -103,21 +106,23 @@ class StoredAdapter:
 
 
 def to_plain_json(value: Any) -> Any:
-    """Returns `value` as JSON would bring it back; raises AdapterError for what JSON cannot hold."""
+    """Return `value` as JSON would bring it back; raise AdapterError for what JSON cannot hold."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise AdapterError(
-            f"An adapter's record holds plain JSON only ({error}); give numbers, texts and lists."
+            f"An adapter's record holds plain JSON only ({error}); use numbers, texts and lists."
         ) from error
 
 
-def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None) -> None:
-    """Replaces an older adapter as a whole; keeps its README.md without a `readme`.
+# Writing
 
-    All files are completed in a folder of this process. The moment that folder is called PENDING,
-    they are the adapter, wherever a process dies; `move_into_place` then moves them to their places.
-    """
+
+def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None) -> None:
+    """Replace an older adapter as a whole; without a `readme`, keep its README.md."""
+    # All files are completed in a folder of this process. The moment that folder is called PENDING,
+    # they are the adapter, wherever a process dies. Then they are moved to their places, by this
+    # process or by the next one that writes there; whoever reads meanwhile looks into PENDING first.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fresh = files.make_temporary_name(folder / "adapter")
@@ -136,17 +141,18 @@ def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None
 
 
 def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None:
-    """Writes every file of an adapter."""
+    """Write every file of an adapter."""
     stored.config.save_pretrained(str(fresh))
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
-    if isinstance(config.get("target_modules"), list):  # a set, in another order in every process
-        config["target_modules"].sort()
-    (fresh / CONFIG).write_text(
-        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"].sort()  # a set, in another order in every process
+    config_text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (fresh / CONFIG).write_text(config_text, encoding="utf-8")
+
     lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
     save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
+
     sums = {file: _digest((fresh / file).read_bytes()) for file in SUMMED}
     card = seal.seal_record({"version": VERSION, **asdict(stored.card), "sha256": sums})
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
@@ -155,7 +161,7 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
 
 
 def _try_commit(fresh: Path, pending: Path) -> bool:
-    """Gives the folder of new files its name, unless another process is just moving its own there."""
+    """Give the folder of new files its name, unless another process is just moving its own there."""
     try:
         fresh.rename(pending)
     except OSError as error:
@@ -166,8 +172,9 @@ def _try_commit(fresh: Path, pending: Path) -> bool:
 
 
 def move_into_place(folder: Path) -> None:
-    """Moves the files of PENDING to their places; several processes may do so at a time, or
-    continue a dead one's.
+    """Move the files of PENDING to their places.
+
+    Several processes may do so at a time, or continue what a dead one began.
     """
     files.check_not_link(folder / PENDING)  # which would take the files of another folder away
     for file in FILES:
@@ -178,51 +185,58 @@ def move_into_place(folder: Path) -> None:
 
 
 def locate_file(folder: Path, file: str) -> Path:
-    """Returns where a file of the adapter is: in its place, or where a process that was killed left
-    it.
-    """
+    """Return where a file of the adapter is: in its place, or where a killed process left it."""
     pending = folder / PENDING / file
     return pending if pending.exists() else folder / file
 
 
+# Reading
+
+
 def read_adapter(folder: Path) -> StoredAdapter:
-    """Raises AdapterError for anything but a complete and undamaged adapter; reads every file once."""
-    missing = [file for file in SUMMED if not locate_file(folder, file).exists()]
-    if missing:
-        raise AdapterError(
-            f"{folder} has no {missing[0]}; give the folder of a complete restore adapter."
-        )
+    """Read an adapter, every file once; raise AdapterError unless it is complete and undamaged."""
+    for file in SUMMED:
+        if not locate_file(folder, file).exists():
+            raise AdapterError(
+                f"{folder} has no {file}; pass the folder of a complete restore adapter."
+            )
     with reraise_as(AdapterError):
-        paths = {file: locate_file(folder, file) for file in SUMMED}
-        raw = {CONFIG: files.read_bytes(paths[CONFIG], str(paths[CONFIG]))}
-        raw |= {
-            file: seal.read_tensor_bytes(paths[file], str(paths[file]))
-            for file in (WEIGHTS, EMBEDDINGS)
-        }
+        raw = {}
+        for file in SUMMED:
+            path = locate_file(folder, file)
+            read = files.read_bytes if file == CONFIG else seal.read_tensor_bytes
+            raw[file] = read(path, str(path))
         card = _read_card(folder, raw)
-        lora = {
-            key.removeprefix(PREFIX): value
-            for key, value in _parse_weights(raw[WEIGHTS], folder / WEIGHTS).items()
-        }
-        config = _read_config(folder, raw[CONFIG], lora)
+        weights = _parse_weights(raw[WEIGHTS], folder / WEIGHTS)
+        lora = {key.removeprefix(PREFIX): value for key, value in weights.items()}
+        config = _parse_config(folder, raw[CONFIG], lora)
         embeddings = _parse_weights(raw[EMBEDDINGS], folder / EMBEDDINGS).get("restore_embeddings")
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
         raise AdapterError(
             f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter."
         )
-    kinds = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
-    known = card is None or (
-        card.restore_tokens == len(embeddings) and embeddings.dtype == torch.float32
-    )
-    if not known or (card and kinds - {card.dtype}):
-        raise AdapterError(
-            f"{folder / CARD} contradicts the tensors; fetch or train the adapter again."
-        )
+    if card is not None:
+        _check_card(folder, card, lora, embeddings)
     return StoredAdapter(config, lora, embeddings, card)
 
 
-def _read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
-    """Returns the LoRA config; refuses other kinds of adapter and one that the tensors contradict."""
+def _check_card(
+    folder: Path, card: AdapterCard, lora: dict[str, Tensor], embeddings: Tensor
+) -> None:
+    """Refuse a record that contradicts the tensors."""
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
+    if (
+        card.restore_tokens != len(embeddings)
+        or embeddings.dtype != torch.float32
+        or not dtypes <= {card.dtype}
+    ):
+        raise AdapterError(
+            f"{folder / CARD} contradicts the tensors; fetch or train the adapter again."
+        )
+
+
+def _parse_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
+    """Return the LoRA config; refuse other kinds of adapter and one that the tensors contradict."""
     entries = files.parse_record(raw, str(folder / CONFIG))
     kind = entries.get("peft_type") if isinstance(entries, dict) else None
     if kind != "LORA":
@@ -232,34 +246,36 @@ def _read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfi
     try:
         return parse_lora_config(entries, lora)
     except (ValueError, TypeError) as error:
-        why = f"{folder / CONFIG} is damaged or of no restore adapter ({summarize_error(error)})"
-        raise AdapterError(f"{why}; fetch or train the adapter again.") from error
+        reason = summarize_error(error)
+        raise AdapterError(
+            f"{folder / CONFIG} is damaged or of no restore adapter ({reason}); fetch or train the "
+            "adapter again."
+        ) from error
 
 
 def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
-    """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
+    """Return the card, after comparing the checksums; None where there is no restorekv.json."""
     path = locate_file(folder, CARD)
     if not os.path.lexists(path):
         return None
     entries = files.read_record(path, str(path))
     try:
         version = entries["version"]
-        sums = entries["sha256"]
         if version != VERSION:
             raise AdapterError(
                 f"{path} has format version {version!r}; this restorekv reads version {VERSION}."
             )
         if not seal.is_sealed_record(entries):
             raise ValueError("the checksum does not match")
-        span = entries["ratio_range"]
-        card = AdapterCard(
-            **{
-                field.name: entries[field.name]
-                for field in fields(AdapterCard)
-                if field.name in entries
-            }
-        )
-        card = replace(card, ratio_range=span and tuple(span))
+        known = {
+            field.name: entries[field.name]
+            for field in fields(AdapterCard)
+            if field.name in entries
+        }
+        if known["ratio_range"]:
+            known["ratio_range"] = tuple(known["ratio_range"])
+        card = AdapterCard(**known)
+        sums = entries["sha256"]
         changed = [file for file, content in raw.items() if _digest(content) != sums[file]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, AdapterError):
@@ -273,10 +289,10 @@ def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
 
 
 def _parse_weights(raw: bytes, path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of safetensors, never those of a pickle, whatever the file is called."""
-    loaded = seal.parse_tensors(raw, str(path))[1]
-    seal.check_weights(loaded, str(path), "use another adapter")
-    return loaded
+    """Return the tensors of safetensors, never those of a pickle, whatever the file is called."""
+    _, tensors = seal.parse_tensors(raw, str(path))
+    seal.check_weights(tensors, str(path), "use another adapter")
+    return tensors
 
 
 def _digest(raw: bytes) -> str:

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
 
-NAME = "restorekv"
-SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+NAME = "restorekv"  # of the adapter in PEFT's layers
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
 # The settings of PEFT that a restore adapter may have; of the others, some import modules or open
 # other files.
 TYPES = {
@@ -38,78 +39,77 @@ TYPES = {
 }
 SELECTING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 DESCRIBING = ("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size")
-ALPHA = 1e6  # the largest lora_alpha, far above any that trains
+LARGEST_ALPHA = 1e6  # far above any lora_alpha that trains
 
 
 def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
-    """Returns the config that adapter_config.json describes; raises ValueError where it and the
+    """Return the config that adapter_config.json describes; raise ValueError where it and the
     tensors differ.
-
-    PEFT takes some of the names for regular expressions, and a stranger's could run for years:
-    layers that are chosen by more than a list of names become the list of those that have tensors.
     """
-    unknown = {
-        name: entries[name] for name in entries if name not in (*TYPES, *SELECTING, *DESCRIBING)
-    }
-    plain = LoraConfig()
-    for name, value in unknown.items():
-        if value and value != getattr(plain, name, None):
+    defaults = LoraConfig()
+    for name, value in entries.items():
+        if name in TYPES or name in SELECTING or name in DESCRIBING:
+            continue
+        if value and value != getattr(defaults, name, None):
             raise ValueError(f"{name} is set, which restore adapters do not use")
     known = {name: entries[name] for name in TYPES if name in entries}
     for name, value in known.items():
         if not matches_type(value, TYPES[name]):
             raise ValueError(f"{name} has another type")
-    if isinstance(known.get("target_modules"), str) or any(entries.get(name) for name in SELECTING):
+    # PEFT takes some of the names for regular expressions, and a stranger's could run for years.
+    # Layers that are chosen by more than a list of names become the list of those with tensors.
+    is_pattern = isinstance(known.get("target_modules"), str)
+    if is_pattern or any(entries.get(name) for name in SELECTING):
         known["target_modules"] = sorted(
-            {name.removesuffix(SUFFIXES[0]) for name in lora if name.endswith(SUFFIXES[0])}
+            {name.removesuffix(LORA_A) for name in lora if name.endswith(LORA_A)}
         )
     config = LoraConfig(**known)
-    patterns = (*config.rank_pattern, *config.alpha_pattern)
-    if not all(name.replace(".", "").replace("_", "").isalnum() for name in patterns):
-        raise ValueError("a pattern is no name of a layer")
+    for name in (*config.rank_pattern, *config.alpha_pattern):
+        if not name.replace(".", "").replace("_", "").isalnum():
+            raise ValueError("a pattern is not the name of a layer")
     alphas = (config.lora_alpha, *config.alpha_pattern.values())
-    if not 0 <= config.lora_dropout < 1 or not all(0 <= alpha <= ALPHA for alpha in alphas):
+    has_alphas = all(0 <= alpha <= LARGEST_ALPHA for alpha in alphas)
+    if not has_alphas or not 0 <= config.lora_dropout < 1:
         raise ValueError("lora_alpha or lora_dropout is out of range")
     _check_ranks(config, lora)
     return config
 
 
 def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
-    """Checks that A (r, in) and B (out, r) of every layer have a rank of the config, which is no
-    larger than theirs.
+    """Refuse tensors whose ranks the config does not name.
+
+    A (r, in) and B (out, r) of every layer have a rank of the config. Its largest rank is that of a
+    layer, because PEFT makes layers of it before the tensors are compared with them.
     """
     ranks = {config.r, *config.rank_pattern.values()}
-    if not all(name.endswith(SUFFIXES) for name in lora):
-        raise ValueError("a tensor is not LoRA's")
-    layers = {
-        name.removesuffix(suffix) for name in lora for suffix in SUFFIXES if name.endswith(suffix)
-    }
+    layers = set()
+    for name in lora:
+        if not name.endswith((LORA_A, LORA_B)):
+            raise ValueError("a tensor is not LoRA's")
+        layers.add(name.removesuffix(LORA_A).removesuffix(LORA_B))
     found = set()
     for layer in layers:
-        first, second = (lora.get(layer + suffix) for suffix in SUFFIXES)
-        if (
-            first is None
-            or second is None
-            or first.ndim != 2
-            or second.ndim != 2
-            or first.shape[0] != second.shape[1]
-        ):
+        a = lora.get(layer + LORA_A)
+        b = lora.get(layer + LORA_B)
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise ValueError(f"the tensors of {layer[:80]} do not fit each other")
-        if not (first.numel() and second.numel() and first.shape[0] in ranks):
+        if not a.numel() or not b.numel() or a.shape[0] not in ranks:
             raise ValueError(f"the tensors of {layer[:80]} do not have its rank")
-        found.add(first.shape[0])
+        found.add(a.shape[0])
     if min(ranks) < 1 or (layers and max(ranks) > max(found)):
         raise ValueError("no tensor has its rank")
 
 
 def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:
-    """Refuses tensors for other layers than the model's, before PEFT makes layers of their rank."""
+    """Refuse tensors for other layers than the model's, before PEFT makes layers of their rank."""
     for key, value in lora.items():
         path = key.rsplit(".", 2)[0]
-        axis = key.endswith(SUFFIXES[0])
         try:
-            layer = model.get_submodule(path)
-            fits = value.shape[int(axis)] == (layer.in_features if axis else layer.out_features)
+            layer: Any = model.get_submodule(path)
+            if key.endswith(LORA_A):
+                fits = value.shape[1] == layer.in_features
+            else:
+                fits = value.shape[0] == layer.out_features
         except AttributeError:
             fits = False
         if not fits:
@@ -121,7 +121,7 @@ def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]
 def attach_lora(
     model: PreTrainedModel, config: LoraConfig
 ) -> tuple[PreTrainedModel, dict[str, LoraLayer]]:
-    """Returns the twin and its LoRA layers by module name, in float32; without targets, the model
+    """Return the twin and its LoRA layers by module name, in float32; without targets, the model
     itself.
     """
     if config.target_modules is not None and not config.target_modules:
@@ -132,11 +132,6 @@ def attach_lora(
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         inject_adapter_in_model(config, adapted, NAME)
-        layers = {
-            path: module
-            for path, module in adapted.named_modules()
-            if isinstance(module, LoraLayer)
-        }
     except (ValueError, TypeError) as error:
         raise AdapterError(
             f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
@@ -145,14 +140,10 @@ def attach_lora(
     finally:
         for parameter, flag in flags:  # PEFT freezes what it finds
             parameter.requires_grad_(flag)
-    targets = config.target_modules if isinstance(config.target_modules, set | list) else ()
-    missing = sorted(
-        name for name in targets if not any(f".{path}".endswith(f".{name}") for path in layers)
-    )
-    if missing:
-        raise AdapterError(
-            f"{type(model).__name__} has no linear layer {missing[0]!r} for LoRA; name layers that it has."
-        )
+    layers = {
+        path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
+    }
+    _check_targets(model, config, layers)
     for layer in layers.values():
         layer.eval()
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
@@ -160,14 +151,27 @@ def attach_lora(
     return adapted, layers
 
 
-def make_twin(module: nn.Module) -> nn.Module:
-    """Returns a copy of the tree of modules that shares every parameter, buffer and hook, in half a
+def _check_targets(
+    model: PreTrainedModel, config: LoraConfig, layers: dict[str, LoraLayer]
+) -> None:
+    """Refuse the name of a target that is no layer of the model; PEFT wants one that is."""
+    if not isinstance(config.target_modules, set | list):
+        return
+    for name in sorted(config.target_modules):
+        if not any(f".{path}".endswith(f".{name}") for path in layers):
+            raise AdapterError(
+                f"{type(model).__name__} has no linear layer {name!r} for LoRA; name layers that it "
+                "has."
+            )
+
+
+def make_twin(module: nn.Module) -> Any:
+    """Return a copy of the tree of modules that shares every parameter, buffer and hook, in half a
     millisecond.
     """
-    double = object.__new__(type(module))  # FSDP's classes refuse copy.copy
-    vars(double).update(vars(module))
-    children = module._modules.items()
-    vars(double)["_modules"] = {
-        name: child if child is None else make_twin(child) for name, child in children
+    twin = object.__new__(type(module))  # FSDP's classes refuse copy.copy
+    vars(twin).update(vars(module))
+    vars(twin)["_modules"] = {
+        name: None if child is None else make_twin(child) for name, child in module._modules.items()
     }
-    return double
+    return twin

@@ -1,0 +1,91 @@
+"""Where adapters come from: a folder, the Hugging Face hub, the authors of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from restorekv.errors import AdapterError
+from restorekv.restore.adapter_file import FILES, AdapterCard
+
+AUTHORS = "higokri/"
+MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
+SUFFIXES = {"kvzip": "", "kvzip+": "_plus"}
+# The evictor of each of the authors' repositories.
+PUBLISHED = {
+    f"RestoreKV-{model}{suffix}": evictor
+    for model in MODELS
+    for evictor, suffix in SUFFIXES.items()
+}
+
+
+def find_published_name(model: str, evictor: str) -> str:
+    """Return the authors' repository for `model` (by the last part of its name) and an evictor's
+    spec.
+    """
+    suffix = SUFFIXES.get(evictor.partition(":")[0])
+    name = f"RestoreKV-{Path(model).name}{suffix}"
+    if suffix is None or name not in PUBLISHED:
+        raise AdapterError(
+            f"There is no published adapter for {model} and {evictor}; there are adapters for "
+            f"{' and '.join(MODELS)}, each for {' and '.join(SUFFIXES)}."
+        )
+    return AUTHORS + name
+
+
+def fetch_adapter(
+    name: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """Return the folder `name` itself, or one with the files of that adapter from the hub.
+
+    Args:
+        name: a folder, or a hub id.
+        revision: of the hub's repository; a folder has none.
+        token: for a private repository.
+        cache_dir: where the hub's client keeps the files; its own cache unless given.
+
+    Raises:
+        AdapterError: where there is neither.
+    """
+    if Path(name).is_dir():
+        if revision is not None:
+            raise AdapterError(
+                f"{name} is a folder and has no revision {revision!r}; leave it out or pass a hub id."
+            )
+        return Path(name)
+    try:
+        folder = snapshot_download(
+            str(name),
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            allow_patterns=[*FILES],
+        )
+    except Exception as error:
+        # A malformed id, no network and no such repository raise a dozen kinds.
+        at = f" at revision {revision!r}" if revision else ""
+        raise AdapterError(
+            f"There is no adapter folder {str(name)!r}, nor can it be fetched from the hub{at}."
+        ) from error
+    return Path(folder)
+
+
+def recognize_copy(card: AdapterCard, name: str | Path, folder: Path) -> AdapterCard:
+    """Return the card of an adapter without a record; a copy of an authors' one names its source.
+
+    A copy is recognized by the name of a folder on its path: the authors' repository, or the folder
+    that the hub's cache makes of it.
+    """
+    parts = list(reversed(folder.resolve().parts))
+    if str(name).startswith(AUTHORS):
+        parts.insert(0, Path(name).name)
+    for part in parts:
+        repository = part.removeprefix("models--higokri--")
+        if repository in PUBLISHED:
+            return replace(card, source=AUTHORS + repository, evictor=PUBLISHED[repository])
+    return card

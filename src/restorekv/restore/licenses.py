@@ -1,0 +1,100 @@
+"""Licenses of adapters: the hub's names for them, and how an adapter inherits one from its data.
+
+Only training and publishing come here; loading an adapter does not. None of this is legal advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from restorekv.restore.adapter_file import AdapterCard
+
+UNKNOWN = "unknown"
+PERMISSIVE = frozenset(
+    "apache-2.0 mit curl bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 isc ncsa "
+    "postgresql unlicense wtfpl zlib cc0-1.0 pddl public-domain odc-by cdla-permissive-1.0 "
+    "cdla-permissive-2.0 etalab-2.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0".split()
+)
+# huggingface.co/docs/hub/repositories-licenses.
+HUB = PERMISSIVE - {"public-domain", "curl"} | frozenset(
+    "odbl gfdl afl-3.0 agpl-3.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m "
+    "bigscience-bloom-rail-1.0 bigscience-openrail-m c-uda cc cc-by-nc-2.0 cc-by-nc-3.0 "
+    "cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 "
+    "cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cdla-sharing-1.0 "
+    "creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 eupl-1.1 eupl-1.2 "
+    "fair-noncommercial-research-license gemma gpl gpl-2.0 gpl-3.0 grok2-community h-research "
+    "intel-research lgpl lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 "
+    "llama4 lppl-1.3c mpl-2.0 ms-pl ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other "
+    "unknown".split()
+)
+KNOWN = HUB | PERMISSIVE
+ALIASES = {
+    "cc0": "cc0-1.0",
+    "odc-by-1.0": "odc-by",
+    "mit-license": "mit",
+    "apache-license-2.0": "apache-2.0",
+}
+
+
+def normalize_license(license: str) -> str:
+    """Return the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know
+    keeps its name.
+    """
+    name = "-".join(license.lower().replace("_", " ").split())
+    if name in ALIASES:
+        name = ALIASES[name]
+    elif name.startswith(UNKNOWN):
+        name = UNKNOWN
+    return name if name in KNOWN else license.strip()
+
+
+def forbids_commercial_use(license: str | None) -> bool:
+    """Return whether a license, known or not, forbids commercial use, judging by its name."""
+    letters = [each if each.isalnum() else " " for each in (license or "").lower()]
+    words = "".join(letters).split()
+    joined = "".join(words)
+    return "nc" in words or "noncommercial" in joined or "notforcommercial" in joined
+
+
+def list_licenses(data: list[dict] | None) -> list[str]:
+    """Return the licenses that the rows of a record of data name, "unknown" for a row without one."""
+    licenses = []
+    for row in data or ():
+        named = row.get("license")
+        several = named if isinstance(named, list) and named else [named]
+        for name in several:
+            is_named = isinstance(name, str) and name.strip()
+            licenses.append(normalize_license(name) if is_named else UNKNOWN)
+    return licenses
+
+
+def combine_licenses(licenses: Iterable[str]) -> str:
+    """Return the license of an adapter that was trained on data under these licenses.
+
+    It is a non-commercial one if there is one; apache-2.0 where all are permissive; the only one
+    that is not permissive; else "unknown".
+    """
+    names = set(licenses)
+    restrictive = names - PERMISSIVE
+    non_commercial = sorted(filter(forbids_commercial_use, restrictive))
+    if non_commercial:
+        return non_commercial[-1]
+    if names and not restrictive:
+        return "apache-2.0"
+    if len(restrictive) == 1 and restrictive < KNOWN - {"other"}:
+        return restrictive.pop()
+    return UNKNOWN
+
+
+def inherit_license(card: AdapterCard, data: list[dict] | None) -> str | None:
+    """Return the license after training on `data`: what was non-commercial before stays so."""
+    licenses = list_licenses(data)
+    if card.license and (card.source or forbids_commercial_use(card.license)):
+        licenses.append(card.license)
+    return combine_licenses(licenses) if licenses else None
+
+
+def find_noncommercial_license(card: AdapterCard) -> str | None:
+    """Return what forbids commercial use: the adapter's own license or one of its data's."""
+    licenses = (card.license, *list_licenses(card.data))
+    return next(filter(forbids_commercial_use, licenses), None)
