@@ -167,9 +167,7 @@ class RestoreAdapter(nn.Module):
         if card is None:
             card = recognize_copy(make_card(model, n), name, folder)
         else:
-            base_weights.check_base(
-                f"adapter {name}", card, model, AdapterError, identity=identity
-            )
+            base_weights.check_base(f"adapter {name}", card, model, AdapterError, identity=identity)
         check_lora_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
