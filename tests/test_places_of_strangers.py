@@ -89,13 +89,15 @@ def test_a_link_among_the_uploads_is_removed_and_never_served(tmp_path, victim):
     (folder / "files" / OWN).symlink_to(victim)
     (folder / "caches" / f"{KEY}.rkv").symlink_to(victim)
     store = Store(folder, MUCH)
-    assert not store.list() and not store.has(KEY) and victim.read_text() == "precious"
+    assert (
+        not store.list_uploads() and not store.has_cache(KEY) and victim.read_text() == "precious"
+    )
     assert not os.path.lexists(folder / "files" / OWN) and not os.path.lexists(
         folder / "caches" / f"{KEY}.rkv"
     )
     (folder / "files" / OWN).symlink_to(victim)  # one that comes later is not followed either
     with pytest.raises(RestoreKVError, match="cannot be read"):
-        store.content(OWN)
+        store.read_upload(OWN)
     store.close()
 
 
@@ -104,7 +106,7 @@ def test_a_fifo_among_the_uploads_is_not_waited_for(tmp_path):
     index_of(folder, (FILES, row(OWN, expires=None)))
     os.mkfifo(folder / "files" / OWN)
     store = Store(folder, MUCH)
-    assert not store.list()
+    assert not store.list_uploads()
     store.close()
     (folder / "files" / OWN).mkdir()
     with pytest.raises(RestoreKVError, match="not a regular file; remove it"):

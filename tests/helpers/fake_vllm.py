@@ -15,7 +15,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import load_portable
-from restorekv.vllm.store import Expected, Store
+from restorekv.vllm.store import Expected, PortableStore
 
 LONGEST = 2000
 
@@ -28,7 +28,7 @@ class FakeVllm:
         facts = shape.layers, shape.heads, shape.head_dim, get_rope_settings(model.config)
         folder.mkdir(exist_ok=True)
         self.store = (
-            Store(folder, Expected(*facts, "float32", model.config.vocab_size))
+            PortableStore(folder, Expected(*facts, "float32", model.config.vocab_size))
             if connector
             else None
         )
@@ -55,7 +55,7 @@ class FakeVllm:
                 {"error": {"message": message, "type": "BadRequestError", "code": 400}}, 400
             )
         try:
-            found = self.store and self.store.find(body["prompt"])
+            found = self.store and self.store.find_document(body["prompt"])
             error = None
         except RestoreKVError:  # vLLM's log has it, its answer has not
             error = {

@@ -377,9 +377,9 @@ def make_served(folder: Path) -> None:
     """The store of a server, with three uploads, of which one has expired, and a cache."""
     store = Store(folder, 1 << 30)
     for number in range(2):
-        store.add(f"{number}.txt", "user_data", io.BytesIO(b"text %d" % number))
-    store.add("old.txt", "user_data", io.BytesIO(b"old"), -1)
-    with store.writing("cd" * 16, store.list()[0].sha256) as path:
+        store.add_upload(f"{number}.txt", "user_data", io.BytesIO(b"text %d" % number))
+    store.add_upload("old.txt", "user_data", io.BytesIO(b"old"), -1)
+    with store.write_cache("cd" * 16, store.list_uploads()[0].sha256) as path:
         path.write_bytes(b"cache")
     store.close()
 
@@ -390,10 +390,10 @@ def read_served(folder: Path) -> str:
     """
     store = Store(folder, 1)
     try:
-        uploads = store.list()
-        contents = [store.content(each.id) for each in uploads]
+        uploads = store.list_uploads()
+        contents = [store.read_upload(each.id) for each in uploads]
         store.make_room("")
-        deleted = bool(uploads) and store.delete(uploads[-1].id)
+        deleted = bool(uploads) and store.delete_upload(uploads[-1].id)
         return repr(([(each.name, each.status, each.bytes) for each in uploads], contents, deleted))
     finally:
         store.close()

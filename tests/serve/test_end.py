@@ -18,8 +18,8 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
 from restorekv.generation import generate  # noqa: E402
-from restorekv.model.shape import get_backbone  # noqa: E402
-from restorekv.serve import run, service  # noqa: E402
+from restorekv.model.shape import decoder  # noqa: E402
+from restorekv.serve import questions, run  # noqa: E402
 from restorekv.serve.engine import ENDING  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
@@ -56,7 +56,7 @@ def slow_steps(model):
 def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
     model, tiny_tokenizer, tmp_path, monkeypatch, slow_steps
 ):
-    monkeypatch.setattr(service, "GRACE", 0.2)
+    monkeypatch.setattr(questions, "GRACE", 0.2)
     monkeypatch.setattr(generate, "stop_ids", lambda *_: set())  # only the limit ends an answer
     begun = threading.Barrier(5)
 
@@ -131,7 +131,7 @@ def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(
     inside = threading.Event()
 
     def wait(*_: object) -> None:
-        if threading.current_thread().name == "restorekv-compress":
+        if threading.current_thread().name.startswith("restorekv-compress"):
             inside.set()
             time.sleep(0.2)
 
@@ -150,7 +150,7 @@ def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(
     half.close()
     assert answer.startswith("HTTP/1.1 503") and ENDING in answer and "application/json" in answer
     store = Store(tmp_path, 1 << 30)
-    assert store.get(made.id).status == "uploaded"
+    assert store.get_upload(made.id).status == "uploaded"
     store.close()
     with serving(model, tiny_tokenizer, tmp_path) as url:
         again = client_of(url).files.wait_for_processing(made.id, poll_interval=0.02)
@@ -207,7 +207,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     server.handle_exit(signal.SIGINT, None)
     assert server.should_exit and not ended and state.exit_code == 0
     assert timers == [(run.LAST, [0])] and run.LAST < 5
-    assert service.GRACE + run.CLOSING < run.LAST
+    assert questions.GRACE + run.CLOSING < run.LAST
     server.handle_exit(signal.SIGINT, None)
     assert ended == [130]
 

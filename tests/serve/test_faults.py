@@ -22,11 +22,12 @@ from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
 from restorekv.generation.generate import BATCH  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import caches, service, shared  # noqa: E402
-from restorekv.serve.caches import Caches  # noqa: E402
+from restorekv.serve.caches import CacheEngine  # noqa: E402
 from restorekv.serve.engine import AwayError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
+from tests.helpers.caches import DocumentHolder  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
     QUESTION,
@@ -56,7 +57,7 @@ def slow(model):
     stop, inside, go = threading.Event(), threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
-        if threading.current_thread().name == "restorekv-compress" and stop.is_set():
+        if threading.current_thread().name.startswith("restorekv-compress") and stop.is_set():
             inside.set()
             go.wait(30)
 
@@ -83,14 +84,14 @@ def test_a_users_own_files_stay(tmp_path):
 
 def test_uploads_without_their_index_are_not_deleted(tmp_path):
     store = Store(tmp_path, MUCH)
-    made = store.add("a.txt", "user_data", io.BytesIO(b"text"))
+    made = store.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
     store.close()
     (tmp_path / "index.sqlite").rename(tmp_path / "away")
     with pytest.raises(RestoreKVError, match="has files and no index; move the whole folder away"):
         Store(tmp_path, MUCH)
     (tmp_path / "away").rename(tmp_path / "index.sqlite")
     store = Store(tmp_path, MUCH)
-    assert store.content(made.id) == b"text"
+    assert store.read_upload(made.id) == b"text"
     store.close()
 
 
@@ -98,7 +99,7 @@ def test_an_upload_whose_row_does_not_fit_leaves_no_file(tmp_path):
     store = Store(tmp_path, MUCH)
     store.index.disk.execute("pragma query_only = 1")
     with pytest.raises(sqlite3.OperationalError):
-        store.add("a.txt", "user_data", io.BytesIO(b"text"))
+        store.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
     assert not list((tmp_path / "files").iterdir())
     store.close()
 
@@ -106,7 +107,7 @@ def test_an_upload_whose_row_does_not_fit_leaves_no_file(tmp_path):
 def test_bytes_are_another_document_under_another_ending(tmp_path):
     store = Store(tmp_path, MUCH)
     page = [
-        store.add(name, "x", io.BytesIO(b"<p>a</p>")).sha256
+        store.add_upload(name, "x", io.BytesIO(b"<p>a</p>")).sha256
         for name in ("a.txt", "a.md", "a.html", "a.HTM", "a.rkv")
     ]
     assert page[0] == page[1] and page[2] == page[3] and len(set(page)) == 3
@@ -122,10 +123,12 @@ def test_no_content_of_one_kind_has_the_name_of_another(tmp_path, one, other):
     the content.
     """
     store = Store(tmp_path, MUCH)
-    page = store.add(f"page.{one}", "x", io.BytesIO(b"<p>a</p>")).sha256
+    page = store.add_upload(f"page.{one}", "x", io.BytesIO(b"<p>a</p>")).sha256
     begins = [KINDS[one].encode(), len(KINDS[one]).to_bytes(8, "big") + KINDS[one].encode()]
     for begin in begins:
-        assert store.add(f"notes.{other}", "x", io.BytesIO(begin + b"<p>a</p>")).sha256 != page
+        assert (
+            store.add_upload(f"notes.{other}", "x", io.BytesIO(begin + b"<p>a</p>")).sha256 != page
+        )
     store.close()
 
 
@@ -274,7 +277,7 @@ def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(
         threading.Timer(0.5, go.set).start()
     stop.clear()
     store = Store(tmp_path, MUCH)
-    assert [each.status for each in store.list()] == ["uploaded"] * 5 and not list(
+    assert [each.status for each in store.list_uploads()] == ["uploaded"] * 5 and not list(
         (tmp_path / "caches").iterdir()
     )
     store.close()
@@ -288,14 +291,17 @@ def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(
 
 def test_an_upload_outlasts_an_engine_that_is_away(client, monkeypatch):
     monkeypatch.setattr(service, "PATIENCE", 0.1)
-    real, left = Caches.fetch, [AwayError("vLLM does not answer; ask again in a moment.")] * 2
+    real, left = (
+        CacheEngine.make_document,
+        [AwayError("vLLM does not answer; ask again in a moment.")] * 2,
+    )
 
     def fetch(self, *order):
         if left:
             raise left.pop()
         return real(self, *order)
 
-    monkeypatch.setattr(Caches, "fetch", fetch)
+    monkeypatch.setattr(CacheEngine, "make_document", fetch)
     assert upload(client).status == "processed" and not left
 
 
@@ -321,10 +327,10 @@ def test_a_full_disk_is_507_and_too_many_open_files_503(client, monkeypatch):
 
 def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_path, monkeypatch):
     caches, variant = (
-        Caches(model, tiny_tokenizer, Store(tmp_path, MUCH), MUCH),
+        DocumentHolder(model, tiny_tokenizer, Store(tmp_path), MUCH),
         Variant.parse("tiny:snapkv-0.4", "tiny"),
     )
-    made = caches.fetch(SHA, variant, lambda: TEXT)
+    made = caches.make_document(SHA, variant, lambda: TEXT)
     caches.held.clear()
 
     def load(*_: object) -> None:
@@ -335,9 +341,9 @@ def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_
 
     with monkeypatch.context() as patched, pytest.raises(CacheFileError):
         patched.setattr(CompressedContext, "load", load)
-        caches.context(made)
+        caches.load_document(made)
     assert not list((tmp_path / "damaged").iterdir())
-    assert caches.context(made).ask("Which?", 4) and caches.counts["loaded"] == 1
+    assert caches.load_document(made).ask("Which?", 4) and caches.counts["loaded"] == 1
 
 
 def test_a_slow_shared_folder_holds_up_no_local_document(
@@ -345,21 +351,21 @@ def test_a_slow_shared_folder_holds_up_no_local_document(
 ):
     store = Store(tmp_path / "store", MUCH, shared.SharedFolder(f"file://{tmp_path}/shared"))
     caches, variant = (
-        Caches(model, tiny_tokenizer, store, MUCH),
+        DocumentHolder(model, tiny_tokenizer, store),
         Variant.parse("tiny:snapkv-0.4", "tiny"),
     )
     made, inside, go = (
-        caches.fetch(SHA, variant, lambda: TEXT),
+        caches.make_document(SHA, variant, lambda: TEXT),
         threading.Event(),
         threading.Event(),
     )
     caches.held.clear()
     monkeypatch.setattr(
-        shared.SharedFolder, "get", lambda *_: inside.set() or (go.wait(30) and False)
+        shared.SharedFolder, "get_cache", lambda *_: inside.set() or (go.wait(30) and False)
     )
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(caches.loaded, "0" * 32, "cd" * 32)
-        assert inside.wait(30) and caches.context(made) is not None and not other.done()
+        other = pool.submit(caches.load_cache, "0" * 32, "cd" * 32)
+        assert inside.wait(30) and caches.load_document(made) is not None and not other.done()
         go.set()
         assert other.result() is None
     store.close()

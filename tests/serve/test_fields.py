@@ -15,7 +15,7 @@ from openai.types.chat import completion_create_params  # noqa: E402
 from openai.types.responses import response_create_params  # noqa: E402
 
 from restorekv.serve import body, fields  # noqa: E402
-from restorekv.serve.requests import ChatRequest, Message, Part  # noqa: E402
+from restorekv.serve.requests import ChatRequest, Message, MessagePart  # noqa: E402
 from restorekv.serve.responses import ResponsesRequest  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -203,7 +203,9 @@ def test_what_an_answer_holds_can_be_sent_back():
             "tool_calls": None,
         }
     )
-    Part.model_validate({"type": "output_text", "text": "a", "annotations": [], "logprobs": []})
+    MessagePart.model_validate(
+        {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+    )
 
 
 def test_a_bias_decides_answers(url, file, model, tiny_tokenizer):

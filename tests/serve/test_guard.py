@@ -20,7 +20,7 @@ from starlette.datastructures import URL  # noqa: E402
 from restorekv.readers import extract  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.serve import documents, guard  # noqa: E402
-from restorekv.serve.responses import Remembered  # noqa: E402
+from restorekv.serve.responses import ResponseMemory  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
@@ -159,7 +159,7 @@ def test_a_host_does_not_open_a_path(monkeypatch):
         "headers": [(b"host", b"x/health?")],
     }
     checks = guard.Guard(None, ["a-key-of-16-characters"], LARGEST, ["/health"])
-    assert checks.refusal(guard.Request(scope)).status_code == 401
+    assert checks.check_headers(guard.Request(scope)).status_code == 401
 
 
 def test_large_bodies_together_are_bounded(url, client, monkeypatch):
@@ -404,7 +404,7 @@ def test_a_full_disk_gets_a_sentence(client, monkeypatch, error):
 
 def test_remembered_answers_are_bounded(monkeypatch):
     monkeypatch.setattr("restorekv.serve.responses.LARGEST", 10_000)
-    remembered = Remembered()
+    remembered = ResponseMemory()
     for number in range(100):
         remembered.add(str(number), [], "x" * 1000)
     assert len(remembered.turns) == len(remembered.sizes) < 11

@@ -65,43 +65,49 @@ def on_disk(store: Store, sql: str) -> list[tuple]:
 
 
 def test_changes_that_may_wait_are_written_later(store):
-    made = store.add("a.txt", "user_data", io.BytesIO(b"text"))
-    with store.writing(KEY, SHA) as path:
+    made = store.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
+    with store.write_cache(KEY, SHA) as path:
         path.write_bytes(b"cache")
     with refusing(store):
-        store.settle(made, PROCESSED)
+        store.set_status(made, PROCESSED)
         used = on_disk(store, "select used from caches")
-        assert store.here(KEY) == store.cache(KEY)
-        assert store.get(made.id).status == PROCESSED
+        assert store.touch_cache(KEY) == store.cache_path(KEY)
+        assert store.get_upload(made.id).status == PROCESSED
         assert on_disk(store, "select status from files") == [(UPLOADED,)]
-    store.add("b.txt", "user_data", io.BytesIO(b"more"))
+    store.add_upload("b.txt", "user_data", io.BytesIO(b"more"))
     assert on_disk(store, "select status from files") == [(PROCESSED,), (UPLOADED,)]
     assert on_disk(store, "select used from caches") > used
     assert not store.index.late and not store.index.touched
 
 
 def test_reading_writes_nothing(store):
-    with store.writing(KEY, SHA) as path:
+    with store.write_cache(KEY, SHA) as path:
         path.write_bytes(b"cache")
     before = store.index.disk.total_changes
     for _ in range(3):
         assert (
-            store.find(KEY, SHA)
-            and store.has(KEY)
-            and not store.list()
-            and store.get("file-x") is None
+            store.find_or_fetch(KEY, SHA)
+            and store.has_cache(KEY)
+            and not store.list_uploads()
+            and store.get_upload("file-x") is None
         )
     assert store.index.disk.total_changes == before
 
 
 def test_a_deletion_without_room_for_its_row_removes_the_file(store, tmp_path):
     """A server that dies before it can write the row deletes the upload again when it starts."""
-    made, same = (store.add("a.txt", "user_data", io.BytesIO(b"text")) for _ in range(2))
-    with store.writing(KEY, made.sha256) as path:
+    made, same = (store.add_upload("a.txt", "user_data", io.BytesIO(b"text")) for _ in range(2))
+    with store.write_cache(KEY, made.sha256) as path:
         path.write_bytes(b"cache")
     with refusing(store):
-        assert store.delete(made.id) and store.get(made.id) is None and store.has(KEY)
-        assert store.delete(same.id) and not store.has(KEY) and not store.list()
+        assert (
+            store.delete_upload(made.id)
+            and store.get_upload(made.id) is None
+            and store.has_cache(KEY)
+        )
+        assert (
+            store.delete_upload(same.id) and not store.has_cache(KEY) and not store.list_uploads()
+        )
         assert not list((tmp_path / "store" / "files").iterdir()) + list(
             (tmp_path / "store" / "caches").iterdir()
         )
@@ -109,20 +115,20 @@ def test_a_deletion_without_room_for_its_row_removes_the_file(store, tmp_path):
         store.index.late.clear()  # so that it is not written at the end
     store.close()
     again = Store(tmp_path / "store", MUCH)
-    assert not again.list() and not on_disk(again, "select * from files")
+    assert not again.list_uploads() and not on_disk(again, "select * from files")
     again.close()
 
 
 def test_an_upload_that_expired_is_gone_even_where_it_cannot_be_deleted(store, monkeypatch):
-    made = store.add("a.txt", "user_data", io.BytesIO(b"text"), 3600)
-    assert store.get(made.id)
+    made = store.add_upload("a.txt", "user_data", io.BytesIO(b"text"), 3600)
+    assert store.get_upload(made.id)
     monkeypatch.setattr(store_module.time, "time", lambda: made.expires)
 
     def refused(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(store, "delete", refused)
-    assert store.get(made.id) is None and not store.list()
+    monkeypatch.setattr(store, "delete_upload", refused)
+    assert store.get_upload(made.id) is None and not store.list_uploads()
 
 
 def test_a_store_of_another_version_is_refused(tmp_path):
@@ -170,7 +176,7 @@ def test_a_full_disk_stops_no_reading_and_no_deletion(model, tiny_tokenizer, sma
         with serving(model, tiny_tokenizer, folder / "store", memory=1) as url:
             use_full_disk(client_of(url), folder, made, before)
     store = Store(folder / "store", MUCH)
-    assert [each.id for each in store.list()] == [made[0].id]
+    assert [each.id for each in store.list_uploads()] == [made[0].id]
     store.close()
 
 
@@ -229,6 +235,6 @@ def test_the_check_of_loading_needs_no_disk(model, tiny_tokenizer, monkeypatch, 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run, "count_loading", full)
+    monkeypatch.setattr(run, "_count_read_tokens", full)
     run.check_loading(model, tiny_tokenizer)
     assert "Loading was not checked" in json.loads(caplog.messages[-1])["problem"]

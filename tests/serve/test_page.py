@@ -14,9 +14,12 @@ openai = pytest.importorskip("openai")
 from restorekv import compress  # noqa: E402
 from restorekv.compression import eviction  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
-from restorekv.model.tokenize import tokenize_text  # noqa: E402
-from restorekv.serve import caches, page  # noqa: E402
-from restorekv.serve import kept as kept_tokens  # noqa: E402
+from restorekv.model.tokenize import text_ids  # noqa: E402
+from restorekv.serve import (  # noqa: E402
+    caches,
+    page,
+    survivors,
+)
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.helpers.compressing import make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
@@ -70,7 +73,7 @@ def shares(found: dict, tokenizer) -> list[tuple[int, float]]:
     return [
         (size, share)
         for (_, size), (_, share) in zip(
-            kept_tokens.pieces_of(tokenizer, ids_of(tokenizer)), found["pieces"], strict=True
+            survivors.split_into_pieces(tokenizer, ids_of(tokenizer)), found["pieces"], strict=True
         )
     ]
 
@@ -151,7 +154,7 @@ def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer,
 
 def test_pieces_are_whole_characters(tiny_tokenizer):
     text = "Zoë said 日本 and 🙂🙂 in a café — twice."
-    pieces = kept_tokens.pieces_of(tiny_tokenizer, tuple(tokenize_text(tiny_tokenizer, text)))
+    pieces = survivors.split_into_pieces(tiny_tokenizer, tuple(text_ids(tiny_tokenizer, text)))
     assert "".join(piece for piece, _ in pieces) == text
     assert not any("\ufffd" in piece for piece, _ in pieces)
     assert sum(tokens for _, tokens in pieces) == len(tokenize_text(tiny_tokenizer, text))

@@ -23,9 +23,21 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
 
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import Decoding  # noqa: E402
-from restorekv.serve.engine import AwayError, BusyError, Question, Reply  # noqa: E402
+from restorekv.serve.engine import (  # noqa: E402
+    AwayError,
+    BusyError,
+    Reply,
+    ServedDocument,
+    ServedQuestion,
+)
 from restorekv.serve.ray import options  # noqa: E402
-from restorekv.serve.ray.engine import TRIES, RayEngine, Sent, deploy_replicas, modules, payload  # noqa: E402
+from restorekv.serve.ray.engine import (  # noqa: E402
+    TRIES,
+    RayEngine,
+    deploy_replicas,
+    import_modules,
+    read_payload,
+)
 from restorekv.serve.ray.options import RayOptions  # noqa: E402
 from restorekv.serve.run import Settings, build_engine_app, open_store  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -60,9 +72,9 @@ class Handle:
 
     def __init__(self, tokenizer, **scripts) -> None:
         self.scripts, self.calls = scripts, []
-        described = tokenizer, {2}, ("weights", "float32", "template")
-        self.described = types.SimpleNamespace(
-            remote=lambda: types.SimpleNamespace(result=lambda: described)
+        describe_model = tokenizer, {2}, ("weights", "float32", "template")
+        self.describe_model = types.SimpleNamespace(
+            remote=lambda: types.SimpleNamespace(result=lambda: describe_model)
         )
 
     def options(self, **chosen) -> types.SimpleNamespace:
@@ -112,7 +124,7 @@ def dead():
 def missing():
     from ray.exceptions import RayTaskError
 
-    return RayTaskError("ask", "a traceback", modules()[1].MissingError("not here"))
+    return RayTaskError("ask", "a traceback", import_modules()[1].MissingError("not here"))
 
 
 REPLY = Reply([], 3, 4, 5, 6, {})
@@ -128,10 +140,13 @@ def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
     async def asked():
         engine = RayEngine(handle, waiting)
         documents = [
-            Sent(sha256, PLACE[1], 9, False, lambda: "the text") for sha256 in (PLACE[0], "cd" * 32)
+            ServedDocument(sha256, PLACE[1], 9, False, content=lambda: "the text")
+            for sha256 in (PLACE[0], "cd" * 32)
         ][:count]
         two = Decoding.make(samples=2)
-        question = Question(documents, [], "Which?", "", 8, two, lambda *item: passed.append(item))
+        question = ServedQuestion(
+            documents, [], "Which?", "", 8, two, lambda *item: passed.append(item)
+        )
         question.cancelled = leaves
         return await asyncio.wait_for(asyncio.wrap_future(engine.ask(question)), 20)
 
@@ -162,20 +177,30 @@ def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
 
 def test_a_document_that_is_gone_is_brought_again(tiny_tokenizer):
     """Only then does its content travel."""
-    placed = [[missing()], [(9, True), modules()[1].About("one", {"compressed": 1}, {})]]
-    reply, _, calls = settled(tiny_tokenizer, ask=[[missing()], [REPLY]], document=placed)
-    assert reply == REPLY and [name for name, *_ in calls] == ["ask", "document", "document", "ask"]
-    assert [given[1] for name, _, given in calls if name == "document"] == [None, "the text"]
+    placed = [
+        [missing()],
+        [(9, True), import_modules()[1].ReplicaReport("one", {"compressed": 1}, {})],
+    ]
+    reply, _, calls = settled(tiny_tokenizer, ask=[[missing()], [REPLY]], get_document=placed)
+    assert reply == REPLY and [name for name, *_ in calls] == [
+        "ask",
+        "get_document",
+        "get_document",
+        "ask",
+    ]
+    assert [given[1] for name, _, given in calls if name == "get_document"] == [None, "the text"]
     assert len({key for _, key, _ in calls}) == 1
 
 
 def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):
     """Also the second of two, which would have a replica of its own; and not for ever."""
     placed = [[(9, True)], [(9, True)]]
-    reply, _, calls = settled(tiny_tokenizer, count=2, ask=[[missing()], [REPLY]], document=placed)
+    reply, _, calls = settled(
+        tiny_tokenizer, count=2, ask=[[missing()], [REPLY]], get_document=placed
+    )
     assert reply == REPLY and len(calls) == 4 and len({key for _, key, _ in calls}) == 1
-    assert [given[0][0][:2] for name, _, given in calls if name == "document"] == ["ab", "cd"]
-    again = {"ask": [[missing()]] * TRIES, "document": [[(9, False)]] * TRIES}
+    assert [given[0][0][:2] for name, _, given in calls if name == "get_document"] == ["ab", "cd"]
+    again = {"ask": [[missing()]] * TRIES, "get_document": [[(9, False)]] * TRIES}
     assert isinstance(settled(tiny_tokenizer, **again)[0], AwayError)
 
 
@@ -197,7 +222,7 @@ def test_who_has_gone_and_who_is_too_many(tiny_tokenizer):
 
 def test_the_order_of_replicas_is_the_documents():
     """It is the same everywhere, spreads documents evenly, and changes little when one goes."""
-    router = modules()[1].DocumentRouter
+    router = import_modules()[1].DocumentRouter
     replicas = [
         types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in "abcd"
     ]
@@ -222,16 +247,16 @@ def test_the_order_of_replicas_is_the_documents():
 
 
 def test_what_is_deployed():
-    _, replica = modules()
-    fixed = replica.deployment(2, 2, {"CPU": 1, "GPU": 0.5})
+    _, replica = import_modules()
+    fixed = replica.make_deployment(2, 2, {"CPU": 1, "GPU": 0.5})
     assert fixed.num_replicas == 2 and fixed.ray_actor_options["num_gpus"] == 0.5
-    growing = replica.deployment(
-        1, 3, RayOptions("auto", 1, 3).needed("cuda")
+    growing = replica.make_deployment(
+        1, 3, RayOptions("auto", 1, 3).find_resources("cuda")
     )._deployment_config.autoscaling_config
     assert (growing.min_replicas, growing.max_replicas) == (1, 3)
     assert (
-        RayOptions("auto").needed("cuda") == {"CPU": 1, "GPU": 1}
-        and RayOptions("auto").needed("cpu")["GPU"] == 0
+        RayOptions("auto").find_resources("cuda") == {"CPU": 1, "GPU": 1}
+        and RayOptions("auto").find_resources("cpu")["GPU"] == 0
     )
 
 
@@ -244,17 +269,20 @@ def test_numbers_that_make_no_sense(given):
 
 
 def test_replicas_have_folders_of_their_own(tmp_path):
-    own_folder = modules()[1].own_folder
+    lock_folder = import_modules()[1].lock_folder
     first, second = ExitStack(), ExitStack()
-    assert [own_folder(tmp_path, each).name for each in (first, second)] == ["0", "1"]
+    assert [lock_folder(tmp_path, each).name for each in (first, second)] == ["0", "1"]
     first.close()
-    assert own_folder(tmp_path, first).name == "0"
+    assert lock_folder(tmp_path, first).name == "0"
     first.close(), second.close()
 
 
 def test_a_payload_is_a_text_or_the_bytes_of_a_cache(tmp_path):
     (tmp_path / "a.rkv").write_bytes(b"cache")
-    assert payload(lambda: "text") == "text" and payload(lambda: tmp_path / "a.rkv") == b"cache"
+    assert (
+        read_payload(lambda: "text") == "text"
+        and read_payload(lambda: tmp_path / "a.rkv") == b"cache"
+    )
 
 
 def own(tokenizer, text=TEXT, ratio="0.4"):
@@ -362,7 +390,7 @@ def test_questions_go_where_the_document_is(client, engine, file):
         owners.append(holder(engine, client, files[-1]))
         assert len(files) < 40
     assert [holder(engine, client, each) for each in files] == owners
-    total, now = engine.figures()
+    total, now = engine.collect_metrics()
     assert total["loaded"] == 0 and total["compressed"] == sum(
         each["compressed"] for each in counted(engine).values()
     )
@@ -400,11 +428,13 @@ def test_many_at_once_about_several_documents(client, file, tiny_tokenizer):
 def test_a_killed_replicas_documents_are_served_by_the_others(client, engine, file):
     """From the shared caches: nothing is compressed again. An upload while it is down is processed."""
     both_up()
-    name, before = holder(engine, client, file), engine.figures()[0]["compressed"]
+    name, before = holder(engine, client, file), engine.collect_metrics()[0]["compressed"]
     said = ask(client, about(file)).choices[0].message.content
     kill(name)
     assert ask(client, about(file), timeout=PATIENCE).choices[0].message.content == said
-    assert engine.figures()[0]["compressed"] == before and holder(engine, client, file) != name
+    assert (
+        engine.collect_metrics()[0]["compressed"] == before and holder(engine, client, file) != name
+    )
     new = upload(client, f"{OTHER} While it was down.")
     assert new.status == "processed" and ask(client, about(new)).choices[0].message.content
     both_up(without=name)
@@ -447,7 +477,7 @@ def test_who_leaves_ends_the_writing(client, engine, file):
     stream = ask(client, about(file), stream=True, **{**LONG, "n": 16})
     next(iter(stream))
     stream.close()
-    until(lambda: not engine.asking, PATIENCE)
+    until(lambda: not engine.tasks, PATIENCE)
     holder(engine, client, file)
     until(lambda: holder(engine, client, file) == name, PATIENCE)
     assert counted(engine)[name]["tokens"] - tokens < 16 * LONG["max_tokens"] // 2

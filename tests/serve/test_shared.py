@@ -12,10 +12,10 @@ from restorekv import compress
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.serve import shared as shared_module
-from restorekv.serve.caches import Caches
 from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
+from tests.helpers.caches import DocumentHolder
 from tests.helpers.models import build_model
 
 TEXT = (
@@ -43,7 +43,7 @@ def two(url, tmp_path):
 
 
 def write(store, content=b"cache", key=KEY, sha256=SHA):
-    with store.writing(key, sha256) as path:
+    with store.write_cache(key, sha256) as path:
         path.write_bytes(content)
 
 
@@ -54,12 +54,16 @@ def names(store):
 
 def test_what_one_writes_the_other_finds(two):
     one, other = two
-    assert other.find(KEY, SHA) is None
+    assert other.find_or_fetch(KEY, SHA) is None
     write(one)
-    found = other.find(KEY, SHA)
-    assert found.read_bytes() == b"cache" and found.is_relative_to(other.folder) and other.has(KEY)
+    found = other.find_or_fetch(KEY, SHA)
+    assert (
+        found.read_bytes() == b"cache"
+        and found.is_relative_to(other.folder)
+        and other.has_cache(KEY)
+    )
     assert names(one) == [f"/{SHA}/{KEY}.rkv"]
-    assert not one.index.read("select * from pending")
+    assert not one.index.select("select * from pending")
 
 
 def test_the_quota_is_the_local_folders(url, tmp_path):
@@ -67,38 +71,40 @@ def test_the_quota_is_the_local_folders(url, tmp_path):
     store = Store(tmp_path / "small", 12, SharedFolder(url))
     for number in range(3):
         write(store, b"12345", f"{number}" * 32)
-    assert len(list((tmp_path / "small" / "caches").iterdir())) == 2 and not store.has("0" * 32)
-    assert store.find("0" * 32, SHA).read_bytes() == b"12345"
+    assert len(list((tmp_path / "small" / "caches").iterdir())) == 2 and not store.has_cache(
+        "0" * 32
+    )
+    assert store.find_or_fetch("0" * 32, SHA).read_bytes() == b"12345"
     assert len(list((tmp_path / "small" / "caches").iterdir())) == 2
     write(store, b"1" * 20, "9" * 32)
-    store.drop("9" * 32)
-    assert store.find("9" * 32, SHA) is None
+    store.drop_caches(["9" * 32])
+    assert store.find_or_fetch("9" * 32, SHA) is None
     store.close()
 
 
 def test_a_deleted_document_goes_everywhere(two):
     """Also from a server that fetched it, unless that one's own upload needs it."""
     one, other = two
-    made = one.add("a.txt", "user_data", io.BytesIO(b"text"))
+    made = one.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
     write(one, sha256=made.sha256)
-    assert other.find(KEY, made.sha256)
-    os.utime(other.cache(KEY), (time.time() - 60,) * 2)
-    own = other.add("b.txt", "user_data", io.BytesIO(b"text"))
-    assert one.delete(made.id)
-    one.catch_up()
-    other.catch_up()
-    assert names(one)[0].startswith("/deleted/") and len(names(one)) == 1 and other.has(KEY)
-    other.delete(own.id)
-    other.catch_up()
+    assert other.find_or_fetch(KEY, made.sha256)
+    os.utime(other.cache_path(KEY), (time.time() - 60,) * 2)
+    own = other.add_upload("b.txt", "user_data", io.BytesIO(b"text"))
+    assert one.delete_upload(made.id)
+    one.sync_once()
+    other.sync_once()
+    assert names(one)[0].startswith("/deleted/") and len(names(one)) == 1 and other.has_cache(KEY)
+    other.delete_upload(own.id)
+    other.sync_once()
     assert (
-        not other.has(KEY)
-        and not other.cache(KEY).exists()
-        and other.find(KEY, made.sha256) is None
+        not other.has_cache(KEY)
+        and not other.cache_path(KEY).exists()
+        and other.find_or_fetch(KEY, made.sha256) is None
     )
     write(one, b"again", sha256=made.sha256)
-    assert other.find(KEY, made.sha256).read_bytes() == b"again"
-    other.catch_up()
-    assert other.has(KEY)
+    assert other.find_or_fetch(KEY, made.sha256).read_bytes() == b"again"
+    other.sync_once()
+    assert other.has_cache(KEY)
 
 
 def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):
@@ -140,12 +146,15 @@ def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
                 lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route to host")),
             )
         write(one)
-        assert one.find(KEY, SHA).read_bytes() == b"cache" and other.find(KEY, SHA) is None
+        assert (
+            one.find_or_fetch(KEY, SHA).read_bytes() == b"cache"
+            and other.find_or_fetch(KEY, SHA) is None
+        )
         write(one, key="ee" * 16)
         assert [json.count("no route to host") for json in caplog.messages] == [1, 1]
     one.shared.resumes = other.shared.resumes = 0
-    one.catch_up()
-    assert other.find(KEY, SHA).read_bytes() == b"cache" and len(names(one)) == 2
+    one.sync_once()
+    assert other.find_or_fetch(KEY, SHA).read_bytes() == b"cache" and len(names(one)) == 2
 
 
 def test_nothing_half_is_seen(tmp_path, monkeypatch):
@@ -159,10 +168,10 @@ def test_nothing_half_is_seen(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(type(shared.files), "put_file", half)
-    assert shared.put(tmp_path / "cache", SHA, KEY) is None
+    assert shared.put_cache(tmp_path / "cache", SHA, KEY) is None
     assert not shared.files.find(shared.root)
     monkeypatch.undo()
-    for age in (10, 2 * shared_module.HALF):
+    for age in (10, 2 * shared_module.HALF_WRITTEN):
         (
             tmp_path / "shared" / "tmp" / f"{time.time_ns() - age * 10**9}-dead-1-2-{KEY}"
         ).write_bytes(b"wh")
@@ -173,35 +182,37 @@ def test_nothing_half_is_seen(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["shared", "local", "both"])
 def test_damage_is_set_aside_where_it_is(where, two, model, tiny_tokenizer):
     """A damaged local copy is fetched again; a damaged shared one is made again, for both."""
-    one, other = (Caches(model, tiny_tokenizer, store, MUCH) for store in two)
+    one, other = (DocumentHolder(model, tiny_tokenizer, store) for store in two)
     variant = Variant.parse("tiny:snapkv-0.4", "tiny")
-    made = one.fetch(SHA, variant, lambda: TEXT)
-    key, shared = one.key(SHA, variant), other.store.shared
-    assert not other.fetch(SHA, variant, lambda: TEXT).fresh and other.counts["loaded"] == 1
+    made = one.make_document(SHA, variant, lambda: TEXT)
+    key, shared = one.make_key(SHA, variant), other.store.shared
+    assert not other.make_document(SHA, variant, lambda: TEXT).fresh and other.counts["loaded"] == 1
     other.held.clear()
-    place = shared.place(SHA, key)
+    place = shared.cache_path(SHA, key)
     if where != "local":
         shared.files.pipe_file(place, shared.files.cat_file(place)[:-40])
     if where != "shared":
-        other.store.cache(key).write_bytes(b"not a cache")
+        other.store.cache_path(key).write_bytes(b"not a cache")
     else:
-        other.store.drop(key)
-    again = other.fetch(SHA, variant, lambda: TEXT)
+        other.store.drop_caches([key])
+    again = other.make_document(SHA, variant, lambda: TEXT)
     assert again.fresh == (where != "local") == other.counts["compressed"]
-    assert other.context(again).ask("Which code?", 8) == one.context(made).ask("Which code?", 8)
+    assert other.load_document(again).ask("Which code?", 8) == one.load_document(made).ask(
+        "Which code?", 8
+    )
     assert (f"/damaged/{key}.rkv" in names(other.store)) == (where != "local")
-    assert shared.files.cat_file(place) == other.store.cache(key).read_bytes()
+    assert shared.files.cat_file(place) == other.store.cache_path(key).read_bytes()
     assert len(list((other.store.folder / "damaged").iterdir())) == 1
 
 
 def test_a_strangers_cache_is_checked(two, model, tiny_tokenizer):
     """A sound file of another model in the shared folder is not used."""
-    caches = Caches(model, tiny_tokenizer, two[0], MUCH)
+    caches = DocumentHolder(model, tiny_tokenizer, two[0])
     stranger = compress(
         build_model("llama"), tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None
     )
     variant = Variant.parse("tiny:snapkv-0.4", "tiny")
     stranger.save(path := two[0].folder / "stranger.rkv")
-    assert two[0].shared.put(path, SHA, caches.key(SHA, variant))
-    assert caches.loaded(caches.key(SHA, variant), SHA) is None
-    assert caches.fetch(SHA, variant, lambda: TEXT).fresh
+    assert two[0].shared.put_cache(path, SHA, caches.make_key(SHA, variant))
+    assert caches.load_cache(caches.make_key(SHA, variant), SHA) is None
+    assert caches.make_document(SHA, variant, lambda: TEXT).fresh

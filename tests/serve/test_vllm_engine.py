@@ -20,9 +20,9 @@ from restorekv.model.identity import fingerprint_model  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
-from restorekv.serve.store import Store as Uploads  # noqa: E402
-from restorekv.serve.vllm_side import Elsewhere  # noqa: E402
-from restorekv.vllm.store import Store  # noqa: E402
+from restorekv.serve.store import Store  # noqa: E402
+from restorekv.serve.vllm_client import RemoteVllm  # noqa: E402
+from restorekv.vllm.store import PortableStore  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
@@ -230,7 +230,7 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     with pytest.raises(openai.BadRequestError, match=rf"reads at most {LONGEST:,} tokens"):
         ask(client, about(file, question="why " * LONGEST))
     own = fake.store
-    fake.store = Store(tmp_path, own.expected)
+    fake.store = PortableStore(tmp_path, own.expected)
     try:
         with pytest.raises(openai.BadRequestError, match=rf"It must see {own.folder}"):
             ask(client, about(file))
@@ -294,7 +294,7 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
 
 
 def side(model, tokenizer, folder: Path, url: str):
-    return Elsewhere(url, folder / "portable", model.config.vocab_size)
+    return RemoteVllm(url, folder / "portable", model.config.vocab_size)
 
 
 def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path):
@@ -307,24 +307,22 @@ def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path):
     names = [(str(number),) for number in range(3)]
     ids = [portables.take(name, small) for name in names]
     assert ids == [small.portable().ids.tolist()] * 3
-    assert all(portables.path(name).exists() for name in names)
+    assert all(portables.find_path(name).exists() for name in names)
     for name in names[:2]:
         portables.give_back(name)
-    assert [portables.path(name).exists() for name in names] == [False, False, True]
+    assert [portables.find_path(name).exists() for name in names] == [False, False, True]
     portables.forget("2")
-    assert portables.path(names[2]).exists()
+    assert portables.find_path(names[2]).exists()
     portables.give_back(names[2])
-    assert not portables.path(names[2]).exists()
+    assert not portables.find_path(names[2]).exists()
 
 
 def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
     model, tiny_tokenizer, tmp_path
 ):
     """All that comes before vLLM itself, which only tests/vllm has."""
-    engine = find_engine_class("vllm")(
-        model, tiny_tokenizer, Uploads(tmp_path, 1 << 30), 1 << 20, 4
-    )
-    assert engine.side.fingerprint == fingerprint_model(model)
-    assert fingerprint_model(
-        load_model(engine.side.options["model"], dtype="float32")[0]
-    ) == fingerprint_model(model)
+    engine = find_engine_class("vllm")(model, tiny_tokenizer, Store(tmp_path, 1 << 30), 1 << 20, 4)
+    assert engine.client.fingerprint == model_fingerprint(model)
+    assert model_fingerprint(
+        load_model(engine.client.options["model"], dtype="float32")[0]
+    ) == model_fingerprint(model)

@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
-from restorekv.serve.engine import BusyError, Document, Reply, settle
+from restorekv.serve.engine import BusyError, Reply, ServedDocument, settle_future
 from restorekv.serve.run import Settings, build_engine_app, open_store
 from tests.helpers.models import build_tokenizer
 from tests.helpers.serving import KEY, listening
@@ -40,23 +40,23 @@ class Scripted:
 
     def start(self) -> None: ...
 
-    def end(self) -> None: ...
+    def stop_asking(self) -> None: ...
 
     def close(self) -> None: ...
 
-    def key(self, sha256, variant):
+    def make_key(self, sha256, variant):
         return "0" * 32
 
-    async def document(self, sha256, variant, content):
+    async def get_document(self, sha256, variant, content):
         text = content()
         if "unreadable" in str(text):
             raise RestoreKVError("The text cannot be compressed; give another one.")
-        return Document(sha256, variant, 40, "fresh" in text)
+        return ServedDocument(sha256, variant, 40, "fresh" in text)
 
-    def phase(self, sha256, variant):
+    def get_phase(self, sha256, variant):
         return "ready"
 
-    async def kept(self, document, layer, head):
+    async def find_survivors(self, document, layer, head):
         sizes = {"before": 20, "after": 8}
         return {
             "layers": 2,
@@ -71,7 +71,7 @@ class Scripted:
             "pieces": [["the", 0.25], [" blue", 1.0]],
         }
 
-    def figures(self):
+    def collect_metrics(self):
         return {"questions": 1}, {"documents_held": 2}
 
     def ask(self, question):
@@ -93,10 +93,12 @@ class Scripted:
             finish = "length" if ids is self.ids else "stop"
             answers.append(Answer(WORDS, tuple(ids), finish, 9, logprobs, top))
         if "fails" in question.text:
-            settle(question.done, error=RestoreKVError("The answer was cancelled; ask again."))
+            settle_future(
+                question.done, error=RestoreKVError("The answer was cancelled; ask again.")
+            )
         else:
             seconds = {"first": 0.25, "total": 1.5, "prefill": 2.0}
-            settle(
+            settle_future(
                 question.done,
                 Reply(answers, 9, 40 * len(question.documents), 320, 4096, seconds, 3),
             )

@@ -207,8 +207,8 @@ def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monke
         connector.make(Role.WORKER),
         connector.layers(2),
     )
-    go, real = threading.Event(), worker.store.pairs
-    monkeypatch.setattr(worker.store, "pairs", lambda document: go.wait(30) and real(document))
+    go, real = threading.Event(), worker.store.load_pairs
+    monkeypatch.setattr(worker.store, "load_pairs", lambda document: go.wait(30) and real(document))
     schedule(scheduler, connector.request(connector.prompt(0), "first"), 0, [7, 2, 9, 4, 11, 1])
     worker.metadata = scheduler.build_connector_meta(None)
     worker.start_load_kv(SimpleNamespace(no_compile_layers=layers))
@@ -251,7 +251,7 @@ def test_requests_without_documents_are_left_alone(connector):
     load(worker, scheduler.build_connector_meta(None), {})
     scheduler.get_num_new_matched_tokens(connector.request(connector.prompt(0), "gone"), 0)
     assert scheduler.request_finished(connector.request([], "gone"), []) == (False, None)
-    assert scheduler.found == {}
+    assert scheduler.matched == {}
 
 
 def test_a_chat_request_carries_ids_and_the_name(connector):

@@ -15,7 +15,7 @@ from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import KIND, load_portable
 from restorekv.vllm import prompt, transfer_config
-from restorekv.vllm.store import Expected, Store, heads_of
+from restorekv.vllm.store import Expected, PortableStore, find_heads
 from tests.helpers.models import VOCABULARY, build_model
 from tests.helpers.portables import QUESTION, TEXTS, portable_of
 
@@ -38,7 +38,7 @@ def place(tiny_model, tiny_tokenizer, tmp_path):
     documents = [portable_of(tiny_model, tiny_tokenizer, text) for text in TEXTS]
     for document, name in zip(documents, ("red", "blue"), strict=True):
         document.save(tmp_path / f"{name}.safetensors")
-    return tmp_path, documents, Store(tmp_path, expected_for(tiny_model)), tiny_tokenizer
+    return tmp_path, documents, PortableStore(tmp_path, expected_for(tiny_model)), tiny_tokenizer
 
 
 def test_a_prompt_finds_its_document_and_its_pairs(place):
@@ -46,28 +46,28 @@ def test_a_prompt_finds_its_document_and_its_pairs(place):
     # Of equal length, which is the hard case.
     assert len({document.tokens for document in documents}) == 1
     for document, name in zip(documents, ("red", "blue"), strict=True):
-        found = store.find(prompt(document, QUESTION, tokenizer))
+        found = store.find_document(prompt(document, QUESTION, tokenizer))
         assert (found.name, found.path.stem) == (document.name, name)
-        keys, values = store.pairs(found)
+        keys, values = store.load_pairs(found)
         assert keys.equal(document.keys) and values.equal(document.values)
 
 
 def test_other_prompts_are_not_ours(place):
     _, documents, store, tokenizer = place
-    assert store.find(tokenizer.encode(QUESTION)) is None
-    assert store.find([]) is None
+    assert store.find_document(tokenizer.encode(QUESTION)) is None
+    assert store.find_document([]) is None
     with pytest.raises(
         RestoreKVError, match="does not begin with placeholders of the document red"
     ):
-        store.find(tokenizer.encode(QUESTION), "red")
+        store.find_document(tokenizer.encode(QUESTION), "red")
     asked = prompt(documents[0], QUESTION, tokenizer)
     assert (
-        store.find(asked, "red").name
-        == store.find(asked, documents[0].name).name
+        store.find_document(asked, "red").name
+        == store.find_document(asked, documents[0].name).name
         == documents[0].name
     )
     with pytest.raises(RestoreKVError, match=r"red.safetensors, not of blue"):
-        store.find(asked, "blue")
+        store.find_document(asked, "blue")
 
 
 def test_every_changed_placeholder_is_refused(place):
@@ -76,9 +76,9 @@ def test_every_changed_placeholder_is_refused(place):
     for index in range(4, documents[0].tokens):
         other = [*asked[:index], (asked[index] + 1) % VOCABULARY, *asked[index + 1 :]]
         with pytest.raises(RestoreKVError, match="does not have"):
-            store.find(other)
+            store.find_document(other)
     with pytest.raises(RestoreKVError, match="no question"):
-        store.find(asked[: documents[0].tokens])
+        store.find_document(asked[: documents[0].tokens])
 
 
 def test_files_may_come_go_and_change(place):
@@ -86,19 +86,19 @@ def test_files_may_come_go_and_change(place):
     asked = [prompt(document, QUESTION, tokenizer) for document in documents]
     shutil.move(folder / "blue.safetensors", folder / "away")
     with pytest.raises(RestoreKVError, match="does not have"):
-        store.find(asked[1])
+        store.find_document(asked[1])
     shutil.move(folder / "away", folder / "again.safetensors")
-    found = store.find(asked[1])
+    found = store.find_document(asked[1])
     shutil.copy(folder / "red.safetensors", folder / "again.safetensors")
     with pytest.raises(CacheFileError, match="replaced by another document"):
-        store.pairs(found)
+        store.load_pairs(found)
     raw = (folder / "red.safetensors").read_bytes()
     for path in folder.glob("*.safetensors"):
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    fresh = Store(folder, store.expected)
+    fresh = PortableStore(folder, store.expected)
     # Which says what is wrong with it.
     with pytest.raises(RestoreKVError, match=r"does not have\. .*red.safetensors"):
-        fresh.find(asked[0])
+        fresh.find_document(asked[0])
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
     expected = expected_for(tiny_model, **facts)
     with pytest.raises(CacheFileError, match=what):
         expected.check(documents[0], folder / "red.safetensors")
-    store = Store(folder, expected)
+    store = PortableStore(folder, expected)
     store.scan()
     with pytest.raises(RestoreKVError, match=f"red.safetensors was made .*{what}"):
-        store.find(prompt(documents[0], QUESTION, tokenizer))
+        store.find_document(prompt(documents[0], QUESTION, tokenizer))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pairs_are_cast_to_the_dtype_of_the_engine(tiny_model, place, dtype):
     folder, documents, _, tokenizer = place
-    store = Store(folder, expected_for(tiny_model, dtype=str(dtype).removeprefix("torch.")))
+    store = PortableStore(folder, expected_for(tiny_model, dtype=str(dtype).removeprefix("torch.")))
     for document in documents:  # the placeholders stay those of the file
-        keys, values = store.pairs(store.find(prompt(document, QUESTION, tokenizer)))
+        keys, values = store.load_pairs(store.find_document(prompt(document, QUESTION, tokenizer)))
         assert keys.equal(document.keys.to(dtype)) and values.equal(document.values.to(dtype))
 
 
@@ -141,13 +141,13 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tiny_model, place):
     large = replace(documents[0], values=values * (65_530 / values.abs().max()))
     large.save(folder / "large.safetensors")
     for dtype, fits in (("float16", False), ("bfloat16", True)):
-        store = Store(folder, expected_for(tiny_model, dtype=dtype))
-        found = store.find(prompt(large, QUESTION, tokenizer))
+        store = PortableStore(folder, expected_for(tiny_model, dtype=dtype))
+        found = store.find_document(prompt(large, QUESTION, tokenizer))
         if fits:
-            assert store.pairs(found)[1].isfinite().all()
+            assert store.load_pairs(found)[1].isfinite().all()
         else:
             with pytest.raises(CacheFileError, match="too large for float16"):
-                store.pairs(found)
+                store.load_pairs(found)
 
 
 def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
@@ -158,7 +158,7 @@ def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
     )
     with pytest.raises(CacheFileError, match="do not follow from its contents"):
         load_portable(folder / "forged.safetensors")
-    assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"
+    assert store.find_document(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"
 
 
 def test_links_and_fifos_among_the_files_hide_no_document(place):
@@ -166,7 +166,7 @@ def test_links_and_fifos_among_the_files_hide_no_document(place):
     (folder / "a.safetensors").symlink_to("a.safetensors")
     (folder / "b.safetensors").symlink_to("/dev/zero")
     os.mkfifo(folder / "c.safetensors")
-    assert store.find(prompt(documents[0], QUESTION, tokenizer)).name == documents[0].name
+    assert store.find_document(prompt(documents[0], QUESTION, tokenizer)).name == documents[0].name
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,16 @@ def test_tensor_parallel_ranks_take_their_heads(heads, ranks, held):
     ranks.
     """
     own = max(heads // ranks, 1)
-    assert [list(range(heads))[heads_of(rank, ranks, heads, own)] for rank in range(ranks)] == held
+    assert [
+        list(range(heads))[find_heads(rank, ranks, heads, own)] for rank in range(ranks)
+    ] == held
 
 
 def test_memory_is_bounded(place):
     _, documents, store, tokenizer = place
     store.limit = 1
     for document in documents:
-        store.pairs(store.find(prompt(document, QUESTION, tokenizer)))
+        store.load_pairs(store.find_document(prompt(document, QUESTION, tokenizer)))
         assert list(store.loaded) == [document.name]
 
 
@@ -200,11 +202,11 @@ def test_the_configuration_of_vllm(tmp_path):
     assert config["kv_connector_extra_config"] == {"store": str(tmp_path), "memory": 5}
     assert config["kv_load_failure_policy"] == "fail"
     with pytest.raises(RestoreKVError, match="is no folder"):
-        Store(tmp_path / "nowhere", expected_for(build_model("llama")))
+        PortableStore(tmp_path / "nowhere", expected_for(build_model("llama")))
 
 
 def test_random_ids_never_match(place):
     _, _, store, _ = place
     torch.manual_seed(0)
     for _ in range(50):
-        assert store.find(torch.randint(0, VOCABULARY, (60,)).tolist()) is None
+        assert store.find_document(torch.randint(0, VOCABULARY, (60,)).tolist()) is None

@@ -1,8 +1,7 @@
-"""Bodies of requests, checked once before anything else reads them: JSON that is data, and forms
-that are small.
+"""Bodies of requests, checked once before anything else reads them: JSON and small forms.
 
 What passes has no half characters, no numbers beyond 64 bits or that are not finite, no key twice,
-and few levels, so that whatever copies, compares, remembers or sends it back cannot fail on it.
+and few levels. So nothing that copies, compares, remembers or sends it back can fail on it.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from starlette.types import Message, Receive, Scope
 from restorekv.files import _parse_float, _parse_int, _parse_object
 from restorekv.readers.extract import printable_name
 from restorekv.serve.engine import explain_lack
-from restorekv.serve.guard import drained
+from restorekv.serve.guard import drain_body
 
 DEPTH = 100  # levels of a body; the schema of an answer needs some 30
 VALUES = 2_000_000  # commas and brackets of a body, so that it is parsed within a second
 LARGE = 1 << 16  # bytes of a body that is parsed in a thread
 FORM = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")  # fields of an upload
-FIELD = 1024  # bytes of a field that is no file
+FIELD = 1024  # bytes of a field that is not a file
 
 
 class BodyError(HTTPException):
@@ -58,37 +57,39 @@ class CheckedRequest(Request):
         super().__init__(scope, receive_part)
 
     async def drain(self) -> None:
-        """Reads the rest of a refused body, so that a client that still sends reads the answer."""
+        """Read the rest of a refused body, so that a client that still sends reads the answer."""
         if not self.body_ended:  # else there is nothing to wait for but the client's leaving
-            await drained(self.receive)
+            await drain_body(self.receive)
 
     async def json(self) -> Any:
-        """Returns the body as JSON; raises BodyError."""
+        """Return the body as JSON; raise BodyError."""
         if not hasattr(self, "_checked"):
             raw = await self.body()
-            self._checked = (
-                await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE else parse_body(raw)
-            )
+            if len(raw) > LARGE:
+                self._checked = await asyncio.to_thread(parse_body, raw)
+            else:
+                self._checked = parse_body(raw)
         return self._checked
 
     async def form(self, **_: object) -> FormData:
-        """Returns the form of an upload, which has one file and small fields; raises BodyError."""
+        """Return the form of an upload, which has one file and small fields; raise BodyError."""
         try:
-            made = await super().form(max_files=1, max_fields=len(FORM), max_part_size=FIELD)
+            form = await super().form(max_files=1, max_fields=len(FORM), max_part_size=FIELD)
         except HTTPException as error:
             await self.drain()
-            raise form_error(str(error.detail).rstrip(".")) from None
+            raise _make_form_error(str(error.detail).rstrip(".")) from None
         except OSError as error:  # a large file goes to a temporary one
-            if (lack := explain_lack(error)) is None:
+            lack = explain_lack(error)
+            if lack is None:
                 raise
             await self.drain()
             raise BodyError(*lack) from None
         try:
-            check_form(made)
+            _check_form(form)
         except BodyError:
-            await made.close()
+            await form.close()
             raise
-        return made
+        return form
 
 
 class CheckedRoute(APIRoute):
@@ -103,30 +104,32 @@ class CheckedRoute(APIRoute):
         return handle
 
 
-def check_form(form: FormData) -> None:
-    """Refuses fields that an upload does not have, and those that come twice."""
-    for name, count in Counter(name for name, _ in form.multi_items()).items():
+def _check_form(form: FormData) -> None:
+    """Refuse fields that an upload does not have, and those that come twice."""
+    counts = Counter(name for name, _ in form.multi_items())
+    for name, count in counts.items():
         if name not in FORM:
-            raise form_error(
-                f"there is no field {printable_name(name)[:60]!r}",
-                printable_name(name)[:60],
-                "unknown_parameter",
+            printable = printable_name(name)[:60]
+            raise _make_form_error(
+                f"there is no field {printable!r}", printable, "unknown_parameter"
             )
         if count > 1:
-            raise form_error(f"the field {name} comes {count} times", name)
+            raise _make_form_error(f"the field {name} comes {count} times", name)
 
 
-def form_error(why: str, param: str | None = None, code: str | None = None) -> BodyError:
+def _make_form_error(why: str, param: str | None = None, code: str | None = None) -> BodyError:
     known = f"{', '.join(FORM[1:-1])} and {FORM[-1]}"
-    message = f"The form cannot be used ({why}); send one file and, of at most {FIELD:,} bytes each, {known}."
+    message = (
+        f"The form cannot be used ({why}); send one file and, of at most {FIELD:,} bytes each, "
+        f"{known}."
+    )
     return BodyError(400, message, param, code)
 
 
 def parse_body(raw: bytes) -> Any:
-    """Returns the JSON value of a body; raises BodyError for what a program should not compute
-    with.
-    """
-    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > VALUES:
+    """Return the JSON value of a body; raise BodyError for what no program should work with."""
+    marks = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if marks > VALUES:
         raise BodyError(
             400,
             f"The body has more than {VALUES:,} commas and brackets; send a document as a file.",
@@ -145,22 +148,24 @@ def parse_body(raw: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise BodyError(400, f"The body is not UTF-8 (at byte {error.start}).") from None
     except RecursionError:
-        raise too_deep() from None
+        raise _make_depth_error() from None
     except ValueError as error:  # of the hooks
         raise BodyError(400, f"The body cannot be used: {error}.") from None
-    check_value(value)
+    _check_value(value)
     return value
 
 
-def check_value(body: Any) -> None:
-    """Refuses deep nesting and half characters, and names the field at its top in which they are."""
-    for field, value in body.items() if isinstance(body, dict) else [(None, body)]:
+def _check_value(body: Any) -> None:
+    """Refuse deep nesting and half characters; the error names the field at the top."""
+    members = body.items() if isinstance(body, dict) else [(None, body)]
+    for field, value in members:
+        # One level after the other, since recursion itself could go too deep.
         level = [field, value]
         for _ in range(DEPTH):
             below: list[Any] = []
             for each in level:
                 if isinstance(each, str):
-                    check_text(each, field)
+                    _check_text(each, field)
                 elif isinstance(each, dict):
                     below += each.keys()
                     below += each.values()
@@ -170,21 +175,25 @@ def check_value(body: Any) -> None:
             if not level:
                 break
         if level:
-            raise too_deep(field)
+            raise _make_depth_error(field)
 
 
-def check_text(text: str, field: str | None) -> None:
+def _check_text(text: str, field: str | None) -> None:
+    """Refuse half a character, such as "\\ud800" in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         name = field.encode(errors="replace").decode()[:60] if field else None
         where = f"The field {name}" if name else "The body"
-        why = f"is not Unicode at character {error.start + 1} of a text; write whole characters, not halves of pairs"
-        raise BodyError(400, f"{where} {why}.", name) from None
+        raise BodyError(
+            400,
+            f"{where} is not Unicode at character {error.start + 1} of a text; write whole "
+            "characters, not halves of pairs.",
+            name,
+        ) from None
 
 
-def too_deep(field: str | None = None) -> BodyError:
-    where = f"The field {field[:60]}" if field else "The body"
-    return BodyError(
-        400, f"{where} has more than {DEPTH} levels; send it with fewer.", field and field[:60]
-    )
+def _make_depth_error(field: str | None = None) -> BodyError:
+    name = None if field is None else field[:60]
+    where = f"The field {name}" if name else "The body"
+    return BodyError(400, f"{where} has more than {DEPTH} levels; send it with fewer.", name)

@@ -1,7 +1,7 @@
-"""Compressed documents in memory and on disk: the half that the engines of one machine share.
+"""Engines whose documents are in memory and on disk, and the steps from a question to its reply.
 
-A thread of its own compresses. Those documents that were used least recently leave memory first;
-they are loaded from disk again, never computed again.
+One thread compresses. The documents used least recently leave memory first; they are loaded from
+disk again, never computed again.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import queue
 import threading
 import time
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,279 +30,355 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of
 from restorekv.generation.sampling import Row
-from restorekv.model.identity import identify_model
-from restorekv.model.prompt import count_usable_positions
+from restorekv.model.load import model_fingerprint
+from restorekv.model.prompt import Context, template_hash, usable_positions
 from restorekv.pipeline import compress
-from restorekv.serve import kept
-from restorekv.serve.documents import check_size, told_to_clients
+from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
     ENDING,
     AwayError,
     Content,
-    Document,
-    Question,
+    Engine,
     Reply,
-    passing,
-    settle,
+    ServedDocument,
+    ServedQuestion,
+    find_lack,
+    settle_future,
 )
 from restorekv.serve.store import Store
+from restorekv.serve.survivors import describe_survivors
 from restorekv.serve.variants import Variant
 
-# Seconds for which the end waits for a thread; what is written is written whole, or not at all.
+# Seconds that the end waits for a thread. What is written is written whole or not at all.
 JOIN = 0.5
 
 
-@dataclass(kw_only=True)
-class Asked:
-    """A question that is being answered: the ids that the model reads behind its documents, and a
-    row for each answer.
+@dataclass(frozen=True)
+class CacheCost:
+    """What the caches of a question's documents hold, and the seconds that making them took."""
 
-    `started` and `first` are when it was begun and when its first token was written, 0 before that.
+    pairs: int
+    bytes: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(kw_only=True)
+class ActiveQuestion:
+    """A question that is ready to be answered.
+
+    Args:
+        question: what was asked.
+        context: the ids of its documents.
+        prompt: the ids (q,) that the model reads after them.
+        rows: a chooser of tokens for each answer.
+        cost: of the documents' caches.
+        started: when it was begun, on `time.perf_counter`.
+        first: when its first token was written; 0 before that.
+        computed: tokens of the documents that came from no cache.
     """
 
-    question: Question
+    question: ServedQuestion
+    context: Context
     prompt: Tensor
     rows: list[Row]
+    cost: CacheCost
     started: float
     first: float = 0.0
+    computed: int = 0
+
+    def pass_token(self, sample: int, token: int, likely: Sequence[tuple]) -> None:
+        """Hand a token to whoever waits for the answer."""
+        if not self.first:
+            self.first = time.perf_counter()
+        self.question.on_token(sample, token, *likely)
 
 
-def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
-    """Returns the name of a cache: 32 hex digits of the document, the variant and what it is made
-    with.
-    """
-    # Not joined, so that no part can reach into the next.
+def make_cache_key(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
+    """Return the name of a cache: 32 hex digits of document, variant and what it is made with."""
+    # As JSON and not joined, so that no part can reach into the next.
     parts = json.dumps([sha256, variant.name, *made_with])
     return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
-class Caches:
+class CacheEngine(Engine):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
-    `more` are fields of `CompressionConfig` beyond a variant's own; caches that differ in them have other
-    keys.
+    `compress_options` are options of `compress` in addition to a variant's own; caches that differ
+    in them have different keys.
     """
 
-    more: ClassVar[Mapping[str, Any]] = {}
-    farewell = 0.0
+    compress_options: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        store: Store,
+        memory: int,
+        waiting: int | None,
     ) -> None:
+        super().__init__(waiting)
         self.model = model
         self.tokenizer = tokenizer
         self.store = store
         self.memory = memory
         self.stops = generate.stop_ids(model, tokenizer)
-        # By document and key.
+        options = [f"{name}={value}" for name, value in self.compress_options.items()]
+        self.made_with: tuple[str, ...] = (
+            model_fingerprint(model),
+            str(model.dtype),
+            template_hash(tokenizer),
+            *options,
+        )
+        # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
-        store.on_delete = self.forget
-        # The key of the cache that is being made, and what is done for it now.
+        self.lock = threading.Lock()  # of `held`
+        self.loading = threading.Lock()  # while a cache is read from disk
+        store.on_delete = self.forget_document
+        # The key of the cache that is being made, and the phase that it is in.
         self.making = ("", "")
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
-        more = (f"{name}={value}" for name, value in self.more.items())
-        identity = identify_model(model, tokenizer)
-        self.made_with = identity.fingerprint, str(model.dtype), identity.template, *more
-        self.lock = threading.Lock()
-        self.loading = threading.Lock()
-        self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
-        self.ending = False
-        self.compressing = threading.Thread(
-            target=self.work, name="restorekv-compress", daemon=True
+        self.compressor = ThreadPoolExecutor(
+            1, "restorekv-compress", initializer=self._note_compressing_thread
         )
+        self.compressing_thread = 0  # its ident, once it runs
+        # The threads that prepare questions; None is the event loop's own.
+        self.preparers: ThreadPoolExecutor | None = None
 
     @staticmethod
-    def check(**options: object) -> None:
-        """Refuses options of the engine that cannot work, before a model is loaded."""
+    def check_options(**options: object) -> None:
+        """Refuse options of the engine that cannot work, before a model is loaded."""
         if options:
             raise RestoreKVError(
-                "--vllm-url, --vllm-store and --vllm-options are for --engine vllm; add it or leave them out."
+                "--vllm-url, --vllm-store and --vllm-options are for --engine vllm; "
+                "add it or leave them out."
             )
 
     def start(self) -> None:
-        self.compressing.start()
-
-    def end(self) -> None:
-        """See `Engine`."""
-        self.ending = True
+        """Start nothing: the thread that compresses starts with the first document."""
 
     def close(self) -> None:
-        """Ends; what is still ordered is refused."""
-        self.end()
-        self.orders.put(None)
-        self.compressing.join(JOIN)
+        """End; documents that wait to be compressed get an AwayError."""
+        self.stop_asking()
+        # They come one after another, so the last has ended when this one has.
+        wait([self.compressor.submit(bool)], timeout=JOIN)
+        self.compressor.shutdown(wait=False)
 
-    def key(self, sha256: str, variant: Variant) -> str:
-        """See `Engine`."""
-        return key_of(sha256, variant, self.made_with)
+    # Questions: each is prepared in a thread, written by the engine, and settled with a reply.
 
-    async def document(self, sha256: str, variant: Variant, content: Content) -> Document:
-        """Returns a document from memory or disk at once, or from the thread that compresses."""
-        if held := await self.stored(sha256, variant):
-            return held
-        done: Future = Future()
-        self.orders.put((sha256, variant, content, done))
-        return await asyncio.wrap_future(done)
+    async def answer(self, question: ServedQuestion) -> None:
+        """Prepare a question, have its answers written, and settle it with the reply."""
+        try:
+            async with self.take_place(question):
+                if question.done.done() or not question.done.set_running_or_notify_cancel():
+                    return
+                if self.ending:
+                    raise AwayError(ENDING)
+                loop = asyncio.get_running_loop()
+                active = await loop.run_in_executor(self.preparers, self.prepare, question)
+                await self.write(active)
+                if not question.done.done():  # the server's end may have come first
+                    settle_future(question.done, self.make_reply(active))
+        except Exception as error:  # it is this question's alone
+            settle_future(question.done, error=error)
 
-    async def stored(self, sha256: str, variant: Variant) -> Document | None:
-        """Returns a document from memory or disk, if it is there."""
-        key = self.key(sha256, variant)
-        if context := self.find(sha256, key):
+    def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager:
+        """Wait until a question may be prepared and answered; an engine may bound how many are."""
+        return nullcontext()
+
+    @abstractmethod
+    def prepare(self, question: ServedQuestion) -> ActiveQuestion:
+        """Return a question with its documents loaded and its prompt as ids; runs in a thread."""
+
+    @abstractmethod
+    async def write(self, active: ActiveQuestion) -> None:
+        """Write the answers into the rows; return when all have ended or nobody waits."""
+
+    def make_reply(self, active: ActiveQuestion) -> Reply:
+        """Return what was written, and count it."""
+        read = len(active.prompt)
+        answers = []
+        for row in active.rows:
+            if row.answer:
+                answers.append(answer_of(self.tokenizer, row.answer, self.stops, read, row))
+            else:
+                answers.append(Answer("", (), "stop", read))
+        self.counts["questions"] += 1
+        self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
+        seconds = {
+            "first": active.first - active.started,
+            "total": time.perf_counter() - active.started,
+            **active.cost.seconds,
+        }
+        return Reply(
+            answers=answers,
+            read=read,
+            document_tokens=active.context.positions,
+            pairs=active.cost.pairs,
+            bytes=active.cost.bytes,
+            seconds=seconds,
+            computed=active.computed,
+        )
+
+    # Documents: from memory, from disk, from the shared folder, or compressed.
+
+    def make_key(self, sha256: str, variant: Variant) -> str:
+        """Return the name of a cache: 32 hex digits of all that decides what is in it."""
+        return make_cache_key(sha256, variant, self.made_with)
+
+    async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
+        """Return a document from memory or disk at once, else from the thread that compresses."""
+        document = await self.find_document(sha256, variant)
+        if document is None:
+            making = self.compressor.submit(self.make_document, sha256, variant, content)
+            document = await asyncio.wrap_future(making)
+        return document
+
+    async def find_document(self, sha256: str, variant: Variant) -> ServedDocument | None:
+        """Return a document that is in memory, on disk or in the shared folder."""
+        key = self.make_key(sha256, variant)
+        context = self._find_in_memory(sha256, key)
+        if context:
             self.counts["hits"] += 1
         else:
-            context = await asyncio.to_thread(self.loaded, key, sha256)
-        return context and Document(sha256, variant, context.context.positions, False)
+            context = await asyncio.to_thread(self.load_cache, key, sha256)
+        if context is None:
+            return None
+        return ServedDocument(sha256, variant, context.context.positions, fresh=False)
 
-    def context(self, document: Document) -> CompressedContext:
-        """Returns a document's cache, which is loaded again if it has left memory."""
-        context = self.loaded(self.key(document.sha256, document.variant), document.sha256)
+    def make_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
+        """Return a document, which is compressed unless its cache has come meanwhile.
+
+        Runs in the thread that compresses.
+        """
+        if self.ending:
+            raise AwayError(ENDING)
+        key = self.make_key(sha256, variant)
+        context = self.load_cache(key, sha256)
+        fresh = context is None
+        if context is None:
+            self.store.check_writable()
+            context = self.make_cache(content(), variant, key)
+            with self.store.write_cache(key, sha256) as path:
+                context.save(path)
+            self._hold(sha256, key, context)
+        return ServedDocument(sha256, variant, context.context.positions, fresh)
+
+    def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
+        """Compress a text; of a path, load the cache file."""
+        if isinstance(content, Path):
+            return CompressedContext.load(content, self.model, self.tokenizer)
+        check_size(content, self.tokenizer, usable_positions(self.model))
+
+        def note_phase(name: str) -> None:
+            self.making = (key, name)
+
+        try:
+            with explain_length():
+                context = compress(
+                    self.model,
+                    self.tokenizer,
+                    content,
+                    progress=note_phase,
+                    **variant.options,
+                    **self.compress_options,
+                )
+        finally:
+            self.making = ("", "")
+        self.counts["compressed"] += 1
+        return context
+
+    def load_document(self, document: ServedDocument) -> CompressedContext:
+        """Return a document's cache, which is loaded again if it has left memory."""
+        key = self.make_key(document.sha256, document.variant)
+        context = self.load_cache(key, document.sha256)
         if context is None:
             raise AwayError("A document has gone while the question waited; ask again.")
         return context
 
-    def find(self, sha256: str, key: str) -> CompressedContext | None:
-        """Returns a document that is in memory."""
-        place = sha256, key
+    def load_cache(self, key: str, sha256: str) -> CompressedContext | None:
+        """Return a cache from memory, from disk or from the shared folder, if it is there."""
+        # First without waiting for what another thread loads.
+        context = self._find_in_memory(sha256, key)
+        if context:
+            return context
+        while True:
+            with self.loading:
+                # Of two threads that want one cache, the second finds it in memory.
+                context = self._find_in_memory(sha256, key) or self._read_from_disk(key, sha256)
+            if context:
+                return context
+            # Fetching may take long, so it happens outside of the lock. A fetched file may be
+            # damaged: then it is set aside, and the next fetch finds none.
+            if not self.store.fetch_cache(key, sha256):
+                return None
+
+    def forget_document(self, sha256: str) -> None:
+        """Take a deleted document out of memory; questions being answered keep it to their end."""
+        with self.lock:
+            for place in list(self.held):
+                if place[0] == sha256:
+                    del self.held[place]
+
+    def get_phase(self, sha256: str, variant: Variant) -> str:
+        """Return how far a cache is: "waiting", a phase of `compress`, or "ready"."""
+        key = self.make_key(sha256, variant)
+        making, phase = self.making
+        if making == key:
+            return phase
+        is_here = (sha256, key) in self.held or self.store.has_cache(key)
+        return "ready" if is_here else "waiting"
+
+    async def find_survivors(
+        self, document: ServedDocument, layer: int | None, head: int | None
+    ) -> dict:
+        """Return which tokens of a document survive; see survivors.py."""
+
+        def describe() -> dict:
+            return describe_survivors(self.load_document(document), layer, head)
+
+        return await asyncio.to_thread(describe)
+
+    def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what was counted since the start, and what holds now."""
+        return self.counts, {"documents_held": len(self.held), "bytes_held": self.bytes_held}
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all documents in memory."""
+        return sum(context.manifest.bytes_held for context in list(self.held.values()))
+
+    def _note_compressing_thread(self) -> None:
+        self.compressing_thread = threading.get_ident()
+
+    def _find_in_memory(self, sha256: str, key: str) -> CompressedContext | None:
+        place = (sha256, key)
         with self.lock:
             if place not in self.held:
                 return None
             self.held.move_to_end(place)
             return self.held[place]
 
-    def forget(self, sha256: str) -> None:
-        """Takes a document that was deleted out of memory; a question that is being answered keeps
-        it till its end.
-        """
-        with self.lock:
-            for place in [each for each in self.held if each[0] == sha256]:
-                del self.held[place]
-
-    def work(self) -> None:
-        """Runs in the thread: one order after the other."""
-        while order := self.orders.get():
-            *wanted, done = order
-            if done.set_running_or_notify_cancel():  # else whoever asked has gone
-                try:
-                    if self.ending:
-                        raise AwayError(ENDING)
-                    settle(done, self.fetch(*wanted))
-                except Exception as error:  # it is the caller's, on another thread
-                    settle(done, error=error)
-
-    def fetch(self, sha256: str, variant: Variant, content: Content) -> Document:
-        """Returns a document from memory, from disk or made now."""
-        key = self.key(sha256, variant)
-        context = self.loaded(key, sha256)
-        fresh = context is None
-        if fresh:
-            self.store.check_writable()
-            context = self.made(content(), variant, key)
-            with self.store.writing(key, sha256) as path:
-                context.save(path)
-            self.hold(sha256, key, context)
-        return Document(sha256, variant, context.context.positions, fresh)
-
-    def loaded(self, key: str, sha256: str) -> CompressedContext | None:
-        """Returns a cache from memory, from disk or from the shared folder; damaged ones are set
-        aside.
-        """
-        if context := self.find(sha256, key):  # without waiting for what another thread loads
-            return context
-        while True:
-            with self.loading:  # a second thread finds it in memory
-                if context := self.find(sha256, key) or self.from_disk(key, sha256):
-                    return context
-            # Which may take long, and others need not wait for it.
-            if not self.store.fetch(key, sha256):
-                return None
-
-    def from_disk(self, key: str, sha256: str) -> CompressedContext | None:
-        """Returns a cache from disk, unless it is damaged."""
-        if (path := self.store.here(key)) is None:
+    def _read_from_disk(self, key: str, sha256: str) -> CompressedContext | None:
+        """Return a cache from disk; set it aside and return None where it is damaged."""
+        path = self.store.touch_cache(key)
+        if path is None:
             return None
         try:
             context = CompressedContext.load(path, self.model, self.tokenizer)
         except CacheFileError as error:
-            if passing(error):
+            if find_lack(error):  # the file may be sound
                 raise
             self.store.set_aside(key, sha256)
             return None
         self.store.fetched.discard(key)
         self.counts["loaded"] += 1
-        self.hold(sha256, key, context)
+        self._hold(sha256, key, context)
         return context
 
-    def made(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
-        """Compresses a text; loads a cache file from a path."""
-        if isinstance(content, Path):
-            return CompressedContext.load(content, self.model, self.tokenizer)
-        check_size(content, self.tokenizer, count_usable_positions(self.model))
-        try:
-            with told_to_clients():
-                made = compress(
-                    self.model,
-                    self.tokenizer,
-                    content,
-                    config=CompressionConfig(**variant.settings, **self.more),
-                    progress=lambda name: self.on_phase(key, name),
-                    **variant.options,
-                )
-        finally:
-            self.on_phase("", "")
-        self.counts["compressed"] += 1
-        return made
-
-    def on_phase(self, key: str, name: str) -> None:
-        self.making = key, name
-
-    def hold(self, sha256: str, key: str, context: CompressedContext) -> None:
-        """Keeps a context in memory; those used least recently go, but never this one."""
+    def _hold(self, sha256: str, key: str, context: CompressedContext) -> None:
+        """Keep a cache in memory; those used least recently go, but never this one."""
         with self.lock:
             self.held[sha256, key] = context
             while len(self.held) > 1 and self.bytes_held > self.memory:
                 self.held.popitem(last=False)
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all documents in memory."""
-        return sum(each.manifest.bytes_held for each in list(self.held.values()))
-
-    def phase(self, sha256: str, variant: Variant) -> str:
-        """See `Engine`."""
-        key, (making, now) = self.key(sha256, variant), self.making
-        if making == key:
-            return now
-        return "ready" if (sha256, key) in self.held or self.store.has(key) else "waiting"
-
-    async def kept(self, document: Document, layer: int | None, head: int | None) -> dict:
-        """See `Engine`."""
-        return await asyncio.to_thread(lambda: kept.shares(self.context(document), layer, head))
-
-    def replied(
-        self,
-        asked: Asked,
-        tokens: int,
-        pairs: int,
-        size: int,
-        seconds: Mapping[str, float],
-        computed: int = 0,
-    ) -> Reply:
-        """Returns what was written about documents of so many tokens, pairs and bytes, and counts
-        it.
-        """
-        read = len(asked.prompt)
-        now = time.perf_counter()
-        answers = [
-            answer_of(self.tokenizer, row.answer, self.stops, read, row)
-            if row.answer
-            else Answer("", (), "stop", read)
-            for row in asked.rows
-        ]
-        self.counts["questions"] += 1
-        self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
-        taken = {"first": asked.first - asked.started, "total": now - asked.started, **seconds}
-        return Reply(answers, read, tokens, pairs, size, taken, computed)
-
-    def figures(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `Engine`."""
-        return self.counts, {"documents_held": len(self.held), "bytes_held": self.bytes_held}

@@ -1,284 +1,286 @@
-"""The library as an engine: one thread writes all answers, and a question joins the others at their
-next token.
+"""The library as an engine: one thread writes all answers; a question joins at the next token.
 
-Threads of their own get a question ready, which may load its documents from disk, so that those who
-are being answered wait for none of it. A compression waits, between two layers of the model, while
-a token is written.
+A question's way: a task of the event loop waits for one of BATCH places (`CacheEngine.answer`), a
+thread prepares it, which may load documents from disk, and the thread that answers takes it from
+`prepared`, the engine's one queue. So those who are being answered wait for none of it. A
+compression waits, between two layers of the model, while a token is written.
 """
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.context import CompressedContext
+from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.chat import conversation_ids
 from restorekv.generation.sampling import rows_of
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
-from restorekv.model.observer import HOOKS_LOCK
-from restorekv.model.prompt import count_usable_positions
-from restorekv.model.shape import get_backbone
-from restorekv.serve.caches import JOIN, Asked, Caches
+from restorekv.model.observer import HOOKS
+from restorekv.model.prompt import usable_positions
+from restorekv.model.shape import decoder
+from restorekv.serve.caches import JOIN, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import ENDING, AwayError, BusyError, Question, settle
+from restorekv.serve.engine import (
+    ENDING,
+    AwayError,
+    Reply,
+    ServedQuestion,
+    settle_future,
+)
 from restorekv.serve.store import Store
 
-GATHER = 0.005  # seconds for which the first question waits for others that come with it
+GATHER = 0.005  # seconds that the first question waits for others that come with it
 SHARE = 0.25  # of the seconds that answers take, which a compression gets
 SLICE = 0.05  # seconds that a compression gets at a time
-PREPARING = 4  # questions that are got ready at once
+PREPARING = 4  # questions that are prepared at once
 
 
 @dataclass(kw_only=True)
-class AskedHere(Asked):
-    """A question whose documents are at hand as one."""
+class LocalQuestion(ActiveQuestion):
+    """A question that the thread of this engine answers.
 
-    context: CompressedContext
+    `cache` is that of all its documents; `written` is done once the last token is.
+    """
+
+    cache: RaggedCache
+    written: Future[None] = field(default_factory=Future)
 
 
-class Embedded(Caches):
-    """Answers up to generate.BATCH questions at a time; at most `waiting` more are in line, and
-    hold no document.
+class EmbeddedEngine(CacheEngine):
+    """Answers up to generate.BATCH questions at a time.
 
-    With 0, there is no limit.
+    At most `waiting` more wait for a place; None is no limit. They hold no document.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int, waiting: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        store: Store,
+        memory: int,
+        waiting: int | None,
     ) -> None:
-        super().__init__(model, tokenizer, store, memory)
-        self.waiting = waiting
-        self.questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        # Held where a question enters the line, and where the line ends.
-        self.asking = threading.Lock()
-        # One for each question that is got ready or answered.
-        self.places = threading.Semaphore(generate.BATCH)
-        self.ready: queue.SimpleQueue[AskedHere | None] = queue.SimpleQueue()
+        super().__init__(model, tokenizer, store, memory, waiting)
+        self.line: list[ServedQuestion] = []  # those without a place
+        self.places = asyncio.Semaphore(generate.BATCH)
+        self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
+        self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
         self.owed = 0.0  # seconds that a compression is to get
         self.answering = threading.Thread(
-            target=self.answer_all, name="restorekv-answer", daemon=True
+            target=self._answer_all, name="restorekv-answer", daemon=True
         )
-        self.preparing = [
-            threading.Thread(target=self.prepare_all, name="restorekv-prepare", daemon=True)
-            for _ in range(PREPARING)
-        ]
-        with HOOKS_LOCK:
+        with HOOKS:
             self.hooks = [
-                layer.register_forward_pre_hook(self.give_way)
-                for layer in get_backbone(model).layers
+                layer.register_forward_pre_hook(self._give_way) for layer in decoder(model).layers
             ]
 
     def start(self) -> None:
-        super().start()
-        for thread in (self.answering, *self.preparing):
-            thread.start()
+        """Start the thread that answers."""
+        self.answering.start()
 
-    def end(self) -> None:
-        """See `Engine`."""
-        super().end()
-        with self.asking:
-            while not self.questions.empty():
-                question = self.questions.get_nowait()
-                if question:
-                    settle(question.done, error=AwayError(ENDING))
-            for _ in self.preparing:
-                self.questions.put(None)
-                self.places.release()
+    def stop_asking(self) -> None:
+        """Refuse the questions that have no place yet."""
+        super().stop_asking()
+        for question in self.line:
+            settle_future(question.done, error=AwayError(ENDING))
 
     def close(self) -> None:
-        """Ends; what is still being answered gets an error."""
+        """End; what is still being answered gets an error."""
         super().close()
-        self.ready.put(None)
+        self.preparers.shutdown(wait=False)
+        self.prepared.put(None)
         self.answering.join(JOIN)
         with HOOKS_LOCK:
             for hook in self.hooks:
                 hook.remove()
 
-    def give_way(self, *_: object) -> None:
-        """Lets a token be written first; breaks a compression off where the server ends."""
-        if threading.current_thread() is self.compressing:
-            if not self.ending:
-                self.idle.wait()
-            if self.ending:
-                raise AwayError(ENDING)
+    def ask(self, question: ServedQuestion) -> Future[Reply]:
+        """Begin to answer a question; return the future `Reply`."""
+        done = super().ask(question)
+        self.line.append(question)  # its task has not run yet
+        return done
 
-    def ask(self, question: Question) -> Future:
-        """See `Engine`."""
-        with self.asking:
-            if self.ending:
-                raise AwayError(ENDING)
-            if self.waiting and self.questions.qsize() >= self.waiting:
-                raise BusyError
-            self.questions.put(question)
-        return question.done
+    def count_waiting(self) -> int:
+        """Return how many questions wait for a place."""
+        return len(self.line)
 
-    def figures(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `Engine`."""
-        counted, now = super().figures()
-        own = {
-            "questions_waiting": self.questions.qsize(),
+    def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what was counted since the start, and what holds now."""
+        counted, now = super().collect_metrics()
+        counted = {**counted, "steps": self.scheduler.steps}
+        now = {
+            **now,
+            "questions_waiting": self.count_waiting(),
             "questions_answering": len(self.scheduler.tasks),
             "longest_wait_steps": self.scheduler.longest_wait,
         }
-        return {**counted, "steps": self.scheduler.steps}, {**now, **own}
+        return counted, now
 
-    def prepare_all(self) -> None:
-        """Runs in some threads: gets questions ready while there are places, until None is asked."""
-        while True:
-            self.places.acquire()
-            question = self.questions.get()
-            if question is None:
-                return
-            asked = self.prepared(question)
-            if asked:
-                self.ready.put(asked)
-            else:
-                self.places.release()
-
-    def prepared(self, question: Question) -> AskedHere | None:
-        """Returns what `asked` does; None where nobody waits, or where it fails, which is this
-        request's alone.
-        """
-        if question.done.done() or not question.done.set_running_or_notify_cancel():
-            return None
+    @asynccontextmanager
+    async def take_place(self, question: ServedQuestion) -> AsyncIterator[None]:
+        """Wait for one of BATCH places, in the order in which questions came."""
         try:
-            if self.ending:
-                raise AwayError(ENDING)
-            return self.asked(question)
-        except Exception as error:
-            settle(question.done, error=error)
-            return None
+            await self.places.acquire()
+        finally:
+            self.line.remove(question)
+        try:
+            yield
+        finally:
+            self.places.release()
 
-    def answer_all(self) -> None:
-        """Runs in the thread: one step after the other, until None is ready."""
-        while self.take_ready():
+    # In a thread of `preparers`, for each question.
+
+    def prepare(self, question: ServedQuestion) -> LocalQuestion:
+        """Return a question with its documents loaded and its prompt as ids."""
+        started = time.perf_counter()
+        contexts = [self.load_document(document) for document in question.documents]
+        joined = compose(contexts) if len(contexts) > 1 else contexts[0]
+        most = usable_positions(self.model)
+        texts = [question.system, question.text]
+        for turn in question.turns:
+            texts.extend(turn)
+        check_size("".join(texts), self.tokenizer, most)
+        prompt = conversation_ids(
+            self.tokenizer, joined.context, question.turns, question.text, question.system
+        )
+        room = most - joined.context.positions - len(prompt)
+        if room < 1:
+            raise RestoreKVError(
+                f"Documents and question are longer than the model's {most:,} positions; "
+                "shorten them."
+            )
+        question.limit = min(question.limit, room)
+        decoding = question.decoding
+        ids = torch.cat([joined.context.ids[0], prompt])[None]
+        seeds = [decoding.seed + number for number in range(decoding.samples)]
+        rows = rows_of(decoding, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True)
+        manifest = joined.manifest
+        return LocalQuestion(
+            question=question,
+            context=joined.context,
+            prompt=prompt,
+            rows=rows,
+            cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
+            started=started,
+            cache=joined.cache,
+        )
+
+    # In the event loop.
+
+    async def write(self, active: LocalQuestion) -> None:
+        """Hand a question to the thread that answers, and wait until it has."""
+        self.prepared.put(active)
+        await asyncio.wrap_future(active.written)
+
+    # In the thread that answers.
+
+    def _answer_all(self) -> None:
+        """Run one step of the scheduler after another, until None is prepared."""
+        while self._admit_prepared():
             self.idle.clear()
             started = time.perf_counter()
             try:
                 for event in self.scheduler.step():
-                    self.deliver(event)
+                    self._deliver(event)
             except Exception as error:  # nobody waits in vain
-                self.give_up(error)
-            self.share(time.perf_counter() - started)
-        self.give_up(AwayError(ENDING))
+                self._give_up(error)
+            self._yield_to_compression(time.perf_counter() - started)
+        self._give_up(AwayError(ENDING))
         self.idle.set()
 
-    def take_ready(self) -> bool:
-        """Admits the questions that are ready; with nothing to do, waits for one. Returns whether
-        more may come.
+    def _admit_prepared(self) -> bool:
+        """Admit the questions that are prepared; with nothing to do, wait for one.
+
+        Returns:
+            Whether more may come.
         """
         if not self.scheduler.busy:
             self.idle.set()
-            asked = self.ready.get()
-            while asked is not None:  # those that come together are read together
-                self.admit(asked)
+            active = self.prepared.get()
+            # Those that come together are read together.
+            while active is not None:
+                self._admit(active)
                 try:
-                    asked = self.ready.get(timeout=GATHER)
+                    active = self.prepared.get(timeout=GATHER)
                 except queue.Empty:
                     return True
             return False
-        while not self.ready.empty():
-            asked = self.ready.get()
-            if asked is None:
+        while not self.prepared.empty():
+            active = self.prepared.get()
+            if active is None:
                 return False
-            self.admit(asked)
+            self._admit(active)
         return True
 
-    def admit(self, asked: AskedHere) -> None:
-        """Hands a question to the scheduler."""
-        question = asked.question
-        task = AnswerTask(
-            asked.context.cache,
-            asked.prompt,
-            question.limit,
-            asked.rows,
-            label=asked,
-            cancelled=lambda: question.cancelled or question.done.done(),
+    def _admit(self, active: LocalQuestion) -> None:
+        question = active.question
+
+        def is_cancelled() -> bool:
+            return question.cancelled or question.done.done()
+
+        self.scheduler.admit(
+            AnswerTask(
+                active.cache,
+                active.prompt,
+                question.limit,
+                active.rows,
+                label=active,
+                cancelled=is_cancelled,
+            )
         )
-        self.scheduler.admit(task)
 
-    def deliver(self, event: Event) -> None:
-        """Passes a token on; with its last one, a question is settled and gives its place to
-        another.
-        """
-        asked: AskedHere = event.task.label
-        question = asked.question
+    def _deliver(self, event: Event) -> None:
+        """Pass a token on; with the last one, the question's task continues."""
+        active: LocalQuestion = event.task.label
         try:
-            if event.error:
-                settle(question.done, error=event.error)
-            elif event.token is not None:
-                asked.first = asked.first or time.perf_counter()
-                question.on_token(event.sample, event.token, *event.likely)
-            if event.done and not question.done.done():
-                self.reply(asked)
+            if event.error is None and event.token is not None:
+                active.pass_token(event.sample, event.token, event.likely)
         except Exception as error:  # such as an event loop that has ended
-            question.cancelled = True
-            settle(question.done, error=error)
-        finally:
-            if event.done:
-                self.places.release()
+            active.question.cancelled = True
+            settle_future(active.question.done, error=error)
+        if event.done:
+            settle_future(active.written, error=event.error)
 
-    def give_up(self, error: Exception) -> None:
-        """Ends all questions with an error."""
+    def _give_up(self, error: Exception) -> None:
+        """End all questions with an error."""
         for task in (*self.scheduler.tasks, *self.scheduler.line):
-            settle(task.label.question.done, error=error)
-            self.places.release()
+            settle_future(task.label.written, error=error)
         self.scheduler = Scheduler(self.model, self.stops)
 
-    def share(self, seconds: float) -> None:
-        """Gives a compression its share of the time, after a step that took so many seconds."""
-        self.owed = self.owed + SHARE * seconds if self.making != ("", "") else 0.0
+    def _yield_to_compression(self, seconds: float) -> None:
+        """Give a compression its share of the time, after a step that took some seconds."""
+        if self.making == ("", ""):
+            self.owed = 0.0
+            return
+        self.owed += SHARE * seconds
         if self.owed >= SLICE:
             self.idle.set()
             time.sleep(self.owed)
             self.owed = 0.0
 
-    def asked(self, question: Question) -> AskedHere:
-        """Returns the question with its documents as one, the ids that the model reads, and seeds
-        for its answers.
-        """
-        started = time.perf_counter()
-        contexts = [self.context(each) for each in question.documents]
-        whole = compose(contexts) if len(contexts) > 1 else contexts[0]
-        most = count_usable_positions(self.model)
-        said = "".join(
-            (question.system, question.text, *(text for turn in question.turns for text in turn))
-        )
-        check_size(said, self.tokenizer, most)
-        prompt = conversation_ids(
-            self.tokenizer, whole.context, question.turns, question.text, question.system
-        )
-        if (left := most - whole.context.positions - len(prompt)) < 1:
-            raise RestoreKVError(
-                f"Documents and question are longer than the model's {most:,} positions; shorten them."
-            )
-        question.limit = min(question.limit, left)
-        decoding = question.decoding
-        read = torch.cat([whole.context.ids[0], prompt])[None]
-        seeds = [decoding.seed + number for number in range(decoding.samples)]
-        rows = rows_of(
-            decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True
-        )
-        return AskedHere(
-            question=question, context=whole, prompt=prompt, rows=rows, started=started
-        )
+    # In the thread that compresses, before each layer of the model.
 
-    def reply(self, asked: AskedHere) -> None:
-        """Settles a question."""
-        manifest = asked.context.manifest
-        tokens = asked.context.context.positions
-        held = manifest.pairs_held, manifest.bytes_held, manifest.seconds
-        settle(asked.question.done, self.replied(asked, tokens, *held))
+    def _give_way(self, *_: object) -> None:
+        """Let a token be written first; break a compression off where the server ends."""
+        if threading.get_ident() != self.compressing_thread:
+            return
+        if not self.ending:
+            self.idle.wait()
+        if self.ending:
+            raise AwayError(ENDING)

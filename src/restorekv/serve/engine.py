@@ -1,8 +1,8 @@
-"""What the server asks of an engine: embedded.py is the library in this process, with_vllm.py has
-vLLM answer.
+"""What the server expects of an engine, and what all engines share: a bounded number of questions.
 
-An engine compresses documents and answers questions about them. A new one is one file, and one line
-in run.py.
+An engine gives documents and answers questions about them. `embedded.py` is the library in this
+process, `vllm_engine.py` has vLLM answer, and `ray/engine.py` sends everything to replicas. A new
+engine is one file, and one line in run.py.
 """
 
 from __future__ import annotations
@@ -10,28 +10,35 @@ from __future__ import annotations
 import asyncio
 import errno
 import sqlite3
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
 from restorekv.generation.sampling import Decoding
+from restorekv.model.prompt import Context
 from restorekv.serve.variants import Variant
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-LOCKED = {errno.EROFS, errno.EACCES}  # the disk, or the folder, can only be read
-LACKING = FULL | LOCKED | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
-# Gives a text or the path of a cache file, only where they are needed.
-Content = Callable[[], str | Path]
-
+# What an operating system says when something is lacking that may be there again later.
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+READ_ONLY = {errno.EROFS, errno.EACCES}  # the disk, or only the folder
+OTHER_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
+LACKS = DISK_FULL | READ_ONLY | OTHER_LACKS
 
 ENDING = "The server ends; ask again when it is back."
+
+Lack = OSError | MemoryError | sqlite3.OperationalError
+
+# Returns a text, or the path of a cache file. It is called only where the content is needed.
+Content = Callable[[], str | Path]
 
 
 class BusyError(RestoreKVError):
@@ -45,35 +52,34 @@ class AwayError(RestoreKVError):
     """What the engine needs does not answer; the request was right."""
 
 
-def passing(error: BaseException | None) -> OSError | MemoryError | sqlite3.OperationalError | None:
-    """Returns what the machine lacked for the moment, if that is why an error was raised."""
+def find_lack(error: BaseException | None) -> Lack | None:
+    """Return the error in a chain of causes that says what the machine lacked, if there is one."""
     while error is not None:
         if isinstance(error, MemoryError | sqlite3.OperationalError):
             return error
-        if isinstance(error, OSError) and error.errno in LACKING:
+        if isinstance(error, OSError) and error.errno in LACKS:
             return error
         error = error.__cause__ or error.__context__
     return None
 
 
 def explain_lack(error: BaseException) -> tuple[int, str] | None:
-    """Returns a status and a sentence for an error where the machine lacked something, None for
-    other errors.
-    """
-    lack = passing(error)
+    """Return a status and a sentence where the machine lacked something, None for other errors."""
+    lack = find_lack(error)
     if lack is None:
         return None
-    # The rest says more of what SQLite was doing.
+    # The higher bits of SQLite's code say what it was doing.
     code = getattr(lack, "sqlite_errorcode", 0) & 0xFF
     number = getattr(lack, "errno", None)
     why = getattr(lack, "strerror", None) or str(lack) or "no memory"
-    if number in LOCKED or code == sqlite3.SQLITE_READONLY:
+    if number in READ_ONLY or code == sqlite3.SQLITE_READONLY:
         return (
             507,
-            f"The server cannot write to its disk ({why}); its operator has to make the store writable.",
+            f"The server cannot write to its disk ({why}); its operator has to make the store "
+            "writable.",
         )
-    waits = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
-    if number in FULL or (isinstance(lack, sqlite3.OperationalError) and not waits):
+    is_temporary = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
+    if number in DISK_FULL or (isinstance(lack, sqlite3.OperationalError) and not is_temporary):
         return (
             507,
             f"The server has no room for this on its disk ({why}); delete files, then try again.",
@@ -82,40 +88,65 @@ def explain_lack(error: BaseException) -> tuple[int, str] | None:
 
 
 @dataclass(frozen=True)
-class Document:
-    """A document that can be asked, of so many tokens; `fresh` says that it was compressed for this
-    request.
+class ServedDocument:
+    """A document that can be asked.
+
+    Args:
+        sha256: the hash of its content.
+        variant: how it is held.
+        tokens: its length.
+        fresh: whether it was compressed for this request.
+        context: its ids, where the engine reads the whole text itself.
+        content: its content once more, where the engine may have to send it again.
     """
 
     sha256: str
     variant: Variant
     tokens: int
     fresh: bool
+    context: Context | None = None
+    content: Content | None = field(default=None, compare=False)
 
 
-@dataclass
-class Question:
-    """A request for one answer or several; tokens go to `on_token` as (sample, id, *Row.likely),
-    answers to `done`.
+@dataclass(eq=False)
+class ServedQuestion:
+    """A question to an engine, for one answer or several.
+
+    Args:
+        documents: what it is about.
+        turns: earlier questions with their answers.
+        text: the question.
+        system: the system message, or "".
+        limit: how many tokens an answer may have.
+        decoding: how the answers are written.
+        on_token: called with (sample, id, *Row.likely) for every token, from any thread.
+        done: the `Reply`, or an error.
+        cancelled: whether nobody waits for the answers any more.
     """
 
-    documents: Sequence[Document]
+    documents: Sequence[ServedDocument]
     turns: Sequence[tuple[str, str]]
     text: str
     system: str
     limit: int
     decoding: Decoding
-    on_token: Callable[..., None]
-    done: Future = field(default_factory=Future)
+    on_token: Callable[..., object] = bool
+    done: Future[Reply] = field(default_factory=Future)
     cancelled: bool = False
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and
-    seconds.
+    """The answers to a question, and what they cost.
 
-    `computed` tokens of the documents came from no cache.
+    Args:
+        answers: one for each sample.
+        read: tokens of the question.
+        document_tokens: tokens of the documents.
+        pairs: KV pairs of the documents' caches.
+        bytes: their size.
+        seconds: by phase.
+        computed: tokens of the documents that came from no cache.
     """
 
     answers: list[Answer]
@@ -127,46 +158,98 @@ class Reply:
     computed: int = 0
 
 
-class Engine(Protocol):
-    """Answers questions about documents. Its methods are called in the thread of the server's event
-    loop.
+class Engine(ABC):
+    """Answers questions about documents. HTTP calls all methods in the thread of its event loop.
+
+    Every question is a task of that loop, so no engine needs a queue of its own to wait in.
+
+    Args:
+        waiting: how many questions may wait; more are refused. None is no limit.
     """
 
     tokenizer: Tokenizer
     stops: set[int]  # ids that end an answer
-    farewell: float  # seconds that it needs to end after all requests have, beyond a moment
+    # Seconds the engine needs at its end after all requests have ended, where it is more than a
+    # moment.
+    farewell: float = 0.0
 
-    def start(self) -> None: ...
+    def __init__(self, waiting: int | None) -> None:
+        self.waiting = waiting
+        self.tasks: set[asyncio.Task] = set()  # one for each question that is not answered yet
+        self.ending = False
 
-    def end(self) -> None:
-        """Begins no more questions and breaks compressions off, as the server is about to end;
-        answers go on.
+    def ask(self, question: ServedQuestion) -> Future[Reply]:
+        """Begin to answer a question; return the future `Reply`.
+
+        Raises:
+            BusyError: too many questions wait.
+            AwayError: the server ends.
         """
+        if self.ending:
+            raise AwayError(ENDING)
+        if self.waiting is not None and self.count_waiting() >= self.waiting:
+            raise BusyError
+        task = asyncio.get_running_loop().create_task(self.answer(question))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return question.done
 
+    def count_waiting(self) -> int:
+        """Return how many questions wait."""
+        return len(self.tasks)
+
+    def wait_for_tasks(self, seconds: float) -> None:
+        """Block until no question is being answered, at most some seconds; not in the loop."""
+        deadline = time.monotonic() + seconds
+        while self.tasks and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def stop_asking(self) -> None:
+        """Take no more questions and break compressions off, as the server is about to end.
+
+        Answers that are being written continue.
+        """
+        self.ending = True
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start what runs beside the event loop."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Ends; called in a thread, after `end`. Questions that are left get an AwayError."""
+        """End, after `stop_asking`; runs in a thread. Questions that remain get an AwayError."""
 
-    def key(self, sha256: str, variant: Variant) -> str:
-        """Returns the name of a cache: 32 hex digits of all that decides it."""
+    @abstractmethod
+    async def answer(self, question: ServedQuestion) -> None:
+        """Write the answers to a question and settle it, whatever happens."""
 
-    async def document(self, sha256: str, variant: Variant, content: Content) -> Document:
-        """Returns a document from memory, from disk or compressed now."""
+    @abstractmethod
+    def make_key(self, sha256: str, variant: Variant) -> str:
+        """Return the name of a cache: 32 hex digits of all that decides what is in it."""
 
-    def ask(self, question: Question) -> Future:
-        """Returns the future Reply; raises BusyError where too many questions wait."""
+    @abstractmethod
+    async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
+        """Return a document from memory, from disk, or compressed now."""
 
-    def phase(self, sha256: str, variant: Variant) -> str:
-        """Returns what is done now to make a cache: "waiting", a phase of `compress`, or "ready"."""
+    @abstractmethod
+    def get_phase(self, sha256: str, variant: Variant) -> str:
+        """Return how far a cache is: "waiting", a phase of `compress`, or "ready"."""
 
-    async def kept(self, document: Document, layer: int | None, head: int | None) -> dict:
-        """Returns which tokens of a document survive; see kept.py."""
+    @abstractmethod
+    async def find_survivors(
+        self, document: ServedDocument, layer: int | None, head: int | None
+    ) -> dict:
+        """Return which tokens of a document survive; see survivors.py."""
 
-    def figures(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns what is counted since the start, and what is so now."""
+    @abstractmethod
+    def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what was counted since the start, and what holds now."""
 
 
-def settle(future: Future, result: object = None, error: BaseException | None = None) -> None:
-    """Sets a result or an error, unless the future has one: the server's end may come first."""
+def settle_future(
+    future: Future, result: object = None, error: BaseException | None = None
+) -> None:
+    """Set a result or an error, unless the future has one: the server's end may come first."""
     with suppress(InvalidStateError):
         if error is None:
             future.set_result(result)
@@ -174,38 +257,37 @@ def settle(future: Future, result: object = None, error: BaseException | None = 
             future.set_exception(error)
 
 
-def begin(engine: Engine, **asked: Any) -> tuple[Question, asyncio.Future[Reply], asyncio.Queue]:
-    """Asks an engine from a coroutine, with the fields of `Question`.
+def ask_engine(
+    engine: Engine, question: ServedQuestion
+) -> tuple[asyncio.Future[Reply], asyncio.Queue[tuple | None]]:
+    """Ask an engine from a coroutine.
 
-    Returns the question, its reply, and a queue of what `on_token` gets, at whose end stands None.
+    Returns:
+        The reply, and a queue of what `on_token` gets, with None at its end.
     """
     loop = asyncio.get_running_loop()
-    tokens = asyncio.Queue()
+    tokens: asyncio.Queue[tuple | None] = asyncio.Queue()
 
-    def on_token(*item: Any) -> None:
+    def pass_token(*item: Any) -> None:
         loop.call_soon_threadsafe(tokens.put_nowait, item)
 
-    question = Question(**asked, on_token=on_token)
-    future = asyncio.wrap_future(engine.ask(question))
-    future.add_done_callback(lambda _: tokens.put_nowait(None))
-    return question, future, tokens
+    question.on_token = pass_token
+    reply = asyncio.wrap_future(engine.ask(question))
+    reply.add_done_callback(lambda _: tokens.put_nowait(None))
+    return reply, tokens
 
 
-def admit(tasks: set[asyncio.Task], waiting: int, answering: Callable[[], Coroutine]) -> None:
-    """Begins to answer, unless so many are waiting already; raises BusyError."""
-    if len(tasks) >= waiting:
-        raise BusyError
-    task = asyncio.get_running_loop().create_task(answering())
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+async def run_while_wanted(
+    question: ServedQuestion, writing: Coroutine, patience: float
+) -> asyncio.Task:
+    """Wait for a coroutine that answers a question; return its task, which has ended.
 
-
-async def until_left(question: Question, writing: Coroutine, patience: float) -> asyncio.Task:
-    """Waits for the writing and returns its task, broken off within `patience` seconds where nobody
-    waits for it.
+    Where nobody waits for the question any more, the task is cancelled within `patience` seconds.
     """
     task = asyncio.ensure_future(writing)
-    while not (await asyncio.wait([task], timeout=patience))[0]:
+    while True:
+        done, _ = await asyncio.wait([task], timeout=patience)
+        if done:
+            return task
         if question.cancelled or question.done.cancelled():
             task.cancel()
-    return task

@@ -1,9 +1,8 @@
-"""Which fields of OpenAI's requests have an effect here, which change no answer, and which are
-refused.
+"""Which fields of OpenAI's requests have an effect, which change no answer, and which are refused.
 
 A field that the request's class has is honored. All others are in one of the two tables below, or
-unknown, which is refused as well: a server that ignores what it was asked for gives wrong answers
-without a word.
+unknown, which is refused as well: a server that ignores what it was asked for would give wrong
+answers without a word.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from pydantic_core import PydanticCustomError
 
 TOOLS = "this server has no tools"
 REASONING = "the models here do not reason first"
-Refused = Mapping[
-    str, tuple[tuple[Any, ...], str]
-]  # values that ask for nothing, besides null, and why others cannot be
+
+# By field: the values that ask for nothing, in addition to null, and why others cannot be honored.
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
 IDLE_ALWAYS = frozenset(
     {
@@ -91,8 +90,7 @@ def take_known(
     refused: Refused,
     place: str = "",
 ) -> Any:
-    """Returns an object of a request without the fields that have no effect; raises
-    PydanticCustomError.
+    """Return an object of a request without the fields that have no effect.
 
     Args:
         given: what the request holds; anything but an object is returned as it is.
@@ -100,6 +98,9 @@ def take_known(
         idle: those that may have any value, since none changes an answer.
         refused: those that may only ask for nothing.
         place: where the object is in the request, such as "messages."; for the sentence.
+
+    Raises:
+        PydanticCustomError: a field is unknown, or asks for what is not supported.
     """
     if not isinstance(given, dict):
         return given
@@ -109,25 +110,26 @@ def take_known(
             taken[name] = value
         elif name in refused:
             nothing, why = refused[name]
-            if value is not None and not any(
-                type(value) is type(each) and value == each for each in nothing
-            ):
-                raise field_error(
+            if value is not None and not _is_one_of(value, nothing):
+                raise make_field_error(
                     "unsupported_parameter",
                     place + name,
                     f"is not supported, since {why}; leave it out",
                 )
         elif name not in idle:
-            raise field_error(
+            raise make_field_error(
                 "unknown_parameter", place + name, "is not a field of this request; leave it out"
             )
     return taken
 
 
-def describe(idle: frozenset[str], refused: Refused) -> ConfigDict:
-    """Returns the setting of a request's class with which its description lists these fields, and
-    allows no others.
-    """
+def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """Return whether a value is one of those, of the same type: 0 is not False."""
+    return any(type(value) is type(each) and value == each for each in known)
+
+
+def make_config(idle: frozenset[str], refused: Refused) -> ConfigDict:
+    """Return a request class's setting that lists these fields in its schema, and no others."""
 
     def extend(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
@@ -139,6 +141,6 @@ def describe(idle: frozenset[str], refused: Refused) -> ConfigDict:
     return ConfigDict(json_schema_extra=extend)
 
 
-def field_error(code: str, name: str, why: str) -> PydanticCustomError:
-    """Returns an error that `malformed` in app.py turns into an answer that names the field."""
+def make_field_error(code: str, name: str, why: str) -> PydanticCustomError:
+    """Return an error that app.py turns into an answer that names the field."""
     return PydanticCustomError(code, "{param} {why}", {"param": name[:120], "why": why})

@@ -1,6 +1,4 @@
-"""What stands before every request: keys, other sites' pages, bodies that are too large or too
-slow, and the log.
-"""
+"""What comes before every request: keys, other sites' pages, bounds on bodies, and the log."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ AROUND = 1 << 20  # bytes of a body besides the file in it
 PATIENCE = 30.0  # seconds that a client may stay silent
 SLOWEST = 1 << 14  # bytes a second of a body, once it has taken longer than PATIENCE
 AT_ONCE = 4  # largest bodies that may be in memory together
-# Seconds in which the rest of a refused body is read, so that the client reads the answer.
-DRAIN = 5.0
+DRAIN = 5.0  # seconds in which the rest of a refused body is read, so its client reads the answer
 
 
 class RefusedError(Exception):
@@ -42,25 +39,31 @@ class RefusedError(Exception):
         self.headers = headers or {}
 
 
-class Ending:
-    """Requests that are still there when the server ends."""
+class OpenRequests:
+    """Requests that are being answered, which the server's end breaks off."""
 
     def __init__(self) -> None:
-        self.over = False
-        self.requests: set[asyncio.Task] = set()
+        self.broken_off = False
+        self.tasks: set[asyncio.Task] = set()
 
     def break_off(self) -> None:
-        """Ends every request with a 503, or in the middle of its answer."""
-        self.over = True
-        for task in list(self.requests):
+        """End every request with a 503, or in the middle of its answer."""
+        self.broken_off = True
+        for task in list(self.tasks):
             task.cancel()
 
 
 class Guard:
-    """Checks each request's origin and key, bounds its body while it arrives, names it and logs it
-    without its text.
+    """Checks each request's origin and key, bounds its body as it arrives, and logs it.
 
-    `largest` bounds a body in bytes; `open_paths` are asked without a key.
+    The log has no text of requests.
+
+    Args:
+        app: what answers.
+        keys: those of clients; none are needed where there are none.
+        largest: bytes of a body.
+        open_paths: paths that are asked without a key.
+        open_requests: where requests are noted while they are answered.
     """
 
     def __init__(
@@ -69,16 +72,17 @@ class Guard:
         keys: Sequence[str],
         largest: int,
         open_paths: Sequence[str],
-        ending: Ending | None = None,
+        open_requests: OpenRequests | None = None,
     ) -> None:
         self.app = app
         self.keys = keys
         self.largest = largest
         self.open_paths = open_paths
-        self.ending = ending or Ending()
+        self.open_requests = open_requests or OpenRequests()
         self.held = 0  # bytes in memory of all bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; give it an id, and log how it ended."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -86,66 +90,73 @@ class Guard:
         start = time.perf_counter()
         status = 500
         begun = False
-        name = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
+        request_id = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status = message["status"]
                 begun = True
-                message = {
-                    **message,
-                    "headers": [*message["headers"], (b"x-request-id", name.encode("latin-1"))],
-                }
+                header = (b"x-request-id", request_id.encode("latin-1"))
+                message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
         task = asyncio.current_task()
-        self.ending.requests.add(task)
+        assert task is not None
+        self.open_requests.tasks.add(task)
         try:
-            if response := self.refusal(request):
-                await response(scope, receive, named)
+            refusal = self.check_headers(request)
+            if refusal:
+                await refusal(scope, receive, send_with_id)
             else:
-                await self.bounded(scope, receive, named)
+                await self._run_app(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            if not self.ending.over:
+            if not self.open_requests.broken_off:
                 raise
             task.uncancel()
             if not begun:
-                await problem(503, ENDING, headers={"retry-after": "5", "connection": "close"})(
-                    scope, receive, named
-                )
+                headers = {"retry-after": "5", "connection": "close"}
+                answer = make_problem_response(503, ENDING, headers=headers)
+                await answer(scope, receive, send_with_id)
         finally:
-            self.ending.requests.discard(task)
-            seconds = round(time.perf_counter() - start, 4)
-            line = {"id": name, "method": request.method, "path": scope["path"], "status": status}
-            LOG.info(json.dumps({**line, "seconds": seconds}))
+            self.open_requests.tasks.discard(task)
+            line = {
+                "id": request_id,
+                "method": request.method,
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(time.perf_counter() - start, 4),
+            }
+            LOG.info(json.dumps(line))
 
-    def refusal(self, request: Request) -> Response | None:
-        """Returns the answer to a request that is refused for its headers."""
+    def check_headers(self, request: Request) -> Response | None:
+        """Return the answer to a request that is refused for its headers."""
         length = request.headers.get("content-length", "0")
-        if not at_home(request, self.keys):
-            return problem(403, "Another site's page asks; open this server's own address.")
-        # url.path may be what Host says.
+        if not is_from_here(request, self.keys):
+            return make_problem_response(
+                403, "Another site's page asks; open this server's own address."
+            )
+        # From the scope, since url.path may be what the Host header says.
         needs_key = self.keys and request.scope["path"] not in self.open_paths
-        if needs_key and not allowed(request.headers.get("authorization", ""), self.keys):
-            return problem(
+        if needs_key and not has_key(request.headers.get("authorization", ""), self.keys):
+            return make_problem_response(
                 401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key"
             )
         if not re.fullmatch(r"[0-9]{1,18}", length):
-            return problem(400, "content-length is a number of bytes; give one, or leave it out.")
+            return make_problem_response(
+                400, "content-length is a number of bytes; give one, or leave it out."
+            )
         return None
 
-    async def bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application; a body that is too large or too slow ends with an answer that says
-        so.
-        """
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; answer a body that is too large or too slow in its place."""
         headers = Request(scope).headers
         begun = False
         body = Body(receive, self)
-        form = headers.get("content-type", "").startswith("multipart/form-data")
-        body.spooled = form and scope["path"] == "/v1/files"
+        is_form = headers.get("content-type", "").startswith("multipart/form-data")
+        body.spooled = is_form and scope["path"] == "/v1/files"
 
-        async def passed(message: Message) -> None:
+        async def send_unless_refused(message: Message) -> None:
             nonlocal begun
             if body.refused is None or begun:
                 begun = True
@@ -153,30 +164,34 @@ class Guard:
 
         try:
             if int(headers.get("content-length", "0")) > self.largest:
-                body.refused = self.too_large()
+                body.refused = self.make_size_error()
             else:
-                await self.app(scope, body.piece, passed)
+                await self.app(scope, body.receive_piece, send_unless_refused)
         except RefusedError:
             pass
         finally:
             self.held -= body.held
         if body.refused is not None and not begun:
             if not body.over and body.refused.status != 408 and "expect" not in headers:
-                await drained(receive)
-            closing = {**body.refused.headers, "connection": "close"}
-            await problem(body.refused.status, str(body.refused), headers=closing)(
-                scope, receive, send
+                await drain_body(receive)
+            answer = make_problem_response(
+                body.refused.status,
+                str(body.refused),
+                headers={**body.refused.headers, "connection": "close"},
             )
+            await answer(scope, receive, send)
 
-    def too_large(self) -> RefusedError:
+    def make_size_error(self) -> RefusedError:
+        """Return what is said of a body that is too large."""
         return RefusedError(
             413, f"The request is larger than {self.largest - AROUND:,} bytes; split it."
         )
 
 
 class Body:
-    """A request's body as it arrives, which is neither too large nor too slow; `spooled` ones go to
-    disk.
+    """A request's body as it arrives, which is neither too large nor too slow.
+
+    `spooled` ones go to disk. `refused` says why a body is not read to its end.
     """
 
     def __init__(self, receive: Receive, guard: Guard) -> None:
@@ -185,30 +200,30 @@ class Body:
         self.spooled = False
         self.over = False
         self.bytes = 0
-        self.held = 0
+        self.held = 0  # bytes in memory
         self.start = time.monotonic()
-        self.refused: RefusedError | None = None  # why it is not read to its end
+        self.refused: RefusedError | None = None
 
-    async def piece(self) -> Message:
-        """Returns the next piece; raises RefusedError."""
+    async def receive_piece(self) -> Message:
+        """Return the next piece; raise RefusedError."""
         if self.over:  # what follows is only that the client has gone, which has no limit in time
             return await self.receive()
         try:
             async with asyncio.timeout(PATIENCE):
                 message = await self.receive()
         except TimeoutError:
-            message = None
-        if refused := self.refusal(message):
+            self.refused = RefusedError(
+                408, f"Nothing of the request came for {PATIENCE:g} seconds; send it again."
+            )
+            raise self.refused from None
+        refused = self._count_piece(message)
+        if refused:
             self.refused = refused
             raise refused
         return message
 
-    def refusal(self, message: Message | None) -> RefusedError | None:
-        """Counts a piece; returns why no more of the body is read, None if it goes on."""
-        if message is None:
-            return RefusedError(
-                408, f"Nothing of the request came for {PATIENCE:g} seconds; send it again."
-            )
+    def _count_piece(self, message: Message) -> RefusedError | None:
+        """Count a piece; return why no more of the body is read, None where it continues."""
         size = len(message.get("body", b""))
         self.over = message["type"] != "http.request" or not message.get("more_body", False)
         self.bytes += size
@@ -216,7 +231,7 @@ class Body:
             self.held += size
             self.guard.held += size
         if self.bytes > self.guard.largest:
-            return self.guard.too_large()
+            return self.guard.make_size_error()
         if self.held > AROUND and self.guard.held > AT_ONCE * self.guard.largest:
             return RefusedError(
                 429,
@@ -230,33 +245,31 @@ class Body:
         return None
 
 
-async def drained(receive: Receive) -> None:
-    """Reads what a client still sends, for some seconds."""
-
-    async def rest() -> None:
-        while (message := await receive())["type"] == "http.request" and message.get(
-            "more_body", False
-        ):
-            pass
-
+async def drain_body(receive: Receive) -> None:
+    """Read what a client still sends, for some seconds."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(rest(), DRAIN)
+        async with asyncio.timeout(DRAIN):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
 
 
 class Connection(H11Protocol):
-    """A connection that ends when its client sends no whole request head, or reads nothing of an
-    answer, for a time.
+    """A connection that ends when its client is silent for a time.
 
-    That time is PATIENCE to twice that.
+    That is a client who sends no whole request head, or reads nothing of an answer, for PATIENCE to
+    twice that.
     """
 
     def connection_made(self, transport: Transport) -> None:
+        """Begin to look whether something moves."""
         super().connection_made(transport)
         self.seen: tuple[object, int] = (None, 0)
         self.loop.call_later(PATIENCE, self.check)
 
     def check(self) -> None:
-        """Ends a connection on which nothing has moved since the last check."""
+        """End a connection on which nothing has moved since the last check."""
         if self not in self.connections:
             return
         idle = self.cycle is None or self.cycle.response_complete
@@ -264,48 +277,53 @@ class Connection(H11Protocol):
         if (idle or unread) and self.seen == (self.cycle, unread):
             self.transport.abort()
             return
-        self.seen = self.cycle, unread
+        self.seen = (self.cycle, unread)
         self.loop.call_later(PATIENCE, self.check)
 
 
-def at_home(request: Request, keys: Sequence[str]) -> bool:
-    """Whether a request without a key comes from no page of another site, which could read the
-    documents here.
+def is_from_here(request: Request, keys: Sequence[str]) -> bool:
+    """Return whether a request without a key comes from no other site's page.
 
-    Such a page sends its own Origin, or has made its name resolve to this machine, which the Host
-    shows.
+    Such a page could read the documents here. It sends its own Origin, or has made its name resolve
+    to this machine, which the Host shows.
     """
-    host = request.headers.get("host", "")
-    origin = request.headers.get("origin")
     if keys:
         return True
-    local = request.client is None or request.client.host in LOOPBACK
+    host = request.headers.get("host", "")
+    origin = request.headers.get("origin")
+    if origin is not None and origin.split("://", 1)[-1] != host:
+        return False
+    is_local = request.client is None or request.client.host in LOOPBACK
     name = host.rsplit(":", 1)[0].strip("[]").lower()
-    return (not local or name in (*LOOPBACK, "localhost")) and (
-        origin is None or origin.split("://", 1)[-1] == host
-    )
+    return not is_local or name in (*LOOPBACK, "localhost")
 
 
-def allowed(header: str, keys: Sequence[str]) -> bool:
-    """Compares the given key with every key, in constant time."""
+def has_key(header: str, keys: Sequence[str]) -> bool:
+    """Return whether a header has one of the keys; each is compared, in constant time."""
     given = header.removeprefix("Bearer ").encode()
     return any([hmac.compare_digest(given, key.encode()) for key in keys])  # noqa: C419
 
 
-def problem(
+def make_problem_response(
     status: int,
     message: str,
     code: str | None = None,
     headers: dict | None = None,
     param: str | None = None,
 ) -> Response:
-    """Returns an error as OpenAI's API writes it; `param` is the field of the request that is at
-    fault.
+    """Return an error as OpenAI's API writes it.
+
+    Args:
+        status: of the response.
+        message: what is wrong, and how to mend it.
+        code: OpenAI's name for it.
+        headers: of the response.
+        param: the field of the request that is at fault.
     """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     # Half a character of the request cannot be sent back.
     message = message.encode(errors="replace").decode()
-    param = param and param.encode(errors="replace").decode()
-    return JSONResponse(
-        schemas.to_json(schemas.problem_of(kind, message, code, param)), status, headers
-    )
+    if param is not None:
+        param = param.encode(errors="replace").decode()
+    problem = schemas.make_problem(kind, message, code, param)
+    return JSONResponse(schemas.to_json(problem), status, headers)

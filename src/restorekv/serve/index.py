@@ -1,8 +1,7 @@
-"""The index of a store: rows in SQLite on disk, and a copy of them in memory, from which everything
-is read.
+"""The index of a store: rows in SQLite on disk, and a copy in memory from which all is read.
 
-Reading therefore needs no disk, and a change that may wait is written once the disk takes it again.
-What a client was promised is durable: it is on disk before it is in memory.
+So reading needs no disk, and a change that may wait is written once the disk takes it again. What a
+client was promised is durable: it is on disk before it is in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +23,13 @@ RESERVE = 1 << 16  # bytes
 # deletion of a document.
 SCHEMA = """
 create table if not exists files (
-    id text primary key, sha256 text not null, name text not null, purpose text not null, bytes integer not null,
-    created integer not null, expires integer, status text not null, problem text not null default '');
+    id text primary key, sha256 text not null, name text not null, purpose text not null,
+    bytes integer not null, created integer not null, expires integer, status text not null,
+    problem text not null default '');
 create table if not exists caches (
     key text primary key, sha256 text not null, bytes integer not null, used real not null);
-create table if not exists pending (sha256 text not null, key text not null, primary key (sha256, key));
+create table if not exists pending (
+    sha256 text not null, key text not null, primary key (sha256, key));
 create table if not exists reserve (id integer primary key, filler blob not null);
 """
 TABLES = {"files", "caches", "pending"}
@@ -44,13 +45,13 @@ PROCESSED = "processed"
 FAILED = "error"
 
 
-class Row(BaseModel):
+class IndexRow(BaseModel):
     """A row as the store writes it; its fields are the columns."""
 
     model_config = ConfigDict(strict=True)
 
 
-class FileRow(Row):
+class FileRow(IndexRow):
     """An upload; times are in seconds since 1970."""
 
     id: str = Field(pattern=f"^{FILE}$")
@@ -64,7 +65,7 @@ class FileRow(Row):
     problem: str
 
 
-class CacheRow(Row):
+class CacheRow(IndexRow):
     """A cache on disk, and when it was used last."""
 
     key: str = Field(pattern=f"^{KEY}$")
@@ -73,20 +74,20 @@ class CacheRow(Row):
     used: int | float
 
 
-class PendingRow(Row):
+class PendingRow(IndexRow):
     """A change that the shared folder does not know yet."""
 
     sha256: str = Field(pattern=f"^{SHA256}$")
     key: str = Field(pattern=f"^({KEY})?$")
 
 
-ROWS: dict[str, type[Row]] = {"files": FileRow, "caches": CacheRow, "pending": PendingRow}
+ROWS: dict[str, type[IndexRow]] = {"files": FileRow, "caches": CacheRow, "pending": PendingRow}
 
 
 class Index:
-    """The rows of the file `path`; callers hold a lock of their own around every call.
+    """The rows of the file `path`; callers hold a lock around every call.
 
-    Where the disk cannot be written, the rows are read alone.
+    Where the disk cannot be written, the rows can only be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,16 +106,17 @@ class Index:
         except sqlite3.DatabaseError as error:
             self.close_disk()
             raise RestoreKVError(
-                f"The store {path.parent} has a damaged index ({error}); move the whole folder away."
+                f"The store {path.parent} has a damaged index ({error}); move the whole folder "
+                "away."
             ) from None
         try:
-            self.check_rows()
+            self._check_rows()
         except BaseException:
             self.close_disk()
             raise
 
-    def check_rows(self) -> None:
-        """Refuses rows that no server wrote, before any of them names a file."""
+    def _check_rows(self) -> None:
+        """Refuse rows that no server wrote, before any of them names a file."""
         for table, kind in ROWS.items():
             columns = list(kind.model_fields)
             for row in self.memory.execute(f"select {', '.join(columns)} from {table}"):
@@ -122,24 +124,26 @@ class Index:
                     kind.model_validate(dict(zip(columns, row, strict=True)))
                 except ValidationError as error:
                     column = error.errors()[0]["loc"][0]
-                    raise foreign(
+                    raise _make_foreign_error(
                         self.path, f"a row with another {column} than the store gives"
                     ) from None
 
-    def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
-        """Returns the rows of a query."""
+    def select(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
+        """Return the rows of a query."""
         return self.memory.execute(sql, parameters).fetchall()
 
-    def change(self, *statements: Statement, late: bool = False) -> None:
-        """Executes all the statements or none; raises sqlite3.Error where the disk does not take
-        them.
+    def apply(self, *statements: Statement, late: bool = False) -> None:
+        """Execute all the statements or none.
 
         Args:
-            statements: SQL with its parameters.
-            late: whether the disk may take them later, so that this never fails for the disk's sake.
+            statements: what to change.
+            late: whether the disk may take them later, so that this never fails because of it.
+
+        Raises:
+            sqlite3.Error: the disk does not take them.
         """
         if not late:
-            self.write(statements)
+            self.write_to_disk(statements)
         self.memory.execute("begin")
         try:
             for sql, parameters in statements:
@@ -151,29 +155,31 @@ class Index:
         if late:
             self.late += statements
             with suppress(sqlite3.Error):
-                self.write(())
+                self.write_to_disk(())
 
     def touch(self, key: str, used: float) -> bool:
-        """Notes when a cache was used, in memory alone until the next change; returns whether there
-        is such a row.
-        """
-        found = self.memory.execute(
-            "update caches set used = ? where key = ?", (used, key)
-        ).rowcount
-        if found:
-            self.touched[key] = used
-        return bool(found)
+        """Note when a cache was used, in memory alone until the next change.
 
-    def write(self, statements: Sequence[Statement]) -> None:
-        """Writes what waits, then the statements, in one transaction on disk."""
-        self.disk = self.disk or open_writable(self.path)
-        touched = [
-            ("update caches set used = ? where key = ?", (used, key))
-            for key, used in self.touched.items()
-        ]
+        Returns:
+            Whether there is such a cache.
+        """
+        change = "update caches set used = ? where key = ?"
+        is_known = self.memory.execute(change, (used, key)).rowcount > 0
+        if is_known:
+            self.touched[key] = used
+        return is_known
+
+    def write_to_disk(self, statements: Sequence[Statement]) -> None:
+        """Write what waits, then the statements, in one transaction."""
+        if self.disk is None:
+            self.disk = open_writable(self.path)
+        changes = list(self.late)
+        for key, used in self.touched.items():
+            changes.append(("update caches set used = ? where key = ?", (used, key)))
+        changes.extend(statements)
         try:
             self.disk.execute("begin immediate")
-            for sql, parameters in [*self.late, *touched, *statements]:
+            for sql, parameters in changes:
                 self.disk.execute(sql, parameters)
             self.disk.execute("commit")
         except BaseException:
@@ -185,63 +191,60 @@ class Index:
         self.touched.clear()
 
     def close(self) -> None:
-        """Writes what waits, where that is possible."""
+        """Write what waits, where that is possible."""
         with suppress(sqlite3.Error):
             if self.late or self.touched:
-                self.write(())
+                self.write_to_disk(())
         self.close_disk()
         self.memory.close()
 
     def close_disk(self) -> None:
+        """Close the file."""
         if self.disk:
             self.disk.close()
         self.disk = None
 
 
 def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
-    """Returns the names of the tables; refuses another version, and triggers, views and tables of
-    other columns.
+    """Return the names of the tables; refuse another version, and anything but our tables.
 
-    They would compute whatever their author liked with every change.
+    Triggers, views and computed columns would run whatever their author liked with every change.
     """
     version = disk.execute("pragma user_version").fetchone()[0]
     if version > VERSION:
         raise RestoreKVError(
-            f"The store {path.parent} was made by a newer version of restorekv; update this one, or choose another "
-            "folder with --store."
+            f"The store {path.parent} was made by a newer version of restorekv; update this one, "
+            "or choose another folder with --store."
         )
-    own = {plain(statement) for statement in SCHEMA.split(";")}
+    own = {_normalize(statement) for statement in SCHEMA.split(";")}
     names = set()
     for kind, name, sql in disk.execute("select type, name, sql from sqlite_master"):
-        of_a_key = kind == "index" and sql is None
-        if not of_a_key and (kind != "table" or plain(str(sql)) not in own):
-            raise foreign(path, f"the {kind} {make_printable(name)}")
+        is_index_of_key = kind == "index" and sql is None
+        if not is_index_of_key and (kind != "table" or _normalize(str(sql)) not in own):
+            raise _make_foreign_error(path, f"the {kind} {shown(name)}")
         names.add(name)
     if names & TABLES and version != VERSION:
         raise RestoreKVError(
-            f"The store {path.parent} has version {version}, this restorekv reads {VERSION}; choose another folder "
-            "with --store."
+            f"The store {path.parent} has version {version}, this restorekv reads {VERSION}; "
+            "choose another folder with --store."
         )
     return names
 
 
-def plain(sql: str) -> str:
-    """Returns a statement that makes a table, without what may differ between two that make the
-    same.
-    """
-    return (
-        re.sub(r"\s+", "", sql.lower()).replace("createtableifnotexists", "createtable").strip(";")
-    )
+def _normalize(sql: str) -> str:
+    """Return a statement without what may differ between two that make the same table."""
+    sql = re.sub(r"\s+", "", sql.lower())
+    return sql.replace("createtableifnotexists", "createtable").strip(";")
 
 
-def foreign(path: Path, what: str) -> RestoreKVError:
+def _make_foreign_error(path: Path, what: str) -> RestoreKVError:
     return RestoreKVError(
         f"The index of the store {path.parent} has {what}, and no server wrote it; move it away."
     )
 
 
 def open_writable(path: Path) -> sqlite3.Connection:
-    """Returns a connection that can write; raises sqlite3.Error.
+    """Return a connection that can write; raise sqlite3.Error.
 
     The rollback journal stays on disk between transactions, at the size that a change of RESERVE
     bytes needs. A small change, such as a deletion, overwrites it and the pages of the index, and
@@ -269,15 +272,22 @@ def open_writable(path: Path) -> sqlite3.Connection:
 
 
 def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Error) -> None:
-    """Copies the rows of an index that cannot be written; `problem` says why not. Raises
-    RestoreKVError.
+    """Copy the rows of an index that cannot be written.
+
+    Args:
+        path: of the index.
+        memory: where the rows go.
+        problem: why it cannot be written.
+
+    Raises:
+        RestoreKVError: it cannot be read either.
     """
-    # Immutable: without a lock and without a log beside it.
-    for how in ("mode=ro", "mode=ro&immutable=1"):
+    # Immutable, last: without a lock and without a log next to it.
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
         if problem.sqlite_errorcode == sqlite3.SQLITE_BUSY:
             break  # another process holds the index
         with suppress(sqlite3.Error):
-            disk = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, timeout=1)
+            disk = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=1)
             try:
                 disk.execute("pragma locking_mode = exclusive")
                 disk.execute("pragma temp_store = memory")
@@ -290,6 +300,6 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
             finally:
                 disk.close()
     raise RestoreKVError(
-        f"The index of the store {path.parent} cannot be opened ({problem}); free some space, make the folder "
-        "writable, end other servers there, or choose another folder with --store."
+        f"The index of the store {path.parent} cannot be opened ({problem}); free some space, make "
+        "the folder writable, end other servers there, or choose another folder with --store."
     ) from None

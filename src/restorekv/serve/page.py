@@ -24,8 +24,9 @@ FILES = {path.name: path for path in sorted(FOLDER.iterdir()) if path.suffix in 
 PATHS = ("/", *(f"/page/{name}" for name in FILES))
 METHODS = [*PRESETS, *(name for name in EVICTORS if name not in {*PRESETS.values(), "kvpress"})]
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; "
+    "base-uri 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
@@ -33,43 +34,44 @@ HEADERS = {
 
 
 def add_page(app: FastAPI, service: Service) -> None:
-    """Adds the page and its endpoints."""
+    """Add the page and its endpoints."""
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return static("index.html")
+        return send_file("index.html")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
-        return static(name)
+        return send_file(name)
 
     @app.get("/v1/variants", response_model=schemas.Variants)
     async def variants() -> dict:
         default = service.default
-        chosen = {"method": default.method, "ratio": float(default.ratio)}
         return {
             "base": service.base,
-            "default": chosen,
+            "default": {"method": default.method, "ratio": float(default.ratio)},
             "methods": METHODS,
             "max_tokens": service.limits.tokens,
         }
 
-    @app.get("/v1/files/{name}/progress", response_model=schemas.Progress)
+    @app.get("/v1/files/{name}/progress", response_model=schemas.CompressionProgress)
     async def progress(name: str, model: str) -> dict:
-        upload = service.found(name)
-        phase = service.engine.phase(upload.sha256, Variant.parse(model, service.base))
-        return {"phase": FAILED if phase == "waiting" and upload.status == FAILED else phase}
+        upload = service.find_upload(name)
+        phase = service.engine.get_phase(upload.sha256, Variant.parse(model, service.base))
+        if phase == "waiting" and upload.status == FAILED:
+            phase = FAILED
+        return {"phase": phase}
 
     @app.get("/v1/files/{name}/kept", response_model=schemas.Kept)
     async def kept(
         name: str, model: str, layer: int | None = None, head: int | None = None
     ) -> dict:
-        document = await service.document("file", name, Variant.parse(model, service.base))
-        return await service.engine.kept(document, layer, head)
+        document = await service.get_uploaded(name, Variant.parse(model, service.base))
+        return await service.engine.find_survivors(document, layer, head)
 
 
-def static(name: str) -> Response:
-    """Returns a file of the page; a name that is none of them is refused, whatever it is."""
+def send_file(name: str) -> Response:
+    """Return a file of the page; refuse all other names."""
     if name not in FILES:
         raise ApiError(404, "The page has no such file.")
     path = FILES[name]

@@ -1,7 +1,7 @@
 """Portable files of compressed documents, in the folder from which vLLM's connector reads them.
 
 They are copies: the store's caches are what survives. A file is written when its document is first
-asked; those asked least recently go first, but never one that a question waits for.
+asked. Those asked least recently go first, but never one that a question waits for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from restorekv.context import CompressedContext
@@ -18,76 +19,87 @@ from restorekv.context import CompressedContext
 # Names of files that an earlier server has left here.
 OWN = re.compile(r"[0-9a-f]{32}\.safetensors")
 
+# The keys of a document's caches, several where it is composed.
+Keys = tuple[str, ...]
+
+
+@dataclass
+class PortableFile:
+    """A file: the placeholders of its document, and its size in bytes."""
+
+    ids: list[int]
+    size: int
+
 
 class Portables:
-    """Files of up to `limit` bytes. A document's name is the keys of its caches, several where it
-    is composed.
-    """
+    """Files of up to `limit` bytes, by the keys of the caches that they were made of."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.limit = limit
-        # Placeholders and bytes.
-        self.known: OrderedDict[tuple[str, ...], tuple[list[int], int]] = OrderedDict()
-        self.asked: Counter[tuple[str, ...]] = Counter()  # questions that need the file now
-        self.forgotten: set[tuple[str, ...]] = set()  # which go with their last question
+        self.files: OrderedDict[Keys, PortableFile] = OrderedDict()
+        self.users: Counter[Keys] = Counter()  # questions that need the file now
+        self.forgotten: set[Keys] = set()  # which go with their last question
         self.lock = threading.Lock()
         self.writing = threading.Lock()
         for path in folder.iterdir():
             if OWN.fullmatch(path.name):
                 path.unlink()
 
-    def path(self, name: Sequence[str]) -> Path:
-        return (
-            self.folder / f"{hashlib.sha256(' '.join(name).encode()).hexdigest()[:32]}.safetensors"
-        )
+    def find_path(self, keys: Sequence[str]) -> Path:
+        """Return where a file is, or would be."""
+        name = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
+        return self.folder / f"{name}.safetensors"
 
-    def take(self, name: tuple[str, ...], context: CompressedContext) -> list[int]:
-        """Returns the placeholders of a document, whose file stays until as many calls of
-        `give_back`.
+    def take(self, keys: Keys, context: CompressedContext) -> list[int]:
+        """Return the placeholders of a document.
+
+        Its file stays until as many calls of `give_back`.
         """
         with self.lock:
-            self.asked[name] += 1
+            self.users[keys] += 1
         try:
+            path = self.find_path(keys)
             with self.writing:
-                if name not in self.known or not self.path(name).exists():
+                if keys not in self.files or not path.exists():
                     portable = context.portable()
-                    portable.save(self.path(name))
+                    portable.save(path)
                     size = portable.keys.nbytes + portable.values.nbytes
                     with self.lock:
-                        self.known[name] = portable.ids.tolist(), size
+                        self.files[keys] = PortableFile(portable.ids.tolist(), size)
             with self.lock:
-                self.known.move_to_end(name)
-                return self.known[name][0]
+                self.files.move_to_end(keys)
+                return self.files[keys].ids
         except BaseException:
-            self.give_back(name)
+            self.give_back(keys)
             raise
 
-    def give_back(self, name: tuple[str, ...]) -> None:
-        """Says that a question is answered."""
+    def give_back(self, keys: Keys) -> None:
+        """Note that a question is answered; remove files that nobody needs."""
         with self.lock:
-            self.asked[name] -= 1
-            total = sum(size for _, size in self.known.values())
-            for each in list(self.known):
-                newest = each == next(reversed(self.known))
-                if not self.asked[each] and (
-                    each in self.forgotten or (total > self.limit and not newest)
-                ):
-                    total -= self.drop(each)
-            self.asked += Counter()  # leaves out those that nobody asks
+            self.users[keys] -= 1
+            total = sum(file.size for file in self.files.values())
+            for each in list(self.files):
+                is_newest = each == next(reversed(self.files))
+                is_too_much = total > self.limit and not is_newest
+                if not self.users[each] and (each in self.forgotten or is_too_much):
+                    total -= self.files[each].size
+                    self._remove(each)
+            self.users += Counter()  # leaves out those that nobody needs
 
     def forget(self, key: str) -> None:
-        """Removes all that was made of a cache, which the store has dropped."""
+        """Remove all that was made of a cache, which the store has dropped."""
         with self.lock:
-            for each in [name for name in self.known if key in name]:
-                if self.asked[each]:
-                    self.forgotten.add(each)
+            for keys in list(self.files):
+                if key not in keys:
+                    continue
+                if self.users[keys]:
+                    self.forgotten.add(keys)
                 else:
-                    self.drop(each)
+                    self._remove(keys)
 
-    def drop(self, name: tuple[str, ...]) -> int:
-        """Removes a file and returns its bytes."""
-        self.path(name).unlink(missing_ok=True)
-        self.forgotten.discard(name)
-        return self.known.pop(name)[1]
+    def _remove(self, keys: Keys) -> None:
+        self.find_path(keys).unlink(missing_ok=True)
+        self.forgotten.discard(keys)
+        del self.files[keys]

@@ -21,92 +21,110 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.serve import schemas
-from restorekv.serve.engine import Document, Engine, Reply
+from restorekv.serve.engine import Engine, Reply, ServedDocument
 from restorekv.serve.store import Upload
 
 
 @dataclass(frozen=True)
-class About:
-    """What every part of an answer says: its id, model and time, and the documents that it is
-    about.
-    """
+class AnswerHeader:
+    """What every part of an answer says: its id, model and time, and what it is about."""
 
     id: str
     model: str
     created: int
-    documents: Sequence[Document]
-
-    def make_chunk(self, choices: list[chat_completion_chunk.Choice], **more: Any) -> schemas.Chunk:
-        """Return one event of a stream with these choices."""
-        return schemas.Chunk(
-            id=self.id,
-            object="chat.completion.chunk",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            **more,
-        )
+    documents: Sequence[ServedDocument]
 
 
-def completion(
-    about: About, reply: Reply, tokenizer: Tokenizer, logprobs: bool | None
+def make_completion(
+    header: AnswerHeader, reply: Reply, tokenizer: Tokenizer, logprobs: bool | None
 ) -> schemas.Completion:
-    """Return a whole chat completion."""
+    """Return a whole chat completion.
+
+    Args:
+        header: of the answer.
+        reply: what the engine said.
+        tokenizer: for the texts of tokens.
+        logprobs: whether the tokens' log-probabilities were asked for.
+    """
     choices = []
     for number, answer in enumerate(reply.answers):
         likely = None
         if logprobs:
             rows = zip(answer.ids, answer.logprobs or (), answer.top or (), strict=True)
             likely = chat_completion.ChoiceLogprobs(
-                content=likelihoods(rows, tokenizer), refusal=None
+                content=describe_logprobs(rows, tokenizer), refusal=None
             )
-        said = ChatCompletionMessage(role="assistant", content=answer.text, refusal=None)
+        message = ChatCompletionMessage(role="assistant", content=answer.text, refusal=None)
         choices.append(
             chat_completion.Choice(
-                index=number, message=said, finish_reason=answer.finish, logprobs=likely
+                index=number, message=message, finish_reason=answer.finish, logprobs=likely
             )
         )
     return schemas.Completion(
-        id=about.id,
+        id=header.id,
         object="chat.completion",
-        created=about.created,
-        model=about.model,
+        created=header.created,
+        model=header.model,
         choices=choices,
-        usage=usage(about, reply),
-        restorekv=cost(reply),
+        usage=count_usage(header, reply),
+        restorekv=make_cost(reply),
     )
 
 
-def chunk(
-    about: About,
+def make_chunk(
+    header: AnswerHeader,
     number: int,
     delta: ChoiceDelta,
     finish: Literal["stop", "length"] | None = None,
     likely: list[ChatCompletionTokenLogprob] | None = None,
 ) -> schemas.Chunk:
-    """Return a piece of the answer `number`; `likely` are the log-probabilities of its tokens."""
-    logprobs = (
-        chat_completion_chunk.ChoiceLogprobs(content=likely, refusal=None) if likely else None
-    )
+    """Return a piece of a streamed answer.
+
+    Args:
+        header: of the answer.
+        number: which of several answers.
+        delta: what is new.
+        finish: why the answer ended, in its last piece.
+        likely: the log-probabilities of its tokens.
+    """
+    logprobs = None
+    if likely:
+        logprobs = chat_completion_chunk.ChoiceLogprobs(content=likely, refusal=None)
     choice = chat_completion_chunk.Choice(
         index=number, delta=delta, finish_reason=finish, logprobs=logprobs
     )
-    return about.make_chunk([choice])
+    return schemas.Chunk(
+        id=header.id,
+        object="chat.completion.chunk",
+        created=header.created,
+        model=header.model,
+        choices=[choice],
+    )
 
 
-def usage_chunk(about: About, reply: Reply) -> schemas.Chunk:
+def make_usage_chunk(header: AnswerHeader, reply: Reply) -> schemas.Chunk:
     """Return the last piece of a stream, with what it cost."""
-    return about.make_chunk([], usage=usage(about, reply), restorekv=cost(reply))
+    return schemas.Chunk(
+        id=header.id,
+        object="chat.completion.chunk",
+        created=header.created,
+        model=header.model,
+        choices=[],
+        usage=count_usage(header, reply),
+        restorekv=make_cost(reply),
+    )
 
 
-def usage(about: About, reply: Reply) -> CompletionUsage:
-    """Return tokens as the model would have read them, and those that came from a cache."""
+def count_usage(header: AnswerHeader, reply: Reply) -> CompletionUsage:
+    """Return how many tokens the model would have read, and how many came from a cache."""
     prompt = reply.document_tokens + reply.read
     written = sum(len(answer.ids) for answer in reply.answers)
-    fresh = [each.tokens for each in about.documents if each.fresh]
-    # Chat prefixes but the first.
-    repeated = sum(each.tokens for each in about.documents) - reply.document_tokens
-    made = sum(fresh) - repeated // max(len(about.documents) - 1, 1) * max(len(fresh) - 1, 0)
+    fresh = [document.tokens for document in header.documents if document.fresh]
+    # Several documents are asked as one, with the chat prefix of the first alone. So their lengths
+    # add up to more than was read: `repeated` tokens, the same number for each document but one.
+    repeated = sum(document.tokens for document in header.documents) - reply.document_tokens
+    prefix = repeated // max(len(header.documents) - 1, 1)
+    made = sum(fresh) - prefix * max(len(fresh) - 1, 0)
     cached = reply.document_tokens - made - reply.computed
     return CompletionUsage(
         prompt_tokens=prompt,
@@ -116,12 +134,12 @@ def usage(about: About, reply: Reply) -> CompletionUsage:
     )
 
 
-def cost(reply: Reply) -> schemas.Cost:
+def make_cost(reply: Reply) -> schemas.Cost:
     """Return what the documents' caches hold, and seconds by phase."""
     return schemas.Cost(pairs=reply.pairs, bytes=reply.bytes, seconds=reply.seconds)
 
 
-def likelihoods(
+def describe_logprobs(
     rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer
 ) -> list[ChatCompletionTokenLogprob]:
     """Return the log-probabilities of tokens, given with those of the likeliest ones."""
@@ -132,52 +150,52 @@ def likelihoods(
 
     content = []
     for token, value, top in rows:
-        likeliest = [TopLogprob(**describe(*each)) for each in top.items()]
+        likeliest = [TopLogprob(**describe(other, logprob)) for other, logprob in top.items()]
         content.append(ChatCompletionTokenLogprob(**describe(token, value), top_logprobs=likeliest))
     return content
 
 
-def model(name: str) -> schemas.Model:
+def describe_model(name: str) -> schemas.Model:
+    """Return a model as the client sees it."""
     return schemas.Model(id=name, object="model", created=0, owned_by="restorekv")
 
 
-def upload(file: Upload) -> schemas.File:
+def describe_upload(upload: Upload) -> schemas.File:
     """Return a file as the client sees it."""
     return schemas.File(
-        id=file.id,
+        id=upload.id,
         object="file",
-        bytes=file.bytes,
-        created_at=file.created,
-        expires_at=file.expires,
-        filename=file.name,
-        purpose=file.purpose,
-        status=file.status,
-        status_details=file.problem or None,
+        bytes=upload.bytes,
+        created_at=upload.created,
+        expires_at=upload.expires,
+        filename=upload.name,
+        purpose=upload.purpose,
+        status=upload.status,
+        status_details=upload.problem or None,
     )
 
 
-class Figures:
-    """What Prometheus reads."""
+class EngineCollector:
+    """Gives Prometheus what an engine counts."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def collect(self) -> list:
-        counted, now = self.engine.figures()
-        return [
-            *(
-                CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=counted[name])
-                for name in counted
-            ),
-            *(
-                GaugeMetricFamily(f"restorekv_{name}", name, value=value)
-                for name, value in now.items()
-            ),
-        ]
+    def collect(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
+        """Return one family for each number."""
+        counted, now = self.engine.collect_metrics()
+        families: list[CounterMetricFamily | GaugeMetricFamily] = []
+        for name, value in counted.items():
+            families.append(
+                CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=value)
+            )
+        for name, value in now.items():
+            families.append(GaugeMetricFamily(f"restorekv_{name}", name, value=value))
+        return families
 
 
-def metrics(engine: Engine) -> bytes:
-    """Returns all figures in Prometheus' text format."""
+def format_metrics(engine: Engine) -> bytes:
+    """Return all numbers in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(Figures(engine))
+    registry.register(EngineCollector(engine))
     return generate_latest(registry)

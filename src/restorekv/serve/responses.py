@@ -1,6 +1,4 @@
-"""OpenAI's Responses API: the same questions, with earlier turns found by the id of the last
-answer.
-"""
+"""OpenAI's Responses API: the same questions; earlier turns are found by the last answer's id."""
 
 from __future__ import annotations
 
@@ -20,25 +18,24 @@ from pydantic import BaseModel, Field, model_validator
 from restorekv.errors import RestoreKVError
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply
+from restorekv.serve.questions import PendingAnswer, Questions
 from restorekv.serve.requests import ChatRequest, Message, Text
-from restorekv.serve.service import ApiError, Pending, Service
+from restorekv.serve.service import ApiError
 
-# Answers whose turns are known, and bytes of all their messages.
-REMEMBERED = 1000
-LARGEST = 256 << 20
-
+REMEMBERED = 1000  # answers whose turns are known
+LARGEST = 256 << 20  # characters of all their messages
 FORMAT = {"type": None, "schema": None}  # fields of a format that have an effect
 
 
 class TextOptions(BaseModel):
-    """How the answer looks; `format` is `text`, `json_object`, or `json_schema` with its `schema`."""
+    """How the answer looks: as text, as a JSON object, or as a JSON schema says."""
 
     format: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def take_fields(cls, given: Any) -> Any:
-        """Refuses fields that would be ignored."""
+        """Refuse fields that would be ignored."""
         taken = fields.take_known(
             given, cls.model_fields, frozenset(), fields.TEXT_REFUSED, "text."
         )
@@ -50,7 +47,7 @@ class TextOptions(BaseModel):
 class ResponsesRequest(BaseModel):
     """What `/v1/responses` takes; fields.py says what becomes of OpenAI's other fields."""
 
-    model_config = fields.describe(fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
+    model_config = fields.make_config(fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
 
     model: Text
     input: Text | list[Message]
@@ -67,39 +64,46 @@ class ResponsesRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def take_fields(cls, given: Any) -> Any:
-        """Refuses fields that would be ignored."""
+        """Refuse fields that would be ignored."""
         return fields.take_known(
             given, cls.model_fields, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED
         )
 
-    def chat(self, earlier: list[Message]) -> ChatRequest:
-        """Returns the same question as a chat request, after earlier messages."""
-        own = (
-            [Message(role="user", content=self.input)]
-            if isinstance(self.input, str)
-            else self.input
-        )
-        system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        options = {
-            name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p")
-        }
-        if form := self.text and self.text.format:
+    def to_chat(self, earlier: list[Message]) -> ChatRequest:
+        """Return the same question as a chat request, after earlier messages."""
+        messages: list[Message] = []
+        if self.instructions:
+            messages.append(Message(role="system", content=self.instructions))
+        messages.extend(earlier)
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input))
+        else:
+            messages.extend(self.input)
+        options: dict[str, Any] = {}
+        form = self.text and self.text.format
+        if form:
             schema = {"schema": form["schema"]} if "schema" in form else None
             options["response_format"] = {"type": form.get("type", "text"), "json_schema": schema}
         return ChatRequest(
-            messages=[*system, *earlier, *own], max_tokens=self.max_output_tokens, **options
+            messages=messages,
+            model=self.model,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+            **options,
         )
 
 
-class Remembered:
-    """The messages behind the latest answers, by their ids."""
+class ResponseMemory:
+    """The messages up to the latest answers, by the answers' ids."""
 
     def __init__(self) -> None:
         self.turns: OrderedDict[str, list[Message]] = OrderedDict()
         self.sizes: dict[str, int] = {}
 
-    def before(self, name: str | None) -> list[Message]:
-        """Returns the messages up to and with an answer."""
+    def find(self, name: str | None) -> list[Message]:
+        """Return the messages up to and with an answer."""
         if name is None:
             return []
         if name not in self.turns:
@@ -109,156 +113,162 @@ class Remembered:
         return self.turns[name]
 
     def add(self, name: str, messages: list[Message], text: str) -> None:
-        """Remembers an answer, without system messages, which every request gives anew."""
-        said = [each for each in messages if each.role not in ("system", "developer")]
-        self.turns[name] = [*said, Message(role="assistant", content=text)]
-        self.sizes[name] = sum(len(each.model_dump_json()) for each in self.turns[name])
+        """Remember an answer, without system messages, which every request gives anew."""
+        turns = [message for message in messages if message.role not in ("system", "developer")]
+        turns.append(Message(role="assistant", content=text))
+        self.turns[name] = turns
+        self.sizes[name] = sum(len(message.model_dump_json()) for message in turns)
         while len(self.turns) > REMEMBERED or sum(self.sizes.values()) > LARGEST:
-            del self.sizes[self.turns.popitem(last=False)[0]]
+            oldest, _ = self.turns.popitem(last=False)
+            del self.sizes[oldest]
 
 
-def add_responses(app: FastAPI, service: Service) -> None:
-    """Adds the path."""
-    remembered = Remembered()
+def add_responses(app: FastAPI, questions: Questions) -> None:
+    """Add the path."""
+    memory = ResponseMemory()
 
-    @app.post("/v1/responses", responses=schemas.streamed(schemas.Response))
+    @app.post("/v1/responses", responses=schemas.describe_stream(schemas.Response))
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
-        chat = asked.chat(remembered.before(asked.previous_response_id))
-        limits = request.is_disconnected, service.limits.seconds
-        pending = await service.asked(chat, "resp", limits[0])
+        chat = asked.to_chat(memory.find(asked.previous_response_id))
+        pending = await questions.ask(chat, "resp", request.is_disconnected)
 
-        def done(reply: Reply) -> schemas.Response:
+        def finish(reply: Reply) -> schemas.Response:
             if asked.store is not False:
-                remembered.add(pending.about.id, chat.messages, reply.answers[0].text)
-            return response(pending, asked, reply)
+                memory.add(pending.header.id, chat.messages, reply.answers[0].text)
+            return make_response(pending, asked, reply)
 
         if asked.stream:
-            return await pending.stream(events(pending, asked, done), *limits)
-        return JSONResponse(schemas.to_json(done(await pending.whole(*limits))))
+            return await pending.start_stream(stream_response(pending, asked, finish))
+        return JSONResponse(schemas.to_json(finish(await pending.wait_for_reply())))
 
 
-async def events(
-    pending: Pending, asked: ResponsesRequest, done: Callable[[Reply], schemas.Response]
+async def stream_response(
+    pending: PendingAnswer, asked: ResponsesRequest, finish: Callable[[Reply], schemas.Response]
 ) -> AsyncIterator[str]:
-    """Yields the server-sent events of a response."""
+    """Yield the server-sent events of a response."""
     numbers = itertools.count()
 
-    def event(kind: type[BaseModel], name: str, **content: Any) -> str:
+    def format_event(kind: type[BaseModel], name: str, **content: Any) -> str:
         data = schemas.to_json(kind(type=name, sequence_number=next(numbers), **content))
         return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
-    item = f"msg_{pending.about.id}"
+    # There is one message with one text in it; these say which, in each event about it.
+    item = f"msg_{pending.header.id}"
     place = {"item_id": item, "output_index": 0, "content_index": 0}
     try:
-        yield event(
-            types.ResponseCreatedEvent, "response.created", response=response(pending, asked)
+        yield format_event(
+            types.ResponseCreatedEvent, "response.created", response=make_response(pending, asked)
         )
-        started = message(pending)
-        yield event(
+        yield format_event(
             types.ResponseOutputItemAddedEvent,
             "response.output_item.added",
             output_index=0,
-            item=started,
+            item=make_message(pending),
         )
-        yield event(
+        yield format_event(
             types.ResponseContentPartAddedEvent,
             "response.content_part.added",
-            part=part(""),
+            part=make_part(""),
             **place,
         )
-        async for _, piece, _ in pending.pieces():
-            yield event(
+        async for _, piece, _ in pending.iter_pieces():
+            yield format_event(
                 types.ResponseTextDeltaEvent,
                 "response.output_text.delta",
                 delta=piece,
                 logprobs=[],
                 **place,
             )
-        reply = pending.future.result()
+        reply = pending.reply.result()
         text = reply.answers[0].text
-        yield event(
+        yield format_event(
             types.ResponseTextDoneEvent,
             "response.output_text.done",
             text=text,
             logprobs=[],
             **place,
         )
-        yield event(
+        yield format_event(
             types.ResponseContentPartDoneEvent,
             "response.content_part.done",
-            part=part(text),
+            part=make_part(text),
             **place,
         )
-        written = message(pending, reply)
-        yield event(
+        yield format_event(
             types.ResponseOutputItemDoneEvent,
             "response.output_item.done",
             output_index=0,
-            item=written,
+            item=make_message(pending, reply),
         )
-        whole = done(reply)
-        if whole.status == "incomplete":
-            yield event(types.ResponseIncompleteEvent, "response.incomplete", response=whole)
+        response = finish(reply)
+        if response.status == "incomplete":
+            yield format_event(
+                types.ResponseIncompleteEvent, "response.incomplete", response=response
+            )
         else:
-            yield event(types.ResponseCompletedEvent, "response.completed", response=whole)
+            yield format_event(
+                types.ResponseCompletedEvent, "response.completed", response=response
+            )
     except RestoreKVError as error:
-        yield event(
+        yield format_event(
             types.ResponseErrorEvent, "error", code="server_error", message=str(error), param=None
         )
 
 
-def part(text: str) -> types.ResponseOutputText:
+def make_part(text: str) -> types.ResponseOutputText:
+    """Return a text as a part of a message."""
     return types.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
-def status_of(reply: Reply | None) -> Literal["in_progress", "incomplete", "completed"]:
-    """Returns how far a response is; without a reply, it is being written."""
+def find_status(reply: Reply | None) -> Literal["in_progress", "incomplete", "completed"]:
+    """Return how far a response is; without a reply, it is being written."""
     if reply is None:
         return "in_progress"
     return "incomplete" if reply.answers[0].finish == "length" else "completed"
 
 
-def message(pending: Pending, reply: Reply | None = None) -> types.ResponseOutputMessage:
-    """Returns the answer as an item of the output; without a reply, one that is being written."""
-    content = [part(reply.answers[0].text)] if reply else []
+def make_message(pending: PendingAnswer, reply: Reply | None = None) -> types.ResponseOutputMessage:
+    """Return the answer as an item of the output; without a reply, one that is being written."""
     return types.ResponseOutputMessage(
-        id=f"msg_{pending.about.id}",
+        id=f"msg_{pending.header.id}",
         type="message",
         role="assistant",
-        status=status_of(reply),
-        content=content,
+        status=find_status(reply),
+        content=[make_part(reply.answers[0].text)] if reply else [],
     )
 
 
-def usage(pending: Pending, reply: Reply) -> types.ResponseUsage:
-    """Return what `replies.usage` counts in the names of the Responses API."""
-    counts = replies.usage(pending.about, reply)
+def count_usage(pending: PendingAnswer, reply: Reply) -> types.ResponseUsage:
+    """Return what `replies.count_usage` counts, in the names of the Responses API."""
+    counts = replies.count_usage(pending.header, reply)
+    details = counts.prompt_tokens_details.to_dict() if counts.prompt_tokens_details else {}
     return types.ResponseUsage(
         input_tokens=counts.prompt_tokens,
         output_tokens=counts.completion_tokens,
         total_tokens=counts.total_tokens,
-        input_tokens_details=InputTokensDetails(**counts.prompt_tokens_details.to_dict()),
+        input_tokens_details=InputTokensDetails(**details),
         output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
     )
 
 
-def response(
-    pending: Pending, asked: ResponsesRequest, reply: Reply | None = None
+def make_response(
+    pending: PendingAnswer, asked: ResponsesRequest, reply: Reply | None = None
 ) -> schemas.Response:
-    """Returns the object of a response, with what it cost at its end."""
-    status = status_of(reply)
-    made = schemas.Response(
-        id=pending.about.id,
+    """Return the object of a response; with a reply, also what it says and cost."""
+    status = find_status(reply)
+    incomplete = None
+    if status == "incomplete":
+        incomplete = IncompleteDetails(reason="max_output_tokens")
+    response = schemas.Response(
+        id=pending.header.id,
         object="response",
-        created_at=pending.about.created,
+        created_at=pending.header.created,
         model=asked.model,
         status=status,
-        output=[message(pending, reply)] if reply else [],
-        usage=usage(pending, reply) if reply else None,
+        output=[make_message(pending, reply)] if reply else [],
+        usage=count_usage(pending, reply) if reply else None,
         error=None,
-        incomplete_details=IncompleteDetails(reason="max_output_tokens")
-        if status == "incomplete"
-        else None,
+        incomplete_details=incomplete,
         tools=[],
         tool_choice="auto",
         instructions=asked.instructions,
@@ -269,5 +279,5 @@ def response(
         top_p=asked.top_p,
     )
     if reply:
-        made.restorekv = replies.cost(reply)
-    return made
+        response.restorekv = replies.make_cost(reply)
+    return response

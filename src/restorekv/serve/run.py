@@ -1,4 +1,4 @@
-"""Starts the server: model, store, engine and a check of both, then HTTP."""
+"""Start the server: model, store, engine and a check of both, then HTTP."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.pipeline import compress
 from restorekv.serve.app import make_app
+from restorekv.serve.caches import CacheEngine
 from restorekv.serve.engine import Engine, explain_lack
 from restorekv.serve.guard import Connection
+from restorekv.serve.index import UPLOADED
 from restorekv.serve.service import Limits, Service
 from restorekv.serve.shared import SharedFolder
-from restorekv.serve.store import UPLOADED, Store
+from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 ENGINES = {
-    "embedded": "restorekv.serve.embedded:Embedded",
-    "vllm": "restorekv.serve.with_vllm:Vllm",
+    "embedded": "restorekv.serve.embedded:EmbeddedEngine",
+    "vllm": "restorekv.serve.vllm_engine:VllmEngine",
 }
-HTTP = {  # without proxy headers, in which a client could name an address of its own
+HTTP: dict[str, Any] = {
     "http": Connection,
-    "proxy_headers": False,
+    "proxy_headers": False,  # in which a client could name an address of its choice
     "access_log": False,
     "timeout_graceful_shutdown": 10,
 }
@@ -53,22 +55,35 @@ PROBE = "The code of the red house is seven, and the code of the blue house is n
 
 @dataclass(frozen=True)
 class Settings:
-    """What to serve, and how; `memory` and `disk` bound the bytes of documents."""
+    """What to serve, and how.
+
+    Args:
+        store: the folder of documents.
+        base: the name of the model.
+        default: the variant of uploads, such as smollm2:fast-0.1.
+        memory: bytes of documents in memory.
+        disk: bytes of documents on disk.
+        shared: the address of a folder of caches that several servers use.
+        keys: those of clients; none are needed where there are none.
+        limits: what a request may cost.
+        engine: the name of the engine.
+        options: of the engine.
+    """
 
     store: Path
     base: str
     default: str
     memory: int = 4 << 30
     disk: int = 100 << 30
-    shared: str | None = None  # the address of a folder of caches that several servers use
+    shared: str | None = None
     keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     engine: str = "embedded"
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_engine_class(name: str) -> type[Engine]:
-    """Returns the class of an engine; refuses unknown names."""
+def find_engine_class(name: str) -> type[CacheEngine]:
+    """Return the class of an engine; refuse unknown names."""
     if name not in ENGINES:
         raise RestoreKVError(f"An engine is one of {', '.join(ENGINES)}, not {name!r}.")
     module, _, kind = ENGINES[name].partition(":")
@@ -76,65 +91,66 @@ def find_engine_class(name: str) -> type[Engine]:
 
 
 def build_app(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
-    """Returns the application with the engine that the settings name."""
+    """Return the application with the engine that the settings name."""
     store = open_store(settings)
-    make = find_engine_class(settings.engine)
-    engine = make(
+    engine = find_engine_class(settings.engine)(
         model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options
     )
     return build_engine_app(engine, store, settings, lambda: check_loading(model, tokenizer))
 
 
 def open_store(settings: Settings) -> Store:
-    return Store(
-        settings.store, settings.disk, SharedFolder(settings.shared) if settings.shared else None
-    )
+    """Return the store at the settings' folder."""
+    shared = SharedFolder(settings.shared) if settings.shared else None
+    return Store(settings.store, settings.disk, shared)
 
 
 def build_engine_app(
-    engine: Engine, store: Store, settings: Settings, check: Callable[[], None] = bool
+    engine: Engine, store: Store, settings: Settings, check: Callable[[], object] = bool
 ) -> FastAPI:
-    """Returns the application, whose start-up checks itself and goes on with what was not
-    processed.
+    """Return the application with an engine.
+
+    Its start-up runs `check`, and continues with uploads that were not processed.
     """
     default = Variant.parse(settings.default, settings.base)
     service = Service(engine, store, settings.base, default, settings.limits)
-    state = {"ready": False}
+    started = False
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        nonlocal started
         try:
             await asyncio.to_thread(check)
             engine.start()
-            for upload in store.list():
+            for upload in store.list_uploads():
                 if upload.status == UPLOADED:
-                    service.begin(upload)
+                    service.start_processing(upload)
         except Exception as error:  # `serve_app` raises it again
             app.state.problem = error
             raise
-        state["ready"] = True
+        started = True
         yield
-        state["ready"] = False
+        started = False
         await asyncio.to_thread(engine.close)
         store.close()
 
-    app = make_app(
-        service, list(settings.keys), lambda: state["ready"] and not service.ending, lifespan
-    )
+    def is_ready() -> bool:
+        return started and not service.ending
+
+    app = make_app(service, list(settings.keys), is_ready, lifespan)
     app.state.problem = None  # why it could not start
     app.state.exit_code = None  # once a signal has come
     return app
 
 
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Proves that a stored document is loaded, not read again: it counts the tokens that the model
-    sees.
+    """Check that a stored document is loaded and not computed again.
 
-    A full disk for temporary files leaves this out, since stored documents can be asked all the
-    same.
+    Where the disk has no room for temporary files, only a warning is logged, since documents that
+    are stored can be asked all the same.
     """
     try:
-        count_loading(model, tokenizer)
+        _count_read_tokens(model, tokenizer)
     except (OSError, RestoreKVError) as error:
         lack = explain_lack(error)
         if lack is None:
@@ -142,36 +158,42 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         LOG.warning(json.dumps({"problem": f"Loading was not checked. {lack[1]}"}))
 
 
-def count_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Raises RestoreKVError where a stored document is read again."""
-    seen: list[int] = []
+def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Count the tokens that the model reads for a question to a stored document.
+
+    Raises:
+        RestoreKVError: it reads more than the question.
+    """
+    read: list[int] = []
+
+    def note_tokens(_module: object, _args: object, options: dict) -> None:
+        read.append(options["input_ids"].shape[1])
+
     with tempfile.TemporaryDirectory(prefix="restorekv-check-") as folder:
         path = Path(folder) / "probe.rkv"
-        compress(model, tokenizer, PROBE, evictor="snapkv:window=8", adapter=None, ratio=0.5).save(
-            path
+        probe = compress(
+            model, tokenizer, PROBE, evictor="snapkv:window=8", adapter=None, ratio=0.5
         )
-        counting = model.register_forward_pre_hook(
-            lambda _module, _args, options: seen.append(options["input_ids"].shape[1]),
-            with_kwargs=True,
-        )
+        probe.save(path)
+        hook = model.register_forward_pre_hook(note_tokens, with_kwargs=True)
         try:
-            answer = CompressedContext.load(path, model, tokenizer).ask(
-                "Which code?", 2, details=True
-            )
+            context = CompressedContext.load(path, model, tokenizer)
+            answer = context.ask("Which code?", 2, details=True)
         finally:
-            counting.remove()
-    if sum(seen) != answer.read + len(answer.ids) - 1:
+            hook.remove()
+    # Every token of the answer is read once, but the last.
+    if sum(read) != answer.read + len(answer.ids) - 1:
         raise RestoreKVError(
-            f"A stored document was read again ({sum(seen)} tokens); please report this."
+            f"A stored document was read again ({sum(read)} tokens); please report this."
         )
 
 
 class Server(uvicorn.Server):
     """Ends in order within a few seconds, and at once on a second signal.
 
-    A request that has begun may be answered for GRACE seconds of service.py; then streams end with
-    an error event, and whoever waits gets a 503. An upload that is compressed goes on after the
-    next start.
+    A request that has begun may be answered for GRACE seconds of questions.py; then streams end
+    with an error event, and whoever waits gets a 503. An upload that is being compressed continues
+    after the next start.
     """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
@@ -179,29 +201,30 @@ class Server(uvicorn.Server):
         self.application = app
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the end on the first signal."""
+        """Begin the end on the first signal."""
         if self.should_exit:
             os._exit(128 + sig)  # everything on disk is written whole or not at all
         super().handle_exit(sig, frame)
         state = self.application.state
         state.exit_code = 0 if sig == signal.SIGINT else 128 + sig
-        last = threading.Timer(LAST + state.service.engine.farewell, os._exit, [state.exit_code])
-        last.daemon = True
-        last.start()
+        seconds = LAST + state.service.engine.farewell
+        timer = threading.Timer(seconds, os._exit, [state.exit_code])
+        timer.daemon = True
+        timer.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends requests while the connections are closed."""
-        ending = asyncio.ensure_future(self.end_requests())
+        """End requests while the connections are closed."""
+        ending = asyncio.ensure_future(self._end_requests())
         await super().shutdown(sockets)
         await ending
 
-    async def end_requests(self) -> None:
-        """Has answers end, and breaks off what is left then, such as a body that still arrives."""
-        await self.application.state.service.end()
-        left = self.application.state.ending
-        if left.requests:
-            await asyncio.wait(list(left.requests), timeout=CLOSING)
-        left.break_off()
+    async def _end_requests(self) -> None:
+        """Let answers end, then break off the rest, such as a body that still arrives."""
+        state = self.application.state
+        await state.questions.end()
+        if state.open_requests.tasks:
+            await asyncio.wait(list(state.open_requests.tasks), timeout=CLOSING)
+        state.open_requests.break_off()
         await asyncio.sleep(0.2)
         for connection in list(self.server_state.connections):
             if connection.transport.get_write_buffer_size():  # whose client reads nothing
@@ -209,9 +232,7 @@ class Server(uvicorn.Server):
 
 
 def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
-    """Serves at sockets that listen, until a signal ends it; see `Server`. Raises why it could not
-    start.
-    """
+    """Serve at sockets that listen, until a signal ends it; raise why it could not start."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     server = Server(uvicorn.Config(app, log_level="warning", **HTTP), app)
     log = logging.getLogger("uvicorn.error")
@@ -233,7 +254,7 @@ def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
 
 
 def exit_after_signal(app: FastAPI) -> None:
-    """Ends the process after a signal without waiting for threads, of which one may still compute.
+    """End the process after a signal, without waiting for a thread that may still compute.
 
     Everything is closed by now. An engine with a farewell has processes that end in their own way.
     """

@@ -16,8 +16,9 @@ from pydantic import BaseModel, Field
 
 
 def to_json(answer: BaseModel) -> dict[str, Any]:
-    """Return an object as JSON values; what is inside is written as what it is, not as what its
-    field names.
+    """Return an object as JSON values.
+
+    A value inside is written as the type that it has, not as the one that its field names.
     """
     return answer.model_dump(exclude_unset=True, serialize_as_any=True)
 
@@ -28,7 +29,7 @@ class Problem(BaseModel):
     error: ErrorObject
 
 
-def problem_of(
+def make_problem(
     kind: str, message: str, code: str | None = None, param: str | None = None
 ) -> Problem:
     """Return an answer other than success; `param` is the field of the request that is at fault."""
@@ -60,7 +61,7 @@ class Files(BaseModel):
     has_more: bool
 
 
-class Progress(BaseModel):
+class CompressionProgress(BaseModel):
     phase: str = Field(description='"waiting", a phase of the compression, "error" or "ready"')
 
 
@@ -82,9 +83,7 @@ class BeforeAfter(BaseModel):
 
 
 class Kept(BaseModel):
-    """Which tokens of a document survive: pieces of its text, each with the share of heads that
-    keep it.
-    """
+    """Which tokens of a document survive: pieces of its text, each with the share of heads."""
 
     layers: int
     heads: int
@@ -129,22 +128,28 @@ class Response(responses.Response):
     restorekv: Cost | None = None
 
 
-def content(kind: str) -> dict[int, dict]:
-    """Returns the description of an answer that is no JSON."""
+def describe_content(kind: str) -> dict[int | str, dict[str, Any]]:
+    """Return the description of an answer that is not JSON."""
     return {200: {"content": {kind: {"schema": {"type": "string"}}}, "description": "Success"}}
 
 
-def streamed(model: type[BaseModel]) -> dict[int, dict]:
-    """Returns the description of an answer that is whole or a stream of server-sent events, each as
-    in `schema`.
-    """
+def describe_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the description of an answer that is whole, or a stream of server-sent events."""
     event = {
         "type": "object",
-        "properties": {name: {"type": "string"} for name in ("event", "data")},
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["data"],
     }
-    events = {"text/event-stream": {"schema": {**event, "required": ["data"]}}}
-    slow = {"model": Problem, "description": "The answer took too long"}
-    return {200: {"model": model, "content": events, "description": "The answer"}, 504: slow}
+    return {
+        200: {
+            "model": model,
+            "content": {"text/event-stream": {"schema": event}},
+            "description": "The answer",
+        },
+        504: {"model": Problem, "description": "The answer took too long"},
+    }
 
 
-PROBLEMS = {"4XX": {"model": Problem, "description": "A sentence that says what is wrong"}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": Problem, "description": "A sentence that says what is wrong"}
+}

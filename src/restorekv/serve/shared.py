@@ -1,8 +1,8 @@
 """Caches that several servers share: a folder at any address that fsspec knows, by document.
 
-A file appears there whole or not at all. What is deleted leaves a note, so that the other servers
-drop their copies. Where the folder cannot be reached, its methods say so in the log and return
-None, and are quiet for a while.
+A file appears there whole or not at all. What is deleted leaves a note, so the other servers drop
+their copies. Where the folder cannot be reached, its methods log that and return None, and are not
+tried again for a while.
 """
 
 from __future__ import annotations
@@ -18,148 +18,166 @@ from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import HOST, NUMBERS, replace_file
 
 LOG = logging.getLogger("restorekv.serve")
-# A file is seen once all of it has come.
-WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
+# Protocols without folders, where a file is seen once all of it has come.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
 PAUSE = 30.0  # seconds without another try after a failure
-NOTES = 30 * 86400  # seconds for which a note of a deletion stays
-HALF = 86400  # seconds after which a temporary file was left by a server that is dead
+NOTES_LAST = 30 * 86400  # seconds for which a note of a deletion stays
+HALF_WRITTEN = 86400  # seconds after which a temporary file was left by a server that is dead
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
-def going_on(method: Callable) -> Callable:
-    """Logs errors of a method, which are of as many kinds as there are filesystems, and pauses the
-    folder.
-    """
+def pause_on_error(
+    method: Callable[Concatenate[SharedFolder, Given], Result],
+) -> Callable[Concatenate[SharedFolder, Given], Result | None]:
+    """Log errors of a method, of which each file system has its kinds, and pause the folder."""
 
     @wraps(method)
-    def tried(self: SharedFolder, *arguments: object) -> object:
+    def run(self: SharedFolder, *args: Given.args, **options: Given.kwargs) -> Result | None:
         if time.monotonic() < self.resumes:
             return None
         try:
-            return method(self, *arguments)
+            return method(self, *args, **options)
         except Exception as error:
             self.resumes = time.monotonic() + PAUSE
             LOG.warning(json.dumps({"shared": self.url, "problem": summarize_error(error)}))
             return None
 
-    return tried
+    return run
 
 
 class SharedFolder:
     """The folder at `url`; raises RestoreKVError where it cannot be used from the start."""
 
+    files: Any  # fsspec's file system
+
     def __init__(self, url: str) -> None:
-        # without a password
-        self.url = re.sub("//[^/@]*@", "//", url)
+        self.url = re.sub("//[^/@]*@", "//", url)  # without a password
         self.resumes = 0.0
         try:
-            self.files, root = import_module("fsspec").core.url_to_fs(url, use_listings_cache=False)
+            fsspec = import_module("fsspec")
+            self.files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
             self.root = root.rstrip("/")
-            kinds = (
-                {self.files.protocol}
-                if isinstance(self.files.protocol, str)
-                else set(self.files.protocol)
-            )
-            self.whole = bool(kinds & WHOLE)
+            protocols = self.files.protocol
+            if isinstance(protocols, str):
+                protocols = [protocols]
+            self.is_object_store = not OBJECT_STORES.isdisjoint(protocols)
             for name in ("tmp", "deleted"):
-                self.prepare(f"{self.root}/{name}/x")
-            self.files.pipe_file(trial := self.temporary("trial"), b"")
+                self._make_folder(f"{self.root}/{name}/x")
+            trial = self._make_temporary_path("trial")
+            self.files.pipe_file(trial, b"")
             self.files.rm_file(trial)
-            self.tidy()
+            self._remove_leftovers()
         except ImportError as error:
             raise RestoreKVError(
-                f"The shared folder {self.url} needs a package ({summarize_error(error)}); install it."
+                f"The shared folder {self.url} needs a package ({first_sentence(error)}); "
+                "install it."
             ) from None
-        except Exception as error:  # each filesystem has its own
-            reason = summarize_error(error) or type(error).__name__
-            fix = "check its address, your rights and the network"
+        except Exception as error:  # each file system has its own
+            reason = first_sentence(error) or type(error).__name__
             raise RestoreKVError(
-                f"Cannot use the shared folder {self.url} ({reason}); {fix}."
+                f"Cannot use the shared folder {self.url} ({reason}); check its address, your "
+                "rights and the network."
             ) from None
 
-    def place(self, sha256: str, key: str) -> str:
+    def cache_path(self, sha256: str, key: str) -> str:
+        """Return where a cache is."""
         return f"{self.root}/{sha256}/{key}.rkv"
 
-    def temporary(self, name: str) -> str:
-        return f"{self.root}/tmp/{time.time_ns()}-{HOST}-{os.getpid()}-{next(NUMBERS)}-{secrets.token_hex(8)}-{name}"
-
-    def prepare(self, path: str) -> None:
-        """Makes the folder of a file, where there are folders."""
-        if not self.whole:
-            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-    def tidy(self) -> None:
-        """Removes what dead servers left half-written, and old notes."""
-        for kind, age in {"tmp": HALF, "deleted": NOTES}.items():
-            for path, stamp, _ in self.stamped(kind):
-                if stamp < time.time_ns() - age * 10**9:
-                    self.files.rm_file(path)
-
-    def stamped(self, kind: str) -> list[tuple[str, int, str]]:
-        """Returns paths in a folder whose files are named TIME-REST, with both parts; the time is
-        in nanoseconds.
-        """
-        try:
-            paths = [str(each) for each in self.files.ls(f"{self.root}/{kind}", detail=False)]
-        except FileNotFoundError:  # no file, hence no folder
-            return []
-        parts = [(path, *path.rpartition("/")[2].partition("-")[::2]) for path in paths]
-        return [(path, int(stamp), rest) for path, stamp, rest in parts if stamp.isdecimal()]
-
-    @going_on
-    def put(self, path: Path, sha256: str, key: str) -> bool:
-        """Copies a cache there; returns whether it is there now."""
-        place = self.place(sha256, key)
-        self.prepare(place)
-        if self.whole:
-            self.files.put_file(str(path), place)
+    @pause_on_error
+    def put_cache(self, path: Path, sha256: str, key: str) -> bool:
+        """Copy a cache there; return whether it is there now."""
+        target = self.cache_path(sha256, key)
+        self._make_folder(target)
+        if self.is_object_store:
+            self.files.put_file(str(path), target)
             return True
-        temporary = self.temporary(key)
+        temporary = self._make_temporary_path(key)
         try:
             self.files.put_file(str(path), temporary)
-            self.files.mv(temporary, place)
+            self.files.mv(temporary, target)
         except BaseException:
             if self.files.exists(temporary):
                 self.files.rm_file(temporary)
             raise
         return True
 
-    @going_on
-    def get(self, sha256: str, key: str, path: Path, most: int) -> bool:
-        """Copies a cache of at most so many bytes from there, unchecked; returns whether there was
-        one.
+    @pause_on_error
+    def get_cache(self, sha256: str, key: str, path: Path, most: int) -> bool:
+        """Copy a cache from there, unchecked.
+
+        Args:
+            sha256: the document's.
+            key: the cache's.
+            path: where it goes.
+            most: bytes that it may have.
+
+        Returns:
+            Whether there was one.
         """
-        place = self.place(sha256, key)
+        source = self.cache_path(sha256, key)
         try:
-            about = self.files.info(place)
-            if about["type"] != "file" or about.get("islink") or about["size"] > most:
+            info = self.files.info(source)
+            if info["type"] != "file" or info.get("islink") or info["size"] > most:
                 return False
-            with replace_file(path, follow=False) as temporary:
-                self.files.get_file(place, str(temporary))
+            with replacing(path, follow=False) as temporary:
+                self.files.get_file(source, str(temporary))
         except FileNotFoundError:
             return False
         return True
 
-    @going_on
-    def remove(self, sha256: str) -> bool:
-        """Deletes all caches of a document and leaves a note; returns whether that is done."""
+    @pause_on_error
+    def remove_document(self, sha256: str) -> bool:
+        """Delete all caches of a document and leave a note; return whether that is done."""
         with suppress(FileNotFoundError):
             self.files.rm(f"{self.root}/{sha256}", recursive=True)
         self.files.pipe_file(f"{self.root}/deleted/{time.time_ns()}-{sha256}", b"")
         return True
 
-    @going_on
-    def removed(self) -> dict[str, int]:
-        """Returns the documents that were deleted lately, with the nanosecond."""
-        return {sha256: stamp for _, stamp, sha256 in sorted(self.stamped("deleted"))}
+    @pause_on_error
+    def list_removed(self) -> dict[str, int]:
+        """Return the documents that were deleted lately, each with the nanosecond."""
+        return {sha256: stamp for _, stamp, sha256 in sorted(self._list_stamped("deleted"))}
 
-    @going_on
+    @pause_on_error
     def set_aside(self, sha256: str, key: str) -> None:
-        """Moves a damaged cache away."""
+        """Move a damaged cache away."""
         target = f"{self.root}/damaged/{key}.rkv"
-        self.prepare(target)
-        self.files.mv(self.place(sha256, key), target)
+        self._make_folder(target)
+        self.files.mv(self.cache_path(sha256, key), target)
+
+    def _make_temporary_path(self, name: str) -> str:
+        parts = (time.time_ns(), HOST, os.getpid(), next(NUMBERS), secrets.token_hex(8), name)
+        return f"{self.root}/tmp/{'-'.join(map(str, parts))}"
+
+    def _make_folder(self, path: str) -> None:
+        """Make the folder of a file, where there are folders."""
+        if not self.is_object_store:
+            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what dead servers left half-written, and old notes."""
+        for folder, age in {"tmp": HALF_WRITTEN, "deleted": NOTES_LAST}.items():
+            for path, stamp, _ in self._list_stamped(folder):
+                if stamp < time.time_ns() - age * 10**9:
+                    self.files.rm_file(path)
+
+    def _list_stamped(self, folder: str) -> list[tuple[str, int, str]]:
+        """Return the files named TIME-REST: for each its path, time in nanoseconds, and rest."""
+        try:
+            paths = self.files.ls(f"{self.root}/{folder}", detail=False)
+        except FileNotFoundError:  # no file, hence no folder
+            return []
+        found = []
+        for path in map(str, paths):
+            stamp, _, rest = path.rpartition("/")[2].partition("-")
+            if stamp.isdecimal():
+                found.append((path, int(stamp), rest))
+        return found

@@ -14,15 +14,18 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.pipeline import PRESETS
 
-ALONE = "-base"
+WITHOUT_RESTORING = "-base"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How documents are held: `method` is a preset, an evictor's name, or "" for the full cache;
-    `ratio` its r.
+    """How documents are held.
 
-    `restores` says whether an adapter adds restore tokens where one ships for the model and method.
+    Args:
+        base: the name of the model.
+        method: a preset, an evictor's name, or "" for the full cache.
+        ratio: the share of the KV pairs that is kept.
+        restores: whether an adapter adds restore tokens where one ships for model and method.
     """
 
     base: str
@@ -32,16 +35,17 @@ class Variant:
 
     @classmethod
     def parse(cls, name: str, base: str) -> Self:
-        """Reads a model id such as smollm2:fast-0.1; refuses what this server does not have."""
+        """Return what a model id such as smollm2:fast-0.1 names; refuse what is not here."""
         if name == base:
             return cls(base)
         before, _, rest = name.partition(f"{base}:")
-        method, dash, ratio = rest.removesuffix(ALONE).rpartition("-")
-        if before or not (dash and (method in PRESETS or method in EVICTORS)):
+        method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
+        is_known = dash and (method in PRESETS or method in EVICTORS)
+        if before or not is_known:
             raise RestoreKVError(
                 f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1."
             )
-        return cls(base, method, exact_ratio(ratio), not rest.endswith(ALONE))
+        return cls(base, method, exact_ratio(ratio), not rest.endswith(WITHOUT_RESTORING))
 
     @property
     def name(self) -> str:
@@ -49,18 +53,17 @@ class Variant:
         if not self.method:
             return self.base
         ratio = str(float(self.ratio)).removesuffix(".0")
-        return f"{self.base}:{self.method}-{ratio}" + ALONE * (not self.restores)
+        ending = "" if self.restores else WITHOUT_RESTORING
+        return f"{self.base}:{self.method}-{ratio}{ending}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of `compress`."""
+        """What `compress` is asked for."""
         if not self.method:
             return {"ratio": 1, "adapter": None}
-        evictor = PRESETS.get(self.method, self.method)
-        adapter = "auto" if self.restores else None
-        return {"evictor": evictor, "ratio": self.ratio, "adapter": adapter}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields of `CompressionConfig` that are not the defaults."""
-        return {"on_small_budget": "fewer"} if self.method else {}
+        return {
+            "evictor": PRESETS.get(self.method, self.method),
+            "ratio": self.ratio,
+            "adapter": "auto" if self.restores else None,
+            "on_small_budget": "fewer",
+        }

@@ -1,4 +1,4 @@
-"""The documents of a store and which of them a prompt asks; knows nothing of vLLM."""
+"""Portable documents of a folder, and which of them a prompt asks; knows nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its opt
 
 @dataclass(frozen=True)
 class Expected:
-    """What a document must be made for to fit the engine's model; a `fingerprint` of None fits any
-    weights.
+    """What a document must be made for to fit the engine's model.
 
-    `dtype` is the engine's, to which keys and values are cast.
+    Args:
+        layers: of the model.
+        heads: KV heads of a layer.
+        head_dim: of a head.
+        rope: the model's RoPE.
+        dtype: the engine's, to which keys and values are cast.
+        vocabulary: token ids, from which placeholders are drawn.
+        fingerprint: of the weights; None fits any.
     """
 
     layers: int
@@ -36,30 +42,39 @@ class Expected:
     fingerprint: str | None = None
 
     def check(self, portable: Portable, path: Path) -> None:
-        """Refuses a document of another model."""
-        m = portable.manifest
-        own = {"rope": m.rope, **{name: m.shape[name] for name in ("layers", "heads", "head_dim")}}
-        for name, value in own.items():
+        """Refuse a document of another model."""
+        manifest = portable.manifest
+        found = {
+            "rope": manifest.rope,
+            "layers": manifest.shape["layers"],
+            "heads": manifest.shape["heads"],
+            "head_dim": manifest.shape["head_dim"],
+        }
+        for name, value in found.items():
             needed = getattr(self, name)
             if value != needed:
                 raise CacheFileError(
                     f"{path} was made for {name} {value}, the engine's model has {needed}."
                 )
-        if portable.vocabulary != self.vocabulary:  # the placeholders are drawn from it
+        if portable.vocabulary != self.vocabulary:
             raise CacheFileError(
                 f"{path} was made for {portable.vocabulary} token ids, not {self.vocabulary}."
             )
-        if self.fingerprint not in (None, m.fingerprint):
+        if self.fingerprint not in (None, manifest.fingerprint):
             raise CacheFileError(
-                f"{path} was made with other weights ({m.fingerprint}, {m.model})."
+                f"{path} was made with other weights ({manifest.fingerprint}, {manifest.model})."
             )
 
 
 @dataclass(frozen=True)
-class Document:
-    """A file of the store: a hash of its contents, and the placeholders that stand for it.
+class PortableDocument:
+    """A file of the store.
 
-    `problem` says why the file is not served; without ids it cannot even be read.
+    Args:
+        path: where it is.
+        name: a hash of its contents.
+        ids: the placeholders that stand for it; without, it cannot even be read.
+        problem: why the file is not served.
     """
 
     path: Path
@@ -68,9 +83,15 @@ class Document:
     problem: str = ""
 
 
-class Store:
-    """Portable files of a folder. A new file is found when a prompt first asks it; damaged ones are
-    never served.
+class PortableStore:
+    """Portable files of a folder.
+
+    A new file is found when a prompt first asks it; damaged ones are never served.
+
+    Args:
+        folder: where the files are.
+        expected: what they must be made for.
+        limit: bytes of keys and values that are kept in memory.
     """
 
     def __init__(self, folder: str | Path, expected: Expected, limit: int = MEMORY) -> None:
@@ -81,19 +102,25 @@ class Store:
             raise RestoreKVError(
                 f"The store {folder} is no folder; make it and put files of restorekv export there."
             )
-        # By path, with the time of the file's change.
-        self.documents: dict[Path, tuple[int, Document]] = {}
-        # And those of files that were made for another vocabulary.
+        # By path, with the time of the file's last change.
+        self.documents: dict[Path, tuple[int, PortableDocument]] = {}
+        # How placeholders begin: the model's mark, and those of files for another vocabulary.
         self.marks = [mark(expected.vocabulary)]
         self.loaded: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
-        self.guard = threading.Lock()
+        self.loading = threading.Lock()
 
-    def find(self, ids: Sequence[int], wanted: str | None = None) -> Document | None:
-        """Returns the document that a prompt asks, or None for a prompt that asks none.
+    def find_document(
+        self, ids: Sequence[int], wanted: str | None = None
+    ) -> PortableDocument | None:
+        """Return the document that a prompt asks, or None for a prompt that asks none.
 
-        `wanted`: the name or the file's name that the request gives as well. Raises RestoreKVError
-        for placeholders that stand for no document of the store or for one that does not fit, and
-        for a prompt without a question.
+        Args:
+            ids: of the prompt.
+            wanted: the document's name or its file's name, where the request gives one as well.
+
+        Raises:
+            RestoreKVError: the placeholders stand for no document of the store, or for one that
+                does not fit, or the prompt has no question.
         """
         if list(ids[:MARK]) not in self.marks:
             if wanted:
@@ -101,17 +128,17 @@ class Store:
                     f"The prompt does not begin with placeholders of the document {wanted}."
                 )
             return None
-        document = self.matching(ids) or (self.scan() and self.matching(ids))
-        if not document:
-            unknown = (
+        document = self._match(ids)
+        if document is None and self.scan():
+            document = self._match(ids)
+        if document is None:
+            sentences = [
                 "The prompt begins with placeholders of a document that the store does not have."
-            )
-            unreadable = [
-                each.problem
-                for _, each in self.documents.values()
-                if not each.ids and each.path.exists()
             ]
-            raise RestoreKVError(" ".join([unknown, *unreadable]))
+            for _, each in self.documents.values():
+                if not each.ids and each.path.exists():
+                    sentences.append(each.problem)
+            raise RestoreKVError(" ".join(sentences))
         if document.problem:
             raise RestoreKVError(document.problem)
         if wanted and wanted not in (document.name, document.path.stem, document.path.name):
@@ -124,54 +151,54 @@ class Store:
             )
         return document
 
-    def matching(self, ids: Sequence[int]) -> Document | None:
-        """Returns the known document whose placeholders these ids begin with; its file must still
-        be there.
+    def _match(self, ids: Sequence[int]) -> PortableDocument | None:
+        """Return the known document whose placeholders these ids begin with.
+
+        Its file must still be there. Of several, one that can be served comes first.
         """
-        for document in sorted(
-            (each for _, each in self.documents.values()), key=lambda each: bool(each.problem)
-        ):
-            if (
-                document.ids
-                and tuple(ids[: len(document.ids)]) == document.ids
-                and document.path.exists()
-            ):
+        documents = [document for _, document in self.documents.values()]
+        documents.sort(key=lambda document: bool(document.problem))
+        for document in documents:
+            own = document.ids
+            if own and tuple(ids[: len(own)]) == own and document.path.exists():
                 return document
         return None
 
     def scan(self) -> bool:
-        """Reads files that are new or changed; returns whether there were any."""
-        news = False
+        """Read files that are new or changed; return whether there were any."""
+        has_news = False
         for path in sorted(self.folder.glob("*.safetensors")):
             with suppress(OSError):  # it was moved away just now, or is a circle of links
                 changed = path.stat().st_mtime_ns
-                if self.documents.get(path, (None,))[0] != changed:
-                    news = True
-                    self.documents[path] = changed, self.described(path)
-        return news
+                known, _ = self.documents.get(path, (None, None))
+                if known != changed:
+                    has_news = True
+                    self.documents[path] = (changed, self._read_document(path))
+        return has_news
 
-    def described(self, path: Path) -> Document:
-        """Reads and checks a file."""
+    def _read_document(self, path: Path) -> PortableDocument:
+        """Read and check a file."""
         try:
             portable = load_portable(path)
         except RestoreKVError as error:
-            return Document(path, problem=str(error))
+            return PortableDocument(path, problem=str(error))
         if mark(portable.vocabulary) not in self.marks:
             self.marks.append(mark(portable.vocabulary))
+        problem = ""
         try:
             self.expected.check(portable, path)
-            problem = ""
         except CacheFileError as error:
             problem = str(error)
-        return Document(path, portable.name, tuple(portable.ids.tolist()), problem)
+        return PortableDocument(path, portable.name, tuple(portable.ids.tolist()), problem)
 
-    def pairs(self, document: Document) -> tuple[Tensor, Tensor]:
-        """Returns a document's keys and values (L, H, m, D) in the engine's dtype.
+    def load_pairs(self, document: PortableDocument) -> tuple[Tensor, Tensor]:
+        """Return a document's keys and values (L, H, m, D) in the engine's dtype.
 
-        Raises CacheFileError for a file that is another document by now, or whose numbers the dtype
-        cannot hold.
+        Raises:
+            CacheFileError: the file is another document by now, or the dtype cannot hold its
+                numbers.
         """
-        with self.guard:
+        with self.loading:
             if document.name not in self.loaded:
                 portable = load_portable(document.path)
                 self.expected.check(portable, document.path)
@@ -179,29 +206,37 @@ class Store:
                     raise CacheFileError(
                         f"{document.path} was replaced by another document; ask that one."
                     )
-                self.loaded[document.name] = cast(portable, self.expected.dtype, document.path)
+                pair = cast_pairs(portable, self.expected.dtype, document.path)
+                self.loaded[document.name] = pair
             self.loaded.move_to_end(document.name)
-            while (
-                len(self.loaded) > 1
-                and sum(x.nbytes for pair in self.loaded.values() for x in pair) > self.limit
-            ):
+            while len(self.loaded) > 1 and self._count_bytes() > self.limit:
                 self.loaded.popitem(last=False)
             return self.loaded[document.name]
 
+    def _count_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.loaded.values())
 
-def cast(portable: Portable, dtype: str, path: Path) -> tuple[Tensor, Tensor]:
-    """Returns keys and values in a dtype; refuses numbers that become infinite."""
-    pair = tuple(x.to(getattr(torch, dtype)) for x in (portable.keys, portable.values))
-    if portable.manifest.dtype != dtype and not all(bool(x.isfinite().all()) for x in pair):
+
+def cast_pairs(portable: Portable, dtype: str, path: Path) -> tuple[Tensor, Tensor]:
+    """Return keys and values in a dtype; refuse numbers that become infinite."""
+    target = getattr(torch, dtype)
+    keys = portable.keys.to(target)
+    values = portable.values.to(target)
+    is_finite = portable.manifest.dtype == dtype or (
+        bool(keys.isfinite().all()) and bool(values.isfinite().all())
+    )
+    if not is_finite:
         raise CacheFileError(
-            f"{path} holds numbers that are too large for {dtype}; serve the model in another dtype."
+            f"{path} holds numbers that are too large for {dtype}; serve the model in another "
+            "dtype."
         )
-    return pair
+    return keys, values
 
 
-def heads_of(rank: int, ranks: int, heads: int, own: int) -> slice:
-    """Returns the `own` KV heads that a tensor parallel rank holds; of more ranks than heads,
-    neighbors share one.
+def find_heads(rank: int, ranks: int, heads: int, own: int) -> slice:
+    """Return the `own` KV heads that a tensor parallel rank holds.
+
+    Of more ranks than heads, neighbors share one.
     """
     first = rank * heads // ranks
     return slice(first, first + own)

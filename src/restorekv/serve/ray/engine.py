@@ -1,5 +1,4 @@
-"""Replicas of Ray Serve as an engine: each holds some of the documents and answers the questions
-about them.
+"""Replicas of Ray Serve as an engine: each holds some of the documents and answers about them.
 
 Any replica can serve any document, since they share their caches. A request whose replica dies is
 sent to another one, which repeats it: an answer's seed decides its tokens, so those that were sent
@@ -13,12 +12,9 @@ import hashlib
 import logging
 import signal
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -27,16 +23,16 @@ from typing import Any
 from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import import_extra
 from restorekv.files import HOST
-from restorekv.serve.caches import key_of
+from restorekv.serve.caches import make_cache_key
 from restorekv.serve.engine import (
     AwayError,
     Content,
-    Document,
-    Question,
+    Engine,
     Reply,
-    admit,
-    settle,
-    until_left,
+    ServedDocument,
+    ServedQuestion,
+    run_while_wanted,
+    settle_future,
 )
 from restorekv.serve.ray import options as ray_options
 from restorekv.serve.ray.options import RayOptions
@@ -44,158 +40,160 @@ from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
 TRIES = 3  # replicas that may die over one request
-LOOK = 0.2  # seconds between two looks at whether somebody still waits for an answer
-KNOWN = 100_000  # documents of which the sender remembers how long they are
+LOOK = 0.2  # seconds between two looks whether somebody still waits for an answer
+REMEMBERED = 100_000  # documents of which the sender remembers how long they are
 SHARED_MEMORY = 512 << 20  # bytes, for uploads on their way
 DRAIN = 2.0  # seconds for what is being done when the server ends
 FAREWELL = 30.0  # seconds that the replicas may take to end
 
 
-@dataclass(frozen=True)
-class Sent(Document):
-    """A document that a replica has, or had: `content` is for the one that takes its place."""
+class RayEngine(Engine):
+    """Sends documents and questions to replicas through a handle.
 
-    content: Content = field(compare=False)
-
-
-class RayEngine:
-    """Sends documents and questions to replicas through a handle; at most `waiting` questions are
-    on their way.
+    At most `waiting` questions are on their way.
     """
 
     farewell = FAREWELL
 
-    def __init__(self, handle: Any, waiting: int) -> None:
+    def __init__(self, handle: Any, waiting: int | None) -> None:
+        super().__init__(waiting)
         self.handle = handle
-        self.waiting = waiting
         self.replica = import_module("restorekv.serve.ray.replica")
         self.errors = import_module("ray.exceptions")
-        self.tokenizer, self.stops, self.made_with = handle.described.remote().result()
-        self.known: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
-        self.making: dict[str, str] = {}  # phases of those that are being made
-        self.asking: set[asyncio.Task] = set()
-        self.reports: dict[str, Any] = {}  # the last About of every replica
+        self.tokenizer, self.stops, self.made_with = handle.describe_model.remote().result()
+        self.lengths: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
+        self.phases: dict[str, str] = {}  # of the documents that are being made, by key
+        self.reports: dict[str, Any] = {}  # the last ReplicaReport of every replica
 
     def start(self) -> None:
-        """The replicas have started."""
-
-    def end(self) -> None:
-        """See `Engine`; the replicas compress on, for other servers and the next start."""
+        """Do nothing: the replicas have started."""
 
     def close(self) -> None:
-        """Waits until the questions that nobody waits for have been broken off."""
-        end = time.monotonic() + DRAIN
-        while self.asking and time.monotonic() < end:
-            time.sleep(LOOK)
+        """Wait until the questions that nobody waits for have been broken off.
 
-    def key(self, sha256: str, variant: Variant) -> str:
-        """See `Engine`."""
-        return key_of(sha256, variant, self.made_with)
-
-    async def document(self, sha256: str, variant: Variant, content: Content) -> Sent:
-        """See `Engine`; a document that was there is not asked for again until a question misses
-        it.
+        The replicas continue to compress, for other servers and the next start.
         """
-        tokens = self.known.get(self.key(sha256, variant))
+        self.wait_for_tasks(DRAIN)
+
+    def make_key(self, sha256: str, variant: Variant) -> str:
+        """Return the name of a cache: 32 hex digits of all that decides what is in it."""
+        return make_cache_key(sha256, variant, self.made_with)
+
+    # Documents.
+
+    async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
+        """Return a document that a replica has, or makes now.
+
+        One that was there is not looked for again until a question misses it.
+        """
+        tokens = self.lengths.get(self.make_key(sha256, variant))
         if tokens is not None:
-            return Sent(sha256, variant, tokens, False, content)
-        return await self.brought(Sent(sha256, variant, 0, False, content))
+            return ServedDocument(sha256, variant, tokens, fresh=False, content=content)
+        document = ServedDocument(sha256, variant, 0, fresh=False, content=content)
+        return await self._bring(document, document)
 
-    async def brought(self, document: Sent, beside: Sent | None = None) -> Sent:
-        """Has a replica load a document, or make it of its content: its own replica, or that of
-        another document.
-        """
-        key, near = (self.key(each.sha256, each.variant) for each in (document, beside or document))
-        self.making.setdefault(key, "waiting")
+    async def _bring(self, document: ServedDocument, beside: ServedDocument) -> ServedDocument:
+        """Have the replica of `beside` load a document, or make it of its content."""
+        key = self.make_key(document.sha256, document.variant)
+        route = self.make_key(beside.sha256, beside.variant)
+        self.phases.setdefault(key, "waiting")
         try:
             try:
-                tokens, fresh = await self.tried(lambda: self.placed(key, near, document, None))
+                tokens, fresh = await self._try_replicas(
+                    lambda: self._place(key, route, document, None)
+                )
             except self.replica.MissingError:
-                content = await asyncio.to_thread(payload, document.content)
-                tokens, fresh = await self.tried(lambda: self.placed(key, near, document, content))
+                assert document.content is not None  # `get_document` gave it
+                content = await asyncio.to_thread(read_payload, document.content)
+                tokens, fresh = await self._try_replicas(
+                    lambda: self._place(key, route, document, content)
+                )
         finally:
-            self.making.pop(key, None)
-        self.known[key] = tokens
-        while len(self.known) > KNOWN:
-            self.known.popitem(last=False)
-        return Sent(document.sha256, document.variant, tokens, fresh, document.content)
+            self.phases.pop(key, None)
+        self.lengths[key] = tokens
+        while len(self.lengths) > REMEMBERED:
+            self.lengths.popitem(last=False)
+        return ServedDocument(
+            document.sha256, document.variant, tokens, fresh, content=document.content
+        )
 
-    async def placed(
-        self, key: str, near: str, document: Sent, content: str | bytes | None
+    async def _place(
+        self, key: str, route: str, document: ServedDocument, content: str | bytes | None
     ) -> tuple[int, bool]:
-        """Returns tokens and freshness of a document that a replica loaded or made, and notes its
-        phases.
+        """Have a replica load or make a document, and note its phases.
+
+        Returns:
+            The document's tokens, and whether it was compressed now.
         """
-        found = 0, False
-        async for item in self.items(
-            "document", near, (document.sha256, document.variant), content
-        ):
+        found = (0, False)
+        place = (document.sha256, document.variant)
+        async for item in self._call("get_document", route, place, content):
             if isinstance(item, str):
-                self.making[key] = item
+                self.phases[key] = item
             else:
                 found = item
         return found
 
-    async def items(self, method: str, key: str, *arguments: object) -> AsyncIterator[Any]:
-        """Yields what a method of the replica yields to which a document's key belongs, but its
-        reports.
-        """
-        chosen = self.handle.options(stream=True, multiplexed_model_id=key)
-        stream = getattr(chosen, method).remote(*arguments)
+    def get_phase(self, sha256: str, variant: Variant) -> str:
+        """Return how far a cache is: "waiting", a phase of `compress`, or "ready"."""
+        key = self.make_key(sha256, variant)
+        if key in self.phases:
+            return self.phases[key]
+        return "ready" if key in self.lengths else "waiting"
+
+    async def find_survivors(
+        self, document: ServedDocument, layer: int | None, head: int | None
+    ) -> dict:
+        """Return which tokens of a document survive; see survivors.py."""
+        place = (document.sha256, document.variant)
+
+        async def call_replica() -> dict:
+            route = self.make_key(*place)
+            return await anext(self._call("find_survivors", route, place, layer, head))
+
         try:
-            async for item in stream:
-                if isinstance(item, self.replica.About):
-                    self.reports[item.name] = item
-                else:
-                    yield item
-        except self.errors.RayTaskError as error:  # it comes from our own code there
-            raise error.cause from None
-        finally:
-            stream.cancel()
+            return await self._try_replicas(call_replica)
+        except self.replica.MissingError:
+            await self._bring(document, document)
+            return await self._try_replicas(call_replica)
 
-    async def tried(self, call: Callable[[], Awaitable]) -> Any:
-        """Returns what a call returns, from another replica where one dies over it."""
-        for _ in range(TRIES):
-            with suppress(self.errors.RayError):
-                return await call()
-        raise AwayError(f"{TRIES} replicas ended while they did this; ask again in a moment.")
+    # Questions.
 
-    def ask(self, question: Question) -> Future:
-        """See `Engine`."""
-        admit(self.asking, self.waiting, lambda: self.settle(question))
-        return question.done
-
-    async def settle(self, question: Question) -> None:
-        """Answers a question, unless everybody who waited for it has gone."""
-        answering = await until_left(question, self.answered(question), LOOK)
-        if answering.cancelled():
+    async def answer(self, question: ServedQuestion) -> None:
+        """Answer a question, unless everybody who waited for it has gone."""
+        task = await run_while_wanted(question, self._ask_replicas(question), LOOK)
+        if task.cancelled():
             question.done.cancel()
         elif not question.done.cancelled():
-            error = answering.exception()
-            settle(question.done, None if error else answering.result(), error)
+            error = task.exception()
+            settle_future(question.done, None if error else task.result(), error)
 
-    async def answered(self, question: Question) -> Reply:
-        """Returns the reply; brings documents that are not there any more."""
+    async def _ask_replicas(self, question: ServedQuestion) -> Reply:
+        """Return the reply; bring documents that are not there any more."""
         sent: list[list[int]] = [[] for _ in range(question.decoding.samples)]
         for _ in range(TRIES):
             try:
-                return await self.tried(lambda: self.written(question, sent))
+                return await self._try_replicas(lambda: self._ask_replica(question, sent))
             except self.replica.MissingError:
                 for document in question.documents:
-                    await self.brought(document, question.documents[0])
+                    await self._bring(document, question.documents[0])
         raise AwayError(
             "The documents went away again and again before the question was read; ask again."
         )
 
-    async def written(self, question: Question, sent: list[list[int]]) -> Reply:
-        """Has a replica write the answers; passes on what is not among the tokens `sent` of each
-        sample.
+    async def _ask_replica(self, question: ServedQuestion, sent: list[list[int]]) -> Reply:
+        """Have a replica write the answers.
+
+        Args:
+            question: what is asked.
+            sent: the tokens of each sample that were passed on before, from another replica. This
+                one says them again; only what follows is passed on.
         """
-        places = [(each.sha256, each.variant) for each in question.documents]
+        places = [(document.sha256, document.variant) for document in question.documents]
         counts = [0] * len(sent)
         reply = None
-        async for item in self.items(
-            "ask", self.key(*places[0]), places, self.replica.asked_of(question)
+        async for item in self._call(
+            "ask", self.make_key(*places[0]), places, self.replica.pack_question(question)
         ):
             if isinstance(item, Reply):
                 reply = item
@@ -209,94 +207,118 @@ class RayEngine:
                     raise AwayError(
                         "A replica ended, and another one would go on differently; ask again."
                     )
+        assert reply is not None
         return reply
 
-    def phase(self, sha256: str, variant: Variant) -> str:
-        """See `Engine`."""
-        key = self.key(sha256, variant)
-        return self.making.get(key) or ("ready" if key in self.known else "waiting")
+    # Calls of replicas.
 
-    async def kept(self, document: Sent, layer: int | None, head: int | None) -> dict:
-        """See `Engine`."""
-        place = document.sha256, document.variant
+    async def _call(self, method: str, route: str, *arguments: object) -> AsyncIterator[Any]:
+        """Yield what a method yields at the replica to which the key `route` belongs.
 
-        async def shares() -> dict:
-            return await anext(self.items("kept", self.key(*place), place, layer, head))
-
+        Its reports are noted and not yielded.
+        """
+        handle = self.handle.options(stream=True, multiplexed_model_id=route)
+        stream = getattr(handle, method).remote(*arguments)
         try:
-            return await self.tried(shares)
-        except self.replica.MissingError:
-            await self.brought(document)
-            return await self.tried(shares)
+            async for item in stream:
+                if isinstance(item, self.replica.ReplicaReport):
+                    self.reports[item.name] = item
+                else:
+                    yield item
+        except self.errors.RayTaskError as error:  # it comes from our own code there
+            raise error.cause from None
+        finally:
+            stream.cancel()
 
-    def figures(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `Engine`; of the replicas, as they were at their last answer."""
+    async def _try_replicas(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what a call returns, from another replica where one dies over it."""
+        for _ in range(TRIES):
+            with suppress(self.errors.RayError):
+                return await call()
+        raise AwayError(f"{TRIES} replicas ended while they did this; ask again in a moment.")
+
+    def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what the replicas counted, and what held at their last answer."""
         alive = ray_options.REPLICAS
-        total = {}
-        now = {}
+        counted: dict[str, int] = {}
+        now: dict[str, int] = {}
         for report in list(self.reports.values()):
             for name, value in report.counted.items():
-                total[name] = total.get(name, 0) + value
-            for name, value in report.now.items() if report.name in alive else ():
+                counted[name] = counted.get(name, 0) + value
+            if report.name not in alive:
+                continue
+            for name, value in report.now.items():
                 now[name] = now.get(name, 0) + value
-        return total, {**now, "questions_waiting": len(self.asking), "replicas": len(alive)}
+        now["questions_waiting"] = self.count_waiting()
+        now["replicas"] = len(alive)
+        return counted, now
 
 
-def payload(content: Content) -> str | bytes:
-    """Returns a text, or the bytes of a cache file."""
+def read_payload(content: Content) -> str | bytes:
+    """Return a text, or the bytes of a cache file."""
     given = content()
     return given.read_bytes() if isinstance(given, Path) else given
 
 
 @contextmanager
 def deploy_replicas(
-    settings: Settings, spread: RayOptions, model: str, dtype: str, device: str
+    settings: Settings, options: RayOptions, model: str, dtype: str, device: str
 ) -> Iterator[RayEngine]:
-    """Yields an engine whose replicas have loaded the model; they end with the block.
+    """Yield an engine whose replicas have loaded the model; they end with the block.
 
-    They share caches at `settings.shared`; each has a folder of its own in the store's folder on
-    its machine.
+    Args:
+        settings: what is served. The replicas share caches at `settings.shared`; each has its own
+            folder in the store's folder on its machine.
+        options: how many replicas there are, and where.
+        model: the name of the model.
+        dtype: of its weights.
+        device: where it runs.
     """
-    most = max(spread.replicas, spread.max_replicas)
-    needed = spread.needed(device)
+    most = max(options.replicas, options.max_replicas)
+    resources = options.find_resources(device)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ray = connect_ray(spread.ray, spread.replica_cpus * most, SHARED_MEMORY, needed)
+    address = options.ray or LOCAL
+    ray = connect_ray(address, options.replica_cpus * most, SHARED_MEMORY, resources)
     try:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():  # Ray has its own
+            for number, handler in handlers.items():  # Ray has set its own
                 signal.signal(number, handler)
-        serve, replica = modules()
-        own = settings.store.resolve()
-        recipe = replica.Recipe(
-            model,
-            dtype,
-            device,
-            spread.replica_cpus,
-            str(own / "replicas"),
-            settings.shared,
-            settings.memory,
-            settings.disk,
+        serve, replica = import_modules()
+        folder = settings.store.resolve()
+        config = replica.ReplicaConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            threads=options.replica_cpus,
+            folder=str(folder / "replicas"),
+            shared=settings.shared,
+            memory=settings.memory,
+            disk=settings.disk,
         )
-        name = f"restorekv-{hashlib.sha256(f'{HOST} {own}'.encode()).hexdigest()[:8]}"
+        name = f"restorekv-{hashlib.sha256(f'{HOST} {folder}'.encode()).hexdigest()[:8]}"
         serve.start(
             proxy_location="Disabled",
             logging_config={"log_level": "ERROR", "enable_access_log": False},
         )
         try:
-            made = replica.deployment(spread.replicas, most, needed)
-            yield RayEngine(
-                serve.run(made.bind(recipe), name=name, route_prefix=None), settings.limits.waiting
-            )
+            deployment = replica.make_deployment(options.replicas, most, resources)
+            handle = serve.run(deployment.bind(config), name=name, route_prefix=None)
+            yield RayEngine(handle, settings.limits.waiting)
         finally:
-            if spread.ray != LOCAL:
+            if address != LOCAL:
                 serve.delete(name)
     finally:
         ray.shutdown()
 
 
-def modules() -> tuple[ModuleType, ModuleType]:
-    """Returns Ray Serve, without its remarks, and what runs in a replica."""
-    serve = import_extra("ray.serve", "serve-ray", "Ray Serve")
-    replica = import_extra("restorekv.serve.ray.replica", "serve-ray", "Ray Serve")
+def import_modules() -> tuple[ModuleType, ModuleType]:
+    """Return Ray Serve, without its remarks, and what runs in a replica."""
+    try:
+        serve = import_module("ray.serve")
+        replica = import_module("restorekv.serve.ray.replica")
+    except ImportError as error:
+        raise RestoreKVError(
+            f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'."
+        ) from None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return serve, replica

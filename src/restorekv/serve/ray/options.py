@@ -8,17 +8,18 @@ from typing import Any
 
 from restorekv.errors import RestoreKVError
 
-# The names of those that run, as `note_replicas` was told last.
+# The names of those that run, as `note_replicas` got them last.
 REPLICAS: frozenset[str] = frozenset()
 
 
 def note_replicas(names: Iterable[str]) -> None:
-    """Remembers which replicas run."""
+    """Remember which replicas run."""
     global REPLICAS
     REPLICAS = frozenset(names)
 
 
 def option(default: object, text: str) -> Any:
+    """Return a field that is an option of the command."""
     return field(default=default, metadata={"help": text})
 
 
@@ -37,12 +38,15 @@ class RayOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.replica_cpus < 1 or 0 < self.max_replicas < self.replicas:
+        has_too_few = self.replicas < 1 or self.replica_cpus < 1
+        if has_too_few or 0 < self.max_replicas < self.replicas:
             raise RestoreKVError(
                 "A server has at least 1 replica of 1 CPU, and not more at least than at most."
             )
 
-    def needed(self, device: str) -> dict[str, float]:
-        """Returns what a replica needs of its node."""
-        gpus = self.replica_gpus if self.replica_gpus >= 0 else float(device.startswith("cuda"))
+    def find_resources(self, device: str) -> dict[str, float]:
+        """Return what a replica needs of its node."""
+        gpus = self.replica_gpus
+        if gpus < 0:
+            gpus = 1.0 if device.startswith("cuda") else 0.0
         return {"CPU": self.replica_cpus, "GPU": gpus}

@@ -1,7 +1,6 @@
-"""What runs in a replica of Ray Serve: the library as engine, with a folder of its own.
+"""What runs in a replica of Ray Serve: the library as engine, with a separate folder.
 
-Items that a replica yields travel to engine.py, which is the engine of the process that speaks
-HTTP.
+What its methods yield travels to ray/engine.py, the engine of the process that speaks HTTP.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import file_lock
 from restorekv.generation import generate
 from restorekv.model.load import load_model
-from restorekv.serve.embedded import Embedded
-from restorekv.serve.engine import Document, Question, begin
+from restorekv.serve.embedded import EmbeddedEngine
+from restorekv.serve.engine import ServedDocument, ServedQuestion, ask_engine
 from restorekv.serve.ray.router import DocumentRouter
 from restorekv.serve.run import check_loading
 from restorekv.serve.shared import SharedFolder
@@ -42,9 +41,18 @@ class MissingError(RestoreKVError):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a replica is made; `folder` is where those of one machine have theirs, `shared` the
-    address of all.
+class ReplicaConfig:
+    """How a replica is made.
+
+    Args:
+        model: its name.
+        dtype: of its weights.
+        device: where it runs.
+        threads: of torch.
+        folder: where the replicas of one machine have theirs.
+        shared: the address of the caches that all share.
+        memory: bytes of documents in memory.
+        disk: bytes of documents on disk.
     """
 
     model: str
@@ -58,10 +66,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class About:
-    """What a replica says about itself with everything it settles: its name, what it counted and
-    what is so now.
-    """
+class ReplicaReport:
+    """What a replica says of itself with everything it settles: its name and its metrics."""
 
     name: str
     counted: dict[str, int]
@@ -71,125 +77,152 @@ class About:
 class Replica:
     """Holds documents and answers questions about them."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        torch.set_num_threads(recipe.threads)
+    def __init__(self, config: ReplicaConfig) -> None:
+        torch.set_num_threads(config.threads)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        model, tokenizer = load_model(recipe.model, recipe.dtype, recipe.device)
+        model, tokenizer = load_model(config.model, config.dtype, config.device)
         check_loading(model, tokenizer)
         self.lasting = ExitStack()
-        folder = own_folder(Path(recipe.folder), self.lasting)
-        self.store = Store(folder, recipe.disk, SharedFolder(recipe.shared))
-        # Who sends bounds what waits.
-        self.engine = Embedded(model, tokenizer, self.store, recipe.memory, 0)
+        folder = lock_folder(Path(config.folder), self.lasting)
+        self.store = Store(folder, config.disk, SharedFolder(config.shared))
+        # The sender bounds how many questions wait.
+        self.engine = EmbeddedEngine(model, tokenizer, self.store, config.memory, waiting=None)
         self.engine.start()
 
     def __del__(self) -> None:
-        """Ray Serve calls it when a replica that is no longer needed has answered what it was
-        asked.
-        """
+        """End; Ray Serve calls it when a replica that is not needed any more has answered all."""
         if hasattr(self, "engine"):
             self.engine.close()
             self.store.close()
             self.lasting.close()
 
-    async def described(self) -> tuple[Tokenizer, set[int], Sequence[str]]:
-        """Returns what the sender needs of the model: its tokenizer, what ends answers, what caches
-        are made with.
-        """
+    async def describe_model(self) -> tuple[Tokenizer, set[int], Sequence[str]]:
+        """Return the tokenizer, the ids that end answers, and what caches are made with."""
         return self.engine.tokenizer, self.engine.stops, self.engine.made_with
 
-    def about(self) -> About:
-        counted, now = self.engine.figures()
-        return About(serve.get_replica_context().replica_id.unique_id, dict(counted), now)
+    async def get_document(
+        self, place: Place, content: str | bytes | None
+    ) -> AsyncIterator[object]:
+        """Yield the phases of a compression, then (tokens, fresh), then a report.
 
-    async def held(self, place: Place) -> Document:
-        """Returns a document that is in memory, here or in the shared folder."""
-        if held := await self.engine.stored(*place):
-            return held
-        raise MissingError("The document is not here.")
-
-    async def document(self, place: Place, content: str | bytes | None) -> AsyncIterator[object]:
-        """Yields the phases of a compression, then (tokens, fresh) and About; without a content,
-        for what is there.
+        Without a content, the document is loaded; raises MissingError where it is not there.
         """
         with ExitStack() as stack:
-            if isinstance(content, bytes):  # for all else the disk may be full
-                folder = stack.enter_context(
-                    tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-")
-                )
-                (path := Path(folder) / "upload.rkv").write_bytes(content)
-                content = path
-            task = asyncio.create_task(
-                self.held(place)
-                if content is None
-                else self.engine.document(*place, lambda: content)
-            )
+            if content is None:
+                getting = self._find_document(place)
+            else:
+                source: str | Path
+                if isinstance(content, bytes):
+                    # Only here is a disk needed; for all else it may be full.
+                    folder = stack.enter_context(
+                        tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-")
+                    )
+                    source = Path(folder) / "upload.rkv"
+                    source.write_bytes(content)
+                else:
+                    source = content
+                getting = self.engine.get_document(*place, lambda: source)
+            task = asyncio.ensure_future(getting)
             phase = ""
-            while not (await asyncio.wait([task], timeout=LOOK))[0]:
-                if phase != (phase := self.engine.phase(*place)):
+            while not task.done():
+                await asyncio.wait([task], timeout=LOOK)
+                now = self.engine.get_phase(*place)
+                if not task.done() and now != phase:
+                    phase = now
                     yield phase
-            held = task.result()
-        yield held.tokens, held.fresh
-        yield self.about()
+            document = task.result()
+        yield document.tokens, document.fresh
+        yield self._make_report()
 
-    async def ask(self, places: Sequence[Place], asked: dict[str, Any]) -> AsyncIterator[object]:
-        """Yields lists of tokens as they are written, then the Reply and About; who stops listening
-        ends it.
+    async def ask(self, places: Sequence[Place], packed: dict[str, Any]) -> AsyncIterator[object]:
+        """Yield lists of tokens as they are written, then the Reply, then a report.
+
+        Whoever stops listening ends the writing.
         """
-        documents = [await self.held(place) for place in places]
-        question, future, tokens = begin(self.engine, documents=documents, **asked)
+        documents = [await self._find_document(place) for place in places]
+        question = ServedQuestion(documents=documents, **packed)
+        reply, tokens = ask_engine(self.engine, question)
         try:
-            while written := await together(tokens):
+            while written := await take_tokens(tokens):
                 yield written
-            yield await future
-            yield self.about()
+            yield await reply
+            yield self._make_report()
         finally:
             question.cancelled = True
 
-    async def kept(self, place: Place, layer: int | None, head: int | None) -> AsyncIterator[dict]:
-        """Yields which tokens of a document survive."""
-        yield await self.engine.kept(await self.held(place), layer, head)
+    async def find_survivors(
+        self, place: Place, layer: int | None, head: int | None
+    ) -> AsyncIterator[dict]:
+        """Yield which tokens of a document survive."""
+        document = await self._find_document(place)
+        yield await self.engine.find_survivors(document, layer, head)
+
+    async def _find_document(self, place: Place) -> ServedDocument:
+        """Return a document that is in memory, on disk, or in the shared folder."""
+        document = await self.engine.find_document(*place)
+        if document is None:
+            raise MissingError("The document is not here.")
+        return document
+
+    def _make_report(self) -> ReplicaReport:
+        counted, now = self.engine.collect_metrics()
+        name = serve.get_replica_context().replica_id.unique_id
+        return ReplicaReport(name, dict(counted), now)
 
 
-def deployment(least: int, most: int, needed: Mapping[str, float]) -> serve.Deployment:
-    """Returns what Ray Serve deploys; two batches are on their way to a replica before another one
-    gets more.
+def make_deployment(least: int, most: int, resources: Mapping[str, float]) -> serve.Deployment:
+    """Return what Ray Serve deploys.
+
+    Two batches are on their way to a replica before another one gets more.
     """
-    resources = {"num_cpus": needed["CPU"], "num_gpus": needed["GPU"]}
     number: dict[str, Any] = {"num_replicas": least}
     if most > least:
-        target = {"target_ongoing_requests": generate.BATCH}
-        number = {"autoscaling_config": {"min_replicas": least, "max_replicas": most, **target}}
+        autoscaling = {
+            "min_replicas": least,
+            "max_replicas": most,
+            "target_ongoing_requests": generate.BATCH,
+        }
+        number = {"autoscaling_config": autoscaling}
     return serve.deployment(
         Replica,
         name="documents",
         max_ongoing_requests=2 * generate.BATCH,
-        ray_actor_options=resources,
+        ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources["GPU"]},
         request_router_config=RequestRouterConfig(request_router_class=DocumentRouter),
         **number,
     )
 
 
-def asked_of(question: Question) -> dict[str, Any]:
-    """Returns what `Replica.ask` is told of a question besides its documents."""
-    names = ("turns", "text", "system", "limit", "decoding")
-    return {name: getattr(question, name) for name in names}
+def pack_question(question: ServedQuestion) -> dict[str, Any]:
+    """Return the fields of a question that travel to a replica; its documents go as places."""
+    return {
+        "turns": question.turns,
+        "text": question.text,
+        "system": question.system,
+        "limit": question.limit,
+        "decoding": question.decoding,
+    }
 
 
-async def together(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
-    """Waits for a token and returns it with those that are there already; an empty list at the end."""
-    written = [await tokens.get()]
-    while written[-1] is not None and not tokens.empty():
-        written.append(tokens.get_nowait())
-    if written[-1] is None and len(written) > 1:
+async def take_tokens(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
+    """Wait for a token; return it with those that are there already; an empty list at the end."""
+    taken: list[tuple] = []
+    item = await tokens.get()
+    while item is not None:
+        taken.append(item)
+        if tokens.empty():
+            return taken
+        item = tokens.get_nowait()
+    if taken:  # the end is for the next call
         tokens.put_nowait(None)
-    return [each for each in written if each is not None]
+    return taken
 
 
-def own_folder(folder: Path, lasting: ExitStack) -> Path:
-    """Returns the first numbered folder that no other replica has, for as long as this process or
-    `lasting` lasts.
+def lock_folder(folder: Path, lasting: ExitStack) -> Path:
+    """Return the first numbered folder that no other replica has.
+
+    It is locked for as long as this process or `lasting` lasts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in count():

@@ -10,18 +10,19 @@ from restorekv.serve.ray import options
 
 
 class DocumentRouter(RequestRouter):
-    """Sends all requests about a document to one replica, which holds it then, and to the next one
-    where that is full.
+    """Sends all requests about a document to one replica, which holds it then.
 
-    The order of replicas follows from the document and their names alone, so that it is the same in
-    every process, and when a replica comes or goes, most documents stay where they are.
+    Where that is full, they go to the next one. The order of replicas follows from the document and
+    their names alone. So it is the same in every process, and when a replica comes or goes, most
+    documents stay where they are.
     """
 
-    # A replica that computes is not quick to say how much waits there.
+    # A replica that computes is slow to say how much waits there.
     queue_len_response_deadline_s = 5.0
     max_queue_len_response_deadline_s = 20.0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Note which replicas run."""
         super().update_replicas(replicas)
         options.note_replicas(each.replica_id.unique_id for each in replicas)
 
@@ -30,12 +31,12 @@ class DocumentRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas, each as a choice of its own."""
+        """Return the replicas in the order in which they are tried."""
         key = pending_request.metadata.multiplexed_model_id if pending_request else ""
         if pending_request:
             pending_request.routing_context.should_backoff = True  # when all are full
 
-        def order(replica: RunningReplica) -> bytes:
+        def hash_for_document(replica: RunningReplica) -> bytes:
             return hashlib.sha256(f"{key} {replica.replica_id.unique_id}".encode()).digest()
 
-        return [[each] for each in sorted(candidate_replicas, key=order)]
+        return [[replica] for replica in sorted(candidate_replicas, key=hash_for_document)]

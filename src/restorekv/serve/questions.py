@@ -1,0 +1,247 @@
+"""Questions of requests: handed to the engine, and answered whole or as streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from pydantic import BaseModel
+
+from restorekv.errors import RestoreKVError
+from restorekv.generation.answers import Growing
+from restorekv.serve import replies, schemas
+from restorekv.serve.engine import (
+    ENDING,
+    AwayError,
+    Reply,
+    ServedQuestion,
+    ask_engine,
+    settle_future,
+)
+from restorekv.serve.requests import ChatRequest, parse_messages
+from restorekv.serve.service import ApiError, Service
+from restorekv.serve.variants import Variant
+
+GRACE = 2.5  # seconds that answers may still take once the server ends
+T = TypeVar("T")
+
+# Returns whether the client has gone.
+IsGone = Callable[[], Awaitable[bool]]
+
+
+class Questions:
+    """Asks the engine what requests ask, and knows which answers are being written."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.answering: dict[asyncio.Future[Reply], ServedQuestion] = {}
+
+    async def end(self) -> None:
+        """Refuse what has not begun; after GRACE seconds, end the other answers with an error."""
+        self.service.end()
+        if self.answering:
+            await asyncio.wait(list(self.answering), timeout=GRACE)
+        for question in list(self.answering.values()):
+            question.cancelled = True
+            settle_future(question.done, error=AwayError(ENDING))
+
+    async def complete_chat(self, request: ChatRequest, is_gone: IsGone) -> Response:
+        """Answer a chat request, whole or as a stream."""
+        pending = await self.ask(request, "chatcmpl", is_gone)
+        if request.stream:
+            return await pending.start_stream(stream_chat(pending, request))
+        reply = await pending.wait_for_reply()
+        tokenizer = self.service.engine.tokenizer
+        answer = replies.make_completion(pending.header, reply, tokenizer, request.logprobs)
+        return JSONResponse(schemas.to_json(answer))
+
+    async def ask(self, request: ChatRequest, kind: str, is_gone: IsGone) -> PendingAnswer:
+        """Hand a request to the engine.
+
+        Args:
+            request: what is asked.
+            kind: how the id of the answer begins.
+            is_gone: returns whether the client has gone.
+
+        Returns:
+            The answer, of which nothing may be written yet.
+
+        Raises:
+            RestoreKVError: the request asks for what cannot be done.
+            ApiError: a document is not there, or the client has gone.
+            BusyError: too many questions wait.
+            TimeoutError: the documents took too long.
+        """
+        service = self.service
+        conversation = parse_messages(request.messages)
+        variant = Variant.parse(request.model, service.base)
+        decoding = request.make_decoding(secrets.randbelow(2**31))
+        service.check_open()
+
+        async def is_over() -> bool:
+            service.check_open()
+            return await is_gone()
+
+        getting = asyncio.ensure_future(service.get_documents(conversation.documents, variant))
+        try:
+            documents = await wait_unless_gone(getting, is_over, service.limits.seconds)
+        except BaseException:  # one that is being compressed is finished all the same
+            getting.cancel()
+            raise
+
+        question = ServedQuestion(
+            documents=documents,
+            turns=conversation.turns,
+            text=conversation.question,
+            system=conversation.system,
+            limit=request.choose_limit(service.limits.tokens),
+            decoding=decoding,
+        )
+        reply, tokens = ask_engine(service.engine, question)
+        self.answering[reply] = question
+        reply.add_done_callback(self.answering.pop)
+
+        header = replies.AnswerHeader(
+            id=f"{kind}-{secrets.token_hex(12)}",
+            model=request.model,
+            created=int(time.time()),
+            documents=documents,
+        )
+        texts = []
+        for _ in range(decoding.samples):
+            texts.append(Growing(service.engine.tokenizer, service.engine.stops, decoding.stop))
+        return PendingAnswer(
+            question=question,
+            reply=reply,
+            tokens=tokens,
+            texts=texts,
+            header=header,
+            is_gone=is_gone,
+            seconds=service.limits.seconds,
+        )
+
+
+@dataclass
+class PendingAnswer:
+    """An answer that is being written.
+
+    Args:
+        question: what the engine was asked.
+        reply: what it will say.
+        tokens: what it has said and nobody has read yet, with None at the end.
+        texts: the text of each sample so far.
+        header: what all parts of the answer begin with.
+        is_gone: returns whether the client has gone.
+        seconds: how long it may take until its first token or its end.
+        first: the token that was waited for, until it is read.
+    """
+
+    question: ServedQuestion
+    reply: asyncio.Future[Reply]
+    tokens: asyncio.Queue[tuple | None]
+    texts: list[Growing]
+    header: replies.AnswerHeader
+    is_gone: IsGone
+    seconds: float
+    first: list[tuple | None] = field(default_factory=list)
+
+    async def wait_for_reply(self) -> Reply:
+        """Return the reply; a client who leaves and a limit of seconds end the writing."""
+        return await self._wait(self.reply)
+
+    async def start_stream(self, events: AsyncIterator[str]) -> Response:
+        """Return events as a response once the first token is there.
+
+        So what is wrong with the question is raised while the response can still have a status.
+        """
+        first = await self._wait(asyncio.ensure_future(self.tokens.get()))
+        if first is None:
+            self.reply.result()
+        self.first = [first]
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
+        """Yield (sample, piece of its text, its ids with `Row.likely`).
+
+        Whoever stops listening ends the writing.
+        """
+        likely: list[list[tuple]] = [[] for _ in self.texts]
+        try:
+            while True:
+                item = self.first.pop() if self.first else await self.tokens.get()
+                if item is None:
+                    break
+                sample, token, *more = item
+                for each in more:
+                    likely[sample].append((token, *each))
+                piece = self.texts[sample].push(token)
+                if piece:
+                    yield sample, piece, likely[sample]
+                    likely[sample] = []
+            await self.reply
+            for number, text in enumerate(self.texts):
+                rest = text.rest()
+                if rest or likely[number]:
+                    yield number, rest, likely[number]
+        finally:
+            self.question.cancelled = True
+
+    async def _wait(self, future: asyncio.Future[T]) -> T:
+        """Return the result of a future; when it does not come, the writing ends."""
+        try:
+            return await wait_unless_gone(future, self.is_gone, self.seconds)
+        except BaseException:
+            self.question.cancelled = True
+            raise
+
+
+async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIterator[str]:
+    """Yield the server-sent events of a chat completion."""
+    header = pending.header
+    try:
+        for number in range(len(pending.texts)):
+            delta = ChoiceDelta(role="assistant", content="")
+            yield format_event(replies.make_chunk(header, number, delta))
+        async for number, piece, rows in pending.iter_pieces():
+            likely = replies.describe_logprobs(rows, pending.texts[number].tokenizer)
+            delta = ChoiceDelta(content=piece)
+            yield format_event(replies.make_chunk(header, number, delta, likely=likely))
+        reply = pending.reply.result()
+        for number, answer in enumerate(reply.answers):
+            chunk = replies.make_chunk(header, number, ChoiceDelta(), finish=answer.finish)
+            yield format_event(chunk)
+        if (request.stream_options or {}).get("include_usage"):
+            yield format_event(replies.make_usage_chunk(header, reply))
+        yield "data: [DONE]\n\n"
+    except RestoreKVError as error:
+        yield format_event(schemas.make_problem("server_error", str(error)))
+
+
+async def wait_unless_gone(future: asyncio.Future[T], is_gone: IsGone, seconds: float) -> T:
+    """Return the result of a future, of which a client and a limit of seconds may tire.
+
+    Raises:
+        ApiError: the client has gone.
+        TimeoutError: it took too long.
+    """
+
+    async def wait_and_look() -> T:
+        while not future.done():
+            await asyncio.wait([future], timeout=1.0)
+            if not future.done() and await is_gone():
+                raise ApiError(499, "The client has gone.")
+        return future.result()
+
+    return await asyncio.wait_for(wait_and_look(), seconds)
+
+
+def format_event(content: BaseModel) -> str:
+    """Return one server-sent event."""
+    return f"data: {json.dumps(schemas.to_json(content), ensure_ascii=False)}\n\n"

