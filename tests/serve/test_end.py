@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
 from restorekv.generation import generate  # noqa: E402
-from restorekv.model.shape import decoder  # noqa: E402
+from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import questions, run  # noqa: E402
 from restorekv.serve.engine import ENDING  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402

@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 from restorekv import compress  # noqa: E402
 from restorekv.compression import eviction  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
-from restorekv.model.tokenize import text_ids  # noqa: E402
+from restorekv.model.tokenize import tokenize_text  # noqa: E402
 from restorekv.serve import (  # noqa: E402
     caches,
     page,
@@ -154,7 +154,7 @@ def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer,
 
 def test_pieces_are_whole_characters(tiny_tokenizer):
     text = "Zoë said 日本 and 🙂🙂 in a café — twice."
-    pieces = survivors.split_into_pieces(tiny_tokenizer, tuple(text_ids(tiny_tokenizer, text)))
+    pieces = survivors.split_into_pieces(tiny_tokenizer, tuple(tokenize_text(tiny_tokenizer, text)))
     assert "".join(piece for piece, _ in pieces) == text
     assert not any("\ufffd" in piece for piece, _ in pieces)
     assert sum(tokens for _, tokens in pieces) == len(tokenize_text(tiny_tokenizer, text))

@@ -322,7 +322,7 @@ def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
 ):
     """All that comes before vLLM itself, which only tests/vllm has."""
     engine = find_engine_class("vllm")(model, tiny_tokenizer, Store(tmp_path, 1 << 30), 1 << 20, 4)
-    assert engine.client.fingerprint == model_fingerprint(model)
-    assert model_fingerprint(
+    assert engine.client.fingerprint == fingerprint_model(model)
+    assert fingerprint_model(
         load_model(engine.client.options["model"], dtype="float32")[0]
-    ) == model_fingerprint(model)
+    ) == fingerprint_model(model)

@@ -30,8 +30,8 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of
 from restorekv.generation.sampling import Row
-from restorekv.model.load import model_fingerprint
-from restorekv.model.prompt import Context, template_hash, usable_positions
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.prompt import Context, count_usable_positions, hash_template
 from restorekv.pipeline import compress
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
@@ -103,11 +103,11 @@ def make_cache_key(sha256: str, variant: Variant, made_with: Sequence[str]) -> s
 class CacheEngine(Engine):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
-    `compress_options` are options of `compress` in addition to a variant's own; caches that differ
-    in them have different keys.
+    `compress_settings` are fields of `CompressionConfig` in addition to a variant's own; caches
+    that differ in them have different keys.
     """
 
-    compress_options: ClassVar[Mapping[str, str]] = {}
+    compress_settings: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class CacheEngine(Engine):
         self.store = store
         self.memory = memory
         self.stops = generate.stop_ids(model, tokenizer)
-        options = [f"{name}={value}" for name, value in self.compress_options.items()]
+        settings = [f"{name}={value}" for name, value in self.compress_settings.items()]
         self.made_with: tuple[str, ...] = (
-            model_fingerprint(model),
+            fingerprint_model(model),
             str(model.dtype),
-            template_hash(tokenizer),
-            *options,
+            hash_template(tokenizer),
+            *settings,
         )
         # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
@@ -268,7 +268,7 @@ class CacheEngine(Engine):
         """Compress a text; of a path, load the cache file."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
-        check_size(content, self.tokenizer, usable_positions(self.model))
+        check_size(content, self.tokenizer, count_usable_positions(self.model))
 
         def note_phase(name: str) -> None:
             self.making = (key, name)
@@ -280,8 +280,8 @@ class CacheEngine(Engine):
                     self.tokenizer,
                     content,
                     progress=note_phase,
+                    config=CompressionConfig(**variant.settings, **self.compress_settings),
                     **variant.options,
-                    **self.compress_options,
                 )
         finally:
             self.making = ("", "")

@@ -28,9 +28,9 @@ from restorekv.generation.chat import conversation_ids
 from restorekv.generation.sampling import rows_of
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
-from restorekv.model.observer import HOOKS
-from restorekv.model.prompt import usable_positions
-from restorekv.model.shape import decoder
+from restorekv.model.observer import HOOKS_LOCK
+from restorekv.model.prompt import count_usable_positions
+from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import JOIN, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import check_size
 from restorekv.serve.engine import (
@@ -85,9 +85,10 @@ class EmbeddedEngine(CacheEngine):
         self.answering = threading.Thread(
             target=self._answer_all, name="restorekv-answer", daemon=True
         )
-        with HOOKS:
+        with HOOKS_LOCK:
             self.hooks = [
-                layer.register_forward_pre_hook(self._give_way) for layer in decoder(model).layers
+                layer.register_forward_pre_hook(self._give_way)
+                for layer in get_backbone(model).layers
             ]
 
     def start(self) -> None:
@@ -151,7 +152,7 @@ class EmbeddedEngine(CacheEngine):
         started = time.perf_counter()
         contexts = [self.load_document(document) for document in question.documents]
         joined = compose(contexts) if len(contexts) > 1 else contexts[0]
-        most = usable_positions(self.model)
+        most = count_usable_positions(self.model)
         texts = [question.system, question.text]
         for turn in question.turns:
             texts.extend(turn)

@@ -221,7 +221,7 @@ def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
     for kind, name, sql in disk.execute("select type, name, sql from sqlite_master"):
         is_index_of_key = kind == "index" and sql is None
         if not is_index_of_key and (kind != "table" or _normalize(str(sql)) not in own):
-            raise _make_foreign_error(path, f"the {kind} {shown(name)}")
+            raise _make_foreign_error(path, f"the {kind} {make_printable(name)}")
         names.add(name)
     if names & TABLES and version != VERSION:
         raise RestoreKVError(

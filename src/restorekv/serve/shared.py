@@ -77,11 +77,11 @@ class SharedFolder:
             self._remove_leftovers()
         except ImportError as error:
             raise RestoreKVError(
-                f"The shared folder {self.url} needs a package ({first_sentence(error)}); "
+                f"The shared folder {self.url} needs a package ({summarize_error(error)}); "
                 "install it."
             ) from None
         except Exception as error:  # each file system has its own
-            reason = first_sentence(error) or type(error).__name__
+            reason = summarize_error(error) or type(error).__name__
             raise RestoreKVError(
                 f"Cannot use the shared folder {self.url} ({reason}); check its address, your "
                 "rights and the network."
@@ -127,7 +127,7 @@ class SharedFolder:
             info = self.files.info(source)
             if info["type"] != "file" or info.get("islink") or info["size"] > most:
                 return False
-            with replacing(path, follow=False) as temporary:
+            with replace_file(path, follow=False) as temporary:
                 self.files.get_file(source, str(temporary))
         except FileNotFoundError:
             return False

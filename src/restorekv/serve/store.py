@@ -182,7 +182,7 @@ class Store:
         created = int(time.time())
         size = 0
         digest = start_document_hash(find_kind(name))
-        with replacing(path, follow=False) as temporary, temporary.open("wb") as file:
+        with replace_file(path, follow=False) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
                 digest.update(piece)
                 size += file.write(piece)

@@ -58,12 +58,16 @@ class Variant:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `compress` is asked for."""
+        """The arguments of `compress`."""
         if not self.method:
             return {"ratio": 1, "adapter": None}
         return {
             "evictor": PRESETS.get(self.method, self.method),
             "ratio": self.ratio,
             "adapter": "auto" if self.restores else None,
-            "on_small_budget": "fewer",
         }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of `CompressionConfig` that are not the defaults."""
+        return {"on_small_budget": "fewer"} if self.method else {}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.serve.engine import AwayError
 from restorekv.storage.portable import MARK, mark
 from restorekv.vllm import transfer_config
@@ -107,7 +107,7 @@ class InProcessVllm:
             self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
         except (TypeError, ValueError, RuntimeError) as error:
             raise RestoreKVError(
-                f"vLLM did not start ({first_sentence(error)}); its log says why; "
+                f"vLLM did not start ({summarize_error(error)}); its log says why; "
                 "--vllm-options has its arguments."
             ) from error
         self.longest = self.llm.vllm_config.model_config.max_model_len
@@ -154,7 +154,7 @@ class InProcessVllm:
                 "vLLM has ended; the server's log says why. Start the server again."
             ) from None
         except (client_error, exceptions.EngineGenerateError) as error:
-            why = first_sentence(error.__cause__ or error)
+            why = summarize_error(error.__cause__ or error)
             raise RestoreKVError(f"vLLM refuses the request: {why}.") from error
 
     def _explain_failure(self, ids: Sequence[int]) -> str:
@@ -203,7 +203,7 @@ class RemoteVllm:
                 self.longest = card.get("max_model_len")
             except (httpx2.HTTPError, ValueError, LookupError) as error:
                 raise RestoreKVError(
-                    f"There is no vLLM server at {self.url} ({first_sentence(error)}); give its "
+                    f"There is no vLLM server at {self.url} ({summarize_error(error)}); give its "
                     "address as http://HOST:8000/v1 and start it before this one."
                 ) from None
             # Our connector refuses placeholders that stand for no document; a server without it
@@ -250,7 +250,7 @@ class RemoteVllm:
                         for piece in self._parse_event(json.loads(line.removeprefix("data: "))):
                             yield piece
         except httpx2.HTTPError as error:
-            why = first_sentence(error)
+            why = summarize_error(error)
             raise AwayError(
                 f"The vLLM server at {self.url} does not answer ({why}); start it again."
             ) from None
@@ -286,7 +286,7 @@ class RemoteVllm:
             return RestoreKVError(
                 f"{ENDED}. It must see {self.store.resolve()} and have the model of this server."
             )
-        why = first_sentence(ValueError(message[:300]))
+        why = summarize_error(ValueError(message[:300]))
         return RestoreKVError(f"vLLM refuses the request: {why}.")
 
 

@@ -30,8 +30,8 @@ from restorekv.generation.chat import conversation_ids
 from restorekv.generation.sampling import Decoding, Row
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
-from restorekv.model.load import model_fingerprint
-from restorekv.model.prompt import Context, default_between, fit, make_context
+from restorekv.model.identity import fingerprint_model
+from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import explain_length
@@ -75,7 +75,7 @@ class VllmEngine(CacheEngine):
     this process with `options` of its AsyncEngineArgs.
     """
 
-    compress_options: ClassVar[Mapping[str, str]] = {"allocation": "per-head"}
+    compress_settings: ClassVar[Mapping[str, Any]] = {"allocation": "per-head"}
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class VllmEngine(CacheEngine):
             vocabulary = model.get_input_embeddings().weight.shape[0]
             self.client = RemoteVllm(url, self.portables.folder, vocabulary)
         else:
-            fingerprint = model_fingerprint(model)
-            copies = gguf.private_folder() / "vllm"
+            fingerprint = fingerprint_model(model)
+            copies = gguf.find_private_folder() / "vllm"
             self.client = InProcessVllm(
                 find_model_folder(model, tokenizer, copies, fingerprint),
                 str(model.dtype).removeprefix("torch."),
@@ -184,8 +184,8 @@ class VllmEngine(CacheEngine):
             if isinstance(text, Path):
                 return None
             with explain_length():
-                context = make_context(self.tokenizer, text, default_between(self.tokenizer))
-                known, _ = fit(self.model, context)
+                context = make_context(self.tokenizer, text, get_default_between(self.tokenizer))
+                known, _ = fit_context(self.model, context)
             self.texts[sha256] = known
             while len(self.texts) > REMEMBERED:
                 self.texts.popitem(last=False)
@@ -348,7 +348,7 @@ def join_contexts(contexts: Sequence[Context]) -> Context:
 
 def full_cache_cost(model: PreTrainedModel, positions: int) -> CacheCost:
     """Return what a full cache of some positions holds."""
-    shape = CacheShape.of(model)
+    shape = CacheShape.from_model(model)
     pairs = shape.layers * shape.heads * positions
     return CacheCost(pairs, 2 * pairs * shape.head_dim * model.dtype.itemsize, {})
 

@@ -29,7 +29,7 @@ from vllm.distributed.parallel_state import (
 )
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.load import rope_fingerprint
+from restorekv.model.rope import get_rope_settings
 from restorekv.vllm.store import (
     MEMORY,
     Expected,
@@ -264,7 +264,7 @@ def make_expected(vllm_config: VllmConfig, fingerprint: str | None) -> Expected:
         layers=config.num_hidden_layers,
         heads=heads,
         head_dim=model.get_head_size(),
-        rope=rope_fingerprint(config),
+        rope=get_rope_settings(config),
         dtype=str(model.dtype).removeprefix("torch."),
         vocabulary=config.vocab_size,
         fingerprint=fingerprint,

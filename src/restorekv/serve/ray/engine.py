@@ -313,12 +313,7 @@ def deploy_replicas(
 
 def import_modules() -> tuple[ModuleType, ModuleType]:
     """Return Ray Serve, without its remarks, and what runs in a replica."""
-    try:
-        serve = import_module("ray.serve")
-        replica = import_module("restorekv.serve.ray.replica")
-    except ImportError as error:
-        raise RestoreKVError(
-            f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'."
-        ) from None
+    serve = import_extra("ray.serve", "serve-ray", "Ray Serve")
+    replica = import_extra("restorekv.serve.ray.replica", "serve-ray", "Ray Serve")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return serve, replica

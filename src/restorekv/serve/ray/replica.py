@@ -222,7 +222,7 @@ async def take_tokens(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
 def lock_folder(folder: Path, lasting: ExitStack) -> Path:
     """Return the first numbered folder that no other replica has.
 
-    It is locked for as long as this process or `lasting` lasts.
+    It is file_lock for as long as this process or `lasting` lasts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in count():
