@@ -87,9 +87,9 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
         port = free.getsockname()[1]
     flags = ["--model", "tiny", "--store", str(tmp_path / "store"), "--port", str(port)]
     monkeypatch.setattr(serve, "open_model", load)
-    monkeypatch.setattr(run, "application", lambda *_: None)
-    monkeypatch.setattr(run, "serve", answer)
-    monkeypatch.setattr(run, "leave", lambda _: None)
+    monkeypatch.setattr(run, "build_app", lambda *_: None)
+    monkeypatch.setattr(run, "serve_app", answer)
+    monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
     result = cli("serve", *flags)
     assert (result.code, seen) == (0, [port, port]), result.err
     with socket.socket() as other:

@@ -165,7 +165,7 @@ def test_the_end_refuses_waits_and_then_breaks_off_in_this_order(monkeypatch):
         done.append("answers end")
 
     class Left:
-        requests = ()
+        tasks = ()
 
         def break_off(self) -> None:
             done.append("requests are broken off")
@@ -181,7 +181,8 @@ def test_the_end_refuses_waits_and_then_breaks_off_in_this_order(monkeypatch):
     left = SimpleNamespace(transport=transport)
     connections = [left]
     monkeypatch.setattr(run.uvicorn.Server, "shutdown", shut)
-    app = SimpleNamespace(state=SimpleNamespace(service=SimpleNamespace(end=end), ending=Left()))
+    state = SimpleNamespace(questions=SimpleNamespace(end=end), open_requests=Left())
+    app = SimpleNamespace(state=state)
     server = run.Server(run.uvicorn.Config(app), app)
     server.server_state.connections = connections
     asyncio.run(server.shutdown())

@@ -327,7 +327,7 @@ def test_a_full_disk_is_507_and_too_many_open_files_503(client, monkeypatch):
 
 def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_path, monkeypatch):
     caches, variant = (
-        DocumentHolder(model, tiny_tokenizer, Store(tmp_path), MUCH),
+        DocumentHolder(model, tiny_tokenizer, Store(tmp_path, MUCH)),
         Variant.parse("tiny:snapkv-0.4", "tiny"),
     )
     made = caches.make_document(SHA, variant, lambda: TEXT)

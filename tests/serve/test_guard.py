@@ -312,7 +312,7 @@ def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypat
     with pytest.raises(openai.BadRequestError, match="longer than the model"):
         ask(client, about(file, question="why " * 9000))
     # A short text stands for a huge one.
-    monkeypatch.setattr(documents, "longest_token", lambda tokenizer: 1)
+    monkeypatch.setattr(documents, "_find_longest_token", lambda tokenizer: 1)
     with pytest.raises(openai.BadRequestError, match="characters"):
         ask(client, about(file, question="x" * 70_000))
     made = upload(client, OTHER.encode() * 250, "long.txt")
@@ -396,7 +396,7 @@ def test_a_full_disk_gets_a_sentence(client, monkeypatch, error):
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Store, "add", full)
+    monkeypatch.setattr(Store, "add_upload", full)
     with pytest.raises(openai.APIStatusError, match="cannot store the file") as caught:
         client.files.create(file=("a.txt", b"a"), purpose="user_data")
     assert caught.value.status_code == 507

@@ -12,7 +12,7 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from restorekv import compress  # noqa: E402
-from restorekv.compression import eviction  # noqa: E402
+from restorekv.compression import adapters  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.model.tokenize import tokenize_text  # noqa: E402
 from restorekv.serve import (  # noqa: E402
@@ -37,7 +37,7 @@ def adapter_folder(model, tmp_path_factory):
 def url(model, tiny_tokenizer, tmp_path_factory, adapter_folder):
     """A server whose model has an adapter that ships."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eviction, "shipped_adapter", lambda *_: adapter_folder)
+        patch.setattr(adapters, "shipped_adapter", lambda *_: adapter_folder)
         with serving(model, tiny_tokenizer, tmp_path_factory.mktemp("store")) as url:
             yield url
 

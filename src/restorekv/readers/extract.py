@@ -1,5 +1,6 @@
-"""The text of a file by the ending of its name: UTF-8 and Markdown as they are, HTML, PDF and DOCX
-by program.py.
+"""The text of a file, by the ending of its name.
+
+UTF-8 and Markdown are taken as they are; HTML, PDF and DOCX are read by program.py.
 """
 
 from __future__ import annotations
@@ -20,56 +21,64 @@ PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY = 2 << 30  # bytes that reading a file may take
 READING = threading.BoundedSemaphore(2)  # such processes at once
 LONGEST_NAME = 120  # characters
-# kinds that no process of its own reads
+
+# Kinds of files that are read in this process.
 TEXT = "text"
 CACHE = "rkv"
 
 
 def find_kind(name: str) -> str:
-    """Returns how a file is read, by the ending of its name: as a cache file, in one of KINDS, or
-    as plain text.
-    """
+    """Return how a file is read: CACHE, one of the values of KINDS, or TEXT."""
     ending = PurePath(name).suffix.lower()
-    return CACHE if ending == ".rkv" else KINDS.get(ending, TEXT)
+    if ending == ".rkv":
+        return CACHE
+    return KINDS.get(ending, TEXT)
 
 
 def extract_text(name: str, content: bytes) -> str:
-    """Returns the text of a file by its name's ending; refuses what has none."""
+    """Return the text of a file; refuse one that has none."""
     kind = find_kind(name)
     name = printable_name(name)
-    text = decode_utf8(content, name) if kind not in ("pdf", "docx") else ""
-    if kind in KINDS.values():
-        text = run_program(kind, name, text.encode() or content)
+    if kind in ("pdf", "docx"):
+        text = _run_program(kind, name, content)
+    else:
+        text = decode_utf8(content, name)
+        if kind == "html":
+            text = _run_program(kind, name, text.encode())
     if not text.strip():
         raise RestoreKVError(f"{name} has no text; give one with at least one word.")
     return text
 
 
-def run_program(kind: str, name: str, content: bytes) -> str:
-    """Returns the text of a file that a process of its own reads, so that a hostile one harms
-    nobody else.
+def _run_program(kind: str, name: str, content: bytes) -> str:
+    """Return the text of a file that a separate process reads.
+
+    A hostile file harms nobody else there.
     """
     command = [sys.executable, "-P", str(PROGRAM), kind, str(MEMORY), str(SECONDS[kind])]
+    too_much = RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
     try:
         with READING:
             done = subprocess.run(
                 command, input=content, capture_output=True, timeout=6 * SECONDS[kind]
             )
     except subprocess.TimeoutExpired:
-        done = None
-    why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] if done else ""
-    if done and done.returncode == 0:
+        raise too_much from None
+    if done.returncode == 0:
         return done.stdout.decode()
-    if done and done.returncode == MISSING:
-        wanted = PACKAGES.get(why, why)
-        raise RestoreKVError(describe_missing_extra(f"Reading {name}", wanted, "serve"))
-    if done is None or done.returncode < 0 or why == "MemoryError":
-        raise RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
+    # The last line is the type of the error, or the package that is missing.
+    why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if done.returncode == MISSING:
+        package = PACKAGES.get(why, why)
+        raise RestoreKVError(describe_missing_extra(f"Reading {name}", package, "serve"))
+    if done.returncode < 0 or why == "MemoryError":  # a signal is the bound on time
+        raise too_much
     raise RestoreKVError(
         f"{name} is not a file of its kind that can be read ({why[:60]}); save it again."
     )
 
 
 def printable_name(name: str) -> str:
-    """Returns a file's name for a sentence: on one line and not too long."""
-    return "".join(each if each.isprintable() else "_" for each in name)[-LONGEST_NAME:]
+    """Return a file's name for a sentence: on one line and not too long."""
+    printable = "".join(letter if letter.isprintable() else "_" for letter in name)
+    return printable[-LONGEST_NAME:]

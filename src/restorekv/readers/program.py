@@ -1,7 +1,7 @@
 """A program that reads a PDF, DOCX or HTML file from its standard input and writes the text.
 
 extract.py runs it with bounds on memory and time, since a small file may unfold without end. It
-imports nothing of the package, so that it starts fast.
+imports nothing of the package, so it starts fast.
 """
 
 import contextlib
@@ -12,9 +12,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 HIDDEN = ("script", "style", "title", "noscript")  # nothing but their own end tag ends them
-BLOCKS = """address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset figcaption
-figure footer form h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li main menu nav ol optgroup option p pre search
-section select summary table tbody textarea tfoot thead tr ul"""
+BLOCKS = """
+address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset
+figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li main menu nav
+ol optgroup option p pre search section select summary table tbody textarea tfoot thead tr ul
+"""
 BREAKS = {"td": " ", "th": " ", **dict.fromkeys(BLOCKS.split(), "\n")}
 PAGES = 20_000  # of a PDF
 LARGEST = 64 << 20  # bytes of a text; no model reads as much
@@ -22,20 +24,24 @@ MISSING = 3  # the exit status where a library is not installed
 
 
 def extract_pdf(content: bytes) -> str:
+    """Return the text of the pages."""
     from pypdf import PdfReader
 
-    return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages[:PAGES])
+    pages = PdfReader(io.BytesIO(content)).pages[:PAGES]
+    return "\n\n".join(page.extract_text() for page in pages)
 
 
 def extract_docx(content: bytes) -> str:
+    """Return the text of the paragraphs and tables."""
     from docx import Document
 
     return "\n\n".join(iter_blocks(Document(io.BytesIO(content))))
 
 
 def iter_blocks(place: Any) -> Iterator[str]:
-    """Yields the paragraphs and tables of a document or a cell, of a table a line a row with tabs
-    between its cells.
+    """Yield the paragraphs and tables of a document or a cell.
+
+    A table has a line for each row, with tabs between the cells.
     """
     from docx.table import _Cell
 
@@ -43,20 +49,28 @@ def iter_blocks(place: Any) -> Iterator[str]:
         if not hasattr(block, "rows"):
             yield block.text
             continue
-        # row.cells repeats merged ones.
-        rows = ([_Cell(cell, block) for cell in row._tr.tc_lst] for row in block.rows)
-        yield "\n".join(
-            "\t".join(" ".join(" ".join(iter_blocks(cell)).split()) for cell in row) for row in rows
-        )
+        lines = []
+        for row in block.rows:
+            # Not row.cells, which repeats merged cells.
+            cells = []
+            for element in row._tr.tc_lst:
+                text = " ".join(iter_blocks(_Cell(element, block)))
+                cells.append(" ".join(text.split()))
+            lines.append("\t".join(cells))
+        yield "\n".join(lines)
 
 
 def extract_html(content: bytes) -> str:
-    """Returns what a browser would show as text."""
-    reader = TextCollector()
-    reader.feed(content.decode())
-    reader.close()
-    lines = (" ".join(line.split()) for line in "".join(reader.parts).splitlines())
-    return "\n".join(line for line in lines if line)
+    """Return what a browser would show as text."""
+    collector = TextCollector()
+    collector.feed(content.decode())
+    collector.close()
+    lines = []
+    for line in "".join(collector.parts).splitlines():
+        words = line.split()
+        if words:
+            lines.append(" ".join(words))
+    return "\n".join(lines)
 
 
 class TextCollector(HTMLParser):
@@ -67,37 +81,41 @@ class TextCollector(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []
-        self.templates: list[int] = []  # the parts before each open template
+        self.templates: list[int] = []  # how many parts there were before each open template
         self.hidden = False
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
+        """Note what begins, which may be hidden, and break the line where a browser does."""
         self.hidden = tag in HIDDEN
         if tag == "template":
             self.templates.append(len(self.parts))
         self.parts.append(BREAKS.get(tag, ""))
 
     def handle_endtag(self, tag: str) -> None:
+        """Note what ends; of a template, drop all that was in it."""
         self.hidden = False
         if tag == "template" and self.templates:
             del self.parts[self.templates.pop() :]
         self.parts.append(BREAKS.get(tag, ""))
 
     def handle_data(self, data: str) -> None:
+        """Take text that is shown."""
         if not self.hidden:
             self.parts.append(data)
 
 
+EXTRACTORS = {"pdf": extract_pdf, "docx": extract_docx, "html": extract_html}
+
+
 def main(kind: str, memory: int, seconds: int) -> int:
-    """Returns the exit status; an error's kind is the last line of the standard error."""
+    """Write the text; return the exit status. An error's type is the last line of stderr."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such bounds
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     try:
-        text = {"pdf": extract_pdf, "docx": extract_docx, "html": extract_html}[kind](
-            sys.stdin.buffer.read()
-        )
+        text = EXTRACTORS[kind](sys.stdin.buffer.read())
         payload = text.replace("\0", "").encode(errors="replace")
         if len(payload) > LARGEST:
             raise MemoryError
