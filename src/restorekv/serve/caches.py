@@ -30,8 +30,8 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import generate
 from restorekv.generation.answers import Answer, answer_of
 from restorekv.generation.sampling import Row
-from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import Context, count_usable_positions, hash_template
+from restorekv.model.identity import identify_model
+from restorekv.model.prompt import Context, count_usable_positions
 from restorekv.pipeline import compress
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
@@ -123,11 +123,12 @@ class CacheEngine(Engine):
         self.store = store
         self.memory = memory
         self.stops = generate.stop_ids(model, tokenizer)
+        identity = identify_model(model, tokenizer)
         settings = [f"{name}={value}" for name, value in self.compress_settings.items()]
         self.made_with: tuple[str, ...] = (
-            fingerprint_model(model),
+            identity.fingerprint,
             str(model.dtype),
-            hash_template(tokenizer),
+            identity.template,
             *settings,
         )
         # By the document's hash and the cache's key.
