@@ -75,7 +75,7 @@ def markdown(results: dict[Key, Result]) -> str:
 
 
 def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
-    """Prints the table, or a mistake in one sentence."""
+    """Print the table, or a mistake in one sentence."""
     warnings.simplefilter("ignore", RestoreKVWarning)
     try:
         if not documents.isdecimal():

@@ -67,14 +67,14 @@ def layers(count: int) -> str:
 
 
 def milliseconds(decoding: Mapping) -> float | None:
-    """Returns the time of a token; None where kvpress refused."""
+    """Return the time of a token; None where kvpress refused."""
     return decoding["token"] * 1000 if "token" in decoding else None
 
 
 def by_side(
     rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]
 ) -> dict[Mark, list[float | None]]:
-    """Returns every figure of each side's rows in turn, for the sides that were measured."""
+    """Return every figure of each side's rows in turn, for the sides that were measured."""
     values = {
         mark: [each(row) for row in rows if row["side"] == side for each in figures]
         for side, mark in SIDES.items()
@@ -138,7 +138,7 @@ def stacked(
     phases: Mapping[str, Mark],
     more: Sequence[str] = (),
 ) -> Panel:
-    """Returns a bar of phases for every name, with its sum and perhaps `more` behind it."""
+    """Return a bar of phases for every name, with its sum and perhaps `more` behind it."""
     parts = {mark: [each.get(phase, 0) for each in seconds] for phase, mark in phases.items()}
     sums = [each.get("total", sum(each.get(phase, 0) for phase in phases)) for each in seconds]
     texts = [
@@ -155,7 +155,7 @@ def grouped(
     digits: int = 0,
     width: float = NARROW,
 ) -> Panel:
-    """Returns bars of every mark side by side for every name, each with its figure; None was
+    """Return bars of every mark side by side for every name, each with its figure; None was
     refused.
     """
     texts = [

@@ -74,7 +74,7 @@ def decoding(result: Mapping) -> Chart:
 
 
 def throughput(answers: Mapping) -> Panel:
-    """Returns tokens a second of each side, and how many times as many ours are."""
+    """Return tokens a second of each side, and how many times as many ours are."""
     rates = {side: answers[side].get("rate") for side in (OURS, KVPRESS) if side in answers}
     title = f"{answers['asked']} questions to one document of {answers['read']:,} tokens, "
     title += f"{format_ratio(answers['ratio'])}, "

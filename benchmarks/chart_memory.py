@@ -50,7 +50,7 @@ BOUND = "bound without workspace"
 
 
 def memory(result: Mapping) -> Chart:
-    """Returns lines against T, or bars where there is one T."""
+    """Return lines against T, or bars where there is one T."""
     modes = {mode: [row for row in result["rows"] if row["mode"] == mode] for mode in MODES}
     modes = {
         mode: sorted(rows, key=lambda row: row["tokens"]) for mode, rows in modes.items() if rows
@@ -73,13 +73,13 @@ def memory(result: Mapping) -> Chart:
 
 
 def lines(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
-    """Returns a panel of seconds for every mode, then one of peaks, which fills its row."""
+    """Return a panel of seconds for every mode, then one of peaks, which fills its row."""
     panels = [seconds(rows, f"Seconds, {mode}") for mode, rows in modes.items()]
     return [*panels, peaks(modes, NARROW if len(panels) % 2 else WIDE)]
 
 
 def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
-    """Returns seconds by phase and peaks of one T as bars."""
+    """Return seconds by phase and peaks of one T as bars."""
     rows = {mode: rows[0] for mode, rows in modes.items()}
     took = [
         {name: phase["seconds"] for name, phase in row["phases"].items()} for row in rows.values()
@@ -98,7 +98,7 @@ def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 
 
 def seconds(rows: Sequence[Mapping], title: str) -> Panel:
-    """Returns seconds against T, logarithms on both axes; name and slope of every phase at the end
+    """Return seconds against T, logarithms on both axes; name and slope of every phase at the end
     of its line.
     """
     lines: dict[Mark, list[tuple[float, float]]] = {}
@@ -120,13 +120,13 @@ def seconds(rows: Sequence[Mapping], title: str) -> Panel:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> str:
-    """Returns the slope of a line in logarithms, from its first to its last point."""
+    """Return the slope of a line in logarithms, from its first to its last point."""
     (short, early), (long, late) = points[0], points[-1]
     return f"\nslope {math.log(late / early) / math.log(long / short):.2f}" if long > short else ""
 
 
 def peaks(modes: Mapping[str, Sequence[Mapping]], width: float) -> Panel:
-    """Returns a line for every mode, its bound dashed in the same color."""
+    """Return a line for every mode, its bound dashed in the same color."""
     lines: dict[Mark, list[tuple[float, float]]] = {}
     for mode, rows in modes.items():
         least = Mark("", MODES[mode].color, dashed=True)

@@ -35,7 +35,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
-    """Returns the heights, moved as little as keeps labels of so many lines from lying on each
+    """Return the heights, moved as little as keeps labels of so many lines from lying on each
     other.
     """
     order = sorted(range(len(heights)), key=lambda index: heights[index])

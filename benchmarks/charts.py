@@ -35,7 +35,7 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
-    """Writes every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; returns what was
+    """Write every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; return what was
     written.
 
     All charts are made before the first is written. Raises RestoreKVError for a file that is
@@ -63,7 +63,7 @@ def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
 
 
 def pictures(file: Path, png: bool) -> dict[str, bytes]:
-    """Returns the file's chart by ending."""
+    """Return the file's chart by ending."""
     result = read(file)
     try:
         chart = chart_of(file, result)
@@ -75,7 +75,7 @@ def pictures(file: Path, png: bool) -> dict[str, bytes]:
 
 
 def read(file: Path) -> dict:
-    """Reads a result; refuses what is not one."""
+    """Read a result; refuse what is not one."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def read(file: Path) -> dict:
 
 
 def maker(result: object) -> Callable[[Mapping], Chart] | None:
-    """Returns the function that draws such a result."""
+    """Return the function that draws such a result."""
     rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
@@ -102,7 +102,7 @@ def maker(result: object) -> Callable[[Mapping], Chart] | None:
 
 
 def chart_of(file: Path, result: Mapping) -> Chart:
-    """Returns the chart, under the file's name, with a note that says on what it was measured."""
+    """Return the chart, under the file's name, with a note that says on what it was measured."""
     chart = maker(result)(result)
     return replace(
         chart,
@@ -112,7 +112,7 @@ def chart_of(file: Path, result: Mapping) -> Chart:
 
 
 def measured_on(file: Path, result: Mapping) -> str:
-    """Returns model, machine, versions and day, as far as the file has them; the day may be in its
+    """Return model, machine, versions and day, as far as the file has them; the day may be in its
     name.
     """
     machine = result["machine"]
@@ -135,7 +135,7 @@ def measured_on(file: Path, result: Mapping) -> str:
 
 
 def versions(result: Mapping) -> Mapping[str, str]:
-    """Returns versions of packages: the machine's, or what our side reported in older results."""
+    """Return versions of packages: the machine's, or what our side reported in older results."""
     ours = (
         row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row
     )

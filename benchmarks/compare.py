@@ -128,7 +128,7 @@ def job_of(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
 
 
 def kvpress_version(python: Path) -> str:
-    """Asks that environment; refuses one in which kvpress cannot run."""
+    """Ask that environment; refuse one in which kvpress cannot run."""
     code = "import importlib.metadata as m; print(m.version('kvpress'))"
     try:
         found = subprocess.run(

@@ -9,7 +9,7 @@ from restorekv.evaluation.tables import Table, format_ratio
 
 
 def tables(result: dict) -> Iterator[Table | str]:
-    """Yields one table for each T, then the sentences."""
+    """Yield one table for each T, then the sentences."""
     sides = {(row["tokens"], row["side"]): row for row in result["rows"]}
     lengths = sorted({tokens for tokens, _ in sides})
     for tokens in lengths:
@@ -32,7 +32,7 @@ def tables(result: dict) -> Iterator[Table | str]:
 
 
 def of_length(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
-    """Returns quantities down, sides across."""
+    """Return quantities down, sides across."""
     r = format_ratio(result["ratio"])
     sides = {"ours": ours} | ({f"kvpress {result['kvpress']}": kvpress} if kvpress else {})
     rows = [[name, *map(show, sides.values())] for name, show in quantities(r).items()]
@@ -55,7 +55,7 @@ def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
 
 
 def quantities(r: str) -> dict[str, Callable[[dict], str]]:
-    """Returns what each row says of a side."""
+    """Return what each row says of a side."""
     return {
         "prefill, s": lambda side: f"{side['seconds']['prefill']:.2f}",
         "scoring, s": lambda side: f"{side['seconds']['score']:.2f}",
@@ -78,7 +78,7 @@ def quantities(r: str) -> dict[str, Callable[[dict], str]]:
 
 
 def restore(side: dict) -> str:
-    """Returns the restore pass's seconds, and their share of the whole compression."""
+    """Return the restore pass's seconds, and their share of the whole compression."""
     seconds = side["seconds"]
     return (
         f"{seconds['restore']:.2f} ({seconds['restore'] / seconds['total']:.1%})"
@@ -88,5 +88,5 @@ def restore(side: dict) -> str:
 
 
 def milliseconds(decoding: dict, what: str) -> str:
-    """Returns how long a question or token took; kvpress may have refused."""
+    """Return how long a question or token took; kvpress may have refused."""
     return f"{decoding[what] * 1000:.1f}" if what in decoding else f"refused: {decoding['refused']}"

@@ -49,7 +49,7 @@ RANK = 8
 
 
 def measure(job: dict) -> dict:
-    """Returns {"adapter", "gate", "seconds": by phase and "total", "peak"}, or {"refused": the
+    """Return {"adapter", "gate", "seconds": by phase and "total", "peak"}, or {"refused": the
     error}.
     """
     try:
@@ -96,7 +96,7 @@ def compress(
 
 @contextmanager
 def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[None]:
-    """Writes to figures["peak"] the most bytes that the block held above those before it, on the
+    """Write to figures["peak"] the most bytes that the block held above those before it, on the
     GPU or in RAM.
     """
     if device.type == "cuda":
@@ -115,7 +115,7 @@ def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[Non
 
 
 def map_blocks_from(size: int) -> None:
-    """Makes glibc map every block of at least `size` bytes, and so return it to the system when it
+    """Make glibc map every block of at least `size` bytes, and so return it to the system when it
     is freed.
 
     With SMALL the process's peak is what it holds, to 0.1 MB; with LARGE allocation is as fast as
@@ -126,7 +126,7 @@ def map_blocks_from(size: int) -> None:
 
 
 def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
-    """Returns a spec and the source of its gate: a random one where a learned scorer names none and
+    """Return a spec and the source of its gate: a random one where a learned scorer names none and
     none ships.
     """
     if evictor not in LEARNED or get_model_name(model) == TINY:
@@ -135,7 +135,7 @@ def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, 
 
 
 def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
-    """Returns the adapter that ships for this scorer, or a random one: shapes decide time and
+    """Return the adapter that ships for this scorer, or a random one: shapes decide time and
     memory.
     """
     shipped = shipped_adapter(get_model_name(model), evictor)
@@ -145,7 +145,7 @@ def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, s
 
 
 def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
-    """Returns words of random letters, cut to exactly `tokens` tokens."""
+    """Return words of random letters, cut to exactly `tokens` tokens."""
     context = make_context(tokenizer, text_of(8 * tokens, seed=0))
     if context.tokens < tokens:
         raise RestoreKVError(
@@ -155,7 +155,7 @@ def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
 
 
 def text_of(tokens: int, seed: int) -> str:
-    """Returns words of random letters, `tokens` bytes in all; one byte is one token."""
+    """Return words of random letters, `tokens` bytes in all; one byte is one token."""
     letters = random.Random(seed)
     words = (
         "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(2, 9)))
@@ -165,7 +165,7 @@ def text_of(tokens: int, seed: int) -> str:
 
 
 def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
-    """Saves a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
+    """Save a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
     the width.
     """
     shape = CacheShape.from_model(model)
@@ -189,7 +189,7 @@ def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
 def measure_apart(
     command: Sequence[str], job: dict, folder: Path, what: str, without: Collection[str] = ()
 ) -> dict:
-    """Returns what `command JOB` writes through `measure.serve`, run offline with the job's
+    """Return what `command JOB` writes through `measure.serve`, run offline with the job's
     `threads`.
 
     `without` names environment variables that the process must not see. Raises RestoreKVError, with

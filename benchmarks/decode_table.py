@@ -8,7 +8,7 @@ from restorekv.evaluation.tables import Table, format_ratio
 
 
 def tables(result: dict) -> Iterator[Table | str]:
-    """Yields attention, whole steps, then a sentence each about memory, answers and the machine."""
+    """Yield attention, whole steps, then a sentence each about memory, answers and the machine."""
     title = (
         f"attention of a decode step, T = {result['tokens']:,}, milliseconds per layer (over ours)"
     )
@@ -37,7 +37,7 @@ def tables(result: dict) -> Iterator[Table | str]:
 def times(
     title: str, rows: list[dict], what: str, rivals: tuple[str, ...], roofline: bool
 ) -> Table:
-    """Returns milliseconds by ratio and side, and in brackets each rival's time over ours."""
+    """Return milliseconds by ratio and side, and in brackets each rival's time over ours."""
     lines = []
     for row in rows:
         ours = row[what]["ours"]

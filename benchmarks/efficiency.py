@@ -91,7 +91,7 @@ def measure(
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Returns the file written; raises RestoreKVError where it holds figures of other settings or
+    """Return the file written; raise RestoreKVError where it holds figures of other settings or
     another machine.
 
     `conventions` are for eviction with adapters: no offset, a restore pass over the full cache.
@@ -148,7 +148,7 @@ def compression_apart(
     scorer: str,
     restored: bool,
 ) -> dict:
-    """Runs one measurement of `compress_cost` in a process of its own."""
+    """Run one measurement of `compress_cost` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         job = {
             "model": get_model_name(model),
@@ -191,7 +191,7 @@ def prepare(
     options: CostOptions,
     conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Returns the context whose attention is timed, scored by the first scorer or filled at random."""
+    """Return the context whose attention is timed, scored by the first scorer or filled at random."""
     scorer = options.scorers[0]
     adapter, _ = adapter_for(model, scorer)
     if options.latency_context == "random":
@@ -211,7 +211,7 @@ def random_prepared(
     restore_tokens: int,
     conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Returns a context of T tokens with random keys, values and scores, in place of one too long
+    """Return a context of T tokens with random keys, values and scores, in place of one too long
     to prefill.
     """
     context = context_of(tokenizer, tokens)
@@ -236,7 +236,7 @@ def random_prepared(
 
 @torch.no_grad()
 def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
-    """Returns two rows a ratio, base and restored, which hold as many pairs; `prepared` has a
+    """Return two rows a ratio, base and restored, which hold as many pairs; `prepared` has a
     restore cache.
 
     The two take every step in turn; `to_base` is the median of restored / base.
@@ -270,14 +270,14 @@ def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> lis
 
 
 def add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
-    """Adds a new token's pair to every layer, as a decode step does before attention runs."""
+    """Add a new token's pair to every layer, as a decode step does before attention runs."""
     for layer in cache.layers:
         size = (1, layer.heads, 1, layer.keys.shape[-1])
         layer.update(*(torch.randn(size, dtype=model.dtype, device=model.device) for _ in range(2)))
 
 
 def step(model: PreTrainedModel, cache: RaggedCache) -> float:
-    """Returns the seconds of a random query's attention in one layer, averaged over the layers."""
+    """Return the seconds of a random query's attention in one layer, averaged over the layers."""
     shape = CacheShape.from_model(model)
     size = (1, shape.heads * shape.groups, 1, shape.head_dim)
     query = torch.randn(size, dtype=model.dtype, device=model.device)
@@ -289,7 +289,7 @@ def step(model: PreTrainedModel, cache: RaggedCache) -> float:
 
 
 def now(model: PreTrainedModel) -> float:
-    """Returns the time after the device has finished its work."""
+    """Return the time after the device has finished its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

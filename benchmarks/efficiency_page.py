@@ -37,7 +37,7 @@ INTRO = (
 
 
 def write(folder: Path) -> Path:
-    """Writes a page of all machines that were measured, to DIR/efficiency/page, and returns it."""
+    """Write a page of all machines that were measured, to DIR/efficiency/page, and return it."""
     blocks: list[Block] = []
     for found in load_results(folder / FOLDER):
         blocks += [compression(found), costs(found), latency(found), explain_result(found)]
@@ -86,7 +86,7 @@ def machine(found: Mapping) -> str:
 
 
 def compression(found: Mapping) -> Chart:
-    """Returns two bars for each evictor, alone and restored, stacked of the phases."""
+    """Return two bars for each evictor, alone and restored, stacked of the phases."""
     rows = found["compression"]
     title = f"Time to compress a context: {found['label']}"
     labels = [name_evictor(row["evictor"]) + " + RestoreKV" * row["restored"] for row in rows]
@@ -142,7 +142,7 @@ def megabytes(size: float | None) -> str:
 
 
 def latency(found: Mapping) -> Chart:
-    """Returns milliseconds and bytes against r, base and restored."""
+    """Return milliseconds and bytes against r, base and restored."""
     rows = found["latency"]
     most = max(row["bytes"] for row in rows)
     size, unit = next(

@@ -61,7 +61,7 @@ class Text:
 
 
 def run(options: Options, tell: Callable[[str], None]) -> dict:
-    """Compresses every context in every way; with `together`, so many contexts are one text of as
+    """Compress every context in every way; with `together`, so many contexts are one text of as
     many parts.
     """
     torch.set_num_threads(1)
@@ -88,7 +88,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
 
 
 def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
-    """Yields groups of texts that are asked together: one, or `together` of them."""
+    """Yield groups of texts that are asked together: one, or `together` of them."""
     samples = tasks.make_benchmark(options.benchmark).choose_samples(tokenizer, "kvpress")
     size = options.together or 1
     for start in range(0, len(samples) - size + 1, size):
@@ -101,7 +101,7 @@ def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
 def compared(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text]
 ) -> Iterator[tuple[str, dict]]:
-    """Yields every way's name and, for one group, its divergence, pairs and seconds."""
+    """Yield every way's name and, for one group, its divergence, pairs and seconds."""
     ids = [each for text in group for each in text.ids]
     full = compress(
         model, tokenizer, ids, ratio=1, adapter=None, config=CompressionConfig(between="")
@@ -143,7 +143,7 @@ def ways(
     group: Sequence[Text],
     ids: list[int],
 ) -> Mapping[str, Make]:
-    """Returns what makes a small cache in each way."""
+    """Return what makes a small cache in each way."""
 
     def once(part: Sequence[int] | Tensor = ids, adapter: str | None = "auto") -> CompressedContext:
         return compress(
@@ -179,7 +179,7 @@ def ways(
 def conversation(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options
 ) -> dict[str, float]:
-    """Returns seconds to the first token: over a whole document of `turns` tokens, then in turns
+    """Return seconds to the first token: over a whole document of `turns` tokens, then in turns
     over a small one.
     """
     ids = tokenizer.encode(novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
@@ -201,7 +201,7 @@ def conversation(
 
 
 def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
-    """Returns KL per token with its interval, and time and KL as multiples of compressing at once."""
+    """Return KL per token with its interval, and time and KL as multiples of compressing at once."""
     sums, tokens = (
         np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens")
     )
@@ -220,7 +220,7 @@ def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float
 
 
 def tables(result: dict) -> Iterator[Table | str]:
-    """Yields the table and what it was measured on."""
+    """Yield the table and what it was measured on."""
     options = result["options"]
     lines = [
         [

@@ -209,7 +209,7 @@ def seconds(step: Step, repeat: int, device: torch.device) -> float:
 
 
 def replayed(step: Step, repeat: int) -> list[float]:
-    """Times of a CUDA graph's replays by the device's own clock, after a few that are not counted."""
+    """Time of a CUDA graph's replays by the device's own clock, after a few that are not counted."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -42,13 +42,13 @@ class Peak:
 
 
 def resident(field: str) -> int:
-    """Returns a field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
-    """Reads the job, sets its threads and writes what `measure` returns to the file that the job
+    """Read the job, sets its threads and write what `measure` returns to the file that the job
     names.
     """
     job = json.loads(Path(job_file).read_text())

@@ -160,7 +160,7 @@ class Phases:
 
 
 def settle() -> None:
-    """Gives memory that is free back to the system, so that no phase is charged with what an
+    """Give memory that is free back to the system, so that no phase is charged with what an
     earlier one let go.
     """
     gc.collect()

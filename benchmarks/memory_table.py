@@ -10,7 +10,7 @@ from restorekv.evaluation.tables import Table, format_ratio
 
 
 def markdown(result: dict) -> str:
-    """Returns a table of memory and one of seconds and exponents for every mode."""
+    """Return a table of memory and one of seconds and exponents for every mode."""
     model = result["model"]
     machine = result["machine"]
     rows = result["rows"]
@@ -34,7 +34,7 @@ def markdown(result: dict) -> str:
 
 
 def memory_table(mode: str, rows: Sequence[dict]) -> Table:
-    """Returns what a mode must hold, what it held, and what is over."""
+    """Return what a mode must hold, what it held, and what is over."""
     names = list({name: None for row in rows for name in row["phases"]})
     head = [
         f"{mode}: T",
@@ -63,7 +63,7 @@ def memory_table(mode: str, rows: Sequence[dict]) -> Table:
 
 
 def bound(row: dict) -> int:
-    """Returns the bytes that a mode may hold besides its workspace."""
+    """Return the bytes that a mode may hold besides its workspace."""
     each = {
         "plain": ("full", "layer"),
         "offload": ("layer", "layer", "kept"),
@@ -75,7 +75,7 @@ def bound(row: dict) -> int:
 def seconds_table(
     mode: str, rows: Sequence[dict], exponents: dict[str, list[float]], model: dict | None = None
 ) -> Table:
-    """Returns each phase's seconds and growth, the share of the restore pass and, with `model`,
+    """Return each phase's seconds and growth, the share of the restore pass and, with `model`,
     operations.
     """
     lines = []
@@ -105,6 +105,6 @@ def listed(exponents: Sequence[float]) -> str:
 
 
 def restoring(row: dict) -> str:
-    """Returns the share of the restore pass; nothing where it is no phase of its own."""
+    """Return the share of the restore pass; nothing where it is no phase of its own."""
     seconds = {name: phase["seconds"] for name, phase in row["phases"].items()}
     return f"{seconds['restore'] / sum(seconds.values()):.2%}" if "restore" in seconds else ""

@@ -44,7 +44,7 @@ class Options:
 
 
 def run(options: Options, tell: Callable[[str], None]) -> dict:
-    """Measures the library's own batches, our server, and transformers'."""
+    """Measure the library's own batches, our server, and transformers'."""
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     (text,) = texts(tokenizer, options.tokens)
@@ -86,7 +86,7 @@ def ours(
     library: Callable[[], float],
     tell: Callable[[str], None],
 ) -> dict[str, float]:
-    """Returns seconds of uploading, of all answers, and of the first token after a restart.
+    """Return seconds of uploading, of all answers, and of the first token after a restart.
 
     The library's own batches and the server take turns, and the fastest of ROUNDS counts: other
     work on the machine comes and goes.
@@ -132,7 +132,7 @@ def ours(
 def asked(
     client: openai.OpenAI, options: Options, model: str, name: str, question: str, **more: object
 ) -> object:
-    """Asks our server about an upload."""
+    """Ask our server about an upload."""
     parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": question}]
     return client.chat.completions.create(
         model=model,
@@ -146,7 +146,7 @@ def asked(
 def whole(
     client: openai.OpenAI, options: Options, folder: Path, text: str, question: str
 ) -> object:
-    """Asks transformers' server, with the document in the message."""
+    """Ask transformers' server, with the document in the message."""
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return client.chat.completions.create(
         model=str(folder / "model"), messages=messages, temperature=0, max_tokens=options.answer
@@ -154,7 +154,7 @@ def whole(
 
 
 def together(options: Options, questions: list[str], ask: Callable[[str], object]) -> float:
-    """Returns the seconds of all questions, asked by so many clients."""
+    """Return the seconds of all questions, asked by so many clients."""
     ask(questions[0])  # what a server does once
     start = time.perf_counter()
     with ThreadPoolExecutor(options.clients) as pool:
@@ -164,7 +164,7 @@ def together(options: Options, questions: list[str], ask: Callable[[str], object
 
 @contextmanager
 def serving(command: list[str]) -> Iterator[openai.OpenAI]:
-    """Runs a server as a process, and gives the block a client."""
+    """Run a server as a process, and gives the block a client."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -193,7 +193,7 @@ def serving(command: list[str]) -> Iterator[openai.OpenAI]:
 
 
 def tables(result: dict) -> Iterator[Table | str]:
-    """Yields the answers a minute of each side, and what the rest took."""
+    """Yield the answers a minute of each side, and what the rest took."""
     options = result["options"]
     seconds = result["seconds"]
     rates = {

@@ -18,7 +18,7 @@ class TokenTimer:
         self.times.append(time.perf_counter())
 
     def figures(self) -> dict[str, float]:
-        """Returns seconds to the first token (`question`) and the median of the later gaps
+        """Return seconds to the first token (`question`) and the median of the later gaps
         (`token`), one skipped.
         """
         gaps = [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
@@ -32,7 +32,7 @@ class TokenTimer:
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Writes the block's wall time to `seconds[phase]`."""
+    """Write the block's wall time to `seconds[phase]`."""
     start = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - start

@@ -46,7 +46,7 @@ class Options:
 
 
 def run(options: Options, tell: Callable[[str], None]) -> dict:
-    """Makes the documents, then measures one side after the other, each in a process of its own."""
+    """Make the documents, then measures one side after the other, each in a process of its own."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="restorekv-vllm-") as name:
         folder = Path(name)
@@ -69,7 +69,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
 
 
 def save(folder: Path, name: str) -> dict:
-    """Saves the model and its tokenizer; of random weights, returns what `model` of the result
+    """Save the model and its tokenizer; of random weights, return what `model` of the result
     says.
     """
     if name != RANDOM:
@@ -89,7 +89,7 @@ def sides(
     options: Options,
     tell: Callable[[str], None],
 ) -> Iterator[tuple[str, tuple[list, dict | None, int]]]:
-    """Yields every side with its prompts by document and question, its connector and the positions
+    """Yield every side with its prompts by document and question, its connector and the positions
     of a document.
     """
     whole = []
@@ -128,7 +128,7 @@ def sides(
 def ask(
     folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype
 ) -> dict:
-    """Runs one side in a process of its own."""
+    """Run one side in a process of its own."""
     job = {
         "model": str(folder / "model"),
         "dtype": str(dtype).removeprefix("torch."),
@@ -150,7 +150,7 @@ def ask(
 
 
 def tables(result: dict) -> Iterator[Table | str]:
-    """Yields the table and the machine."""
+    """Yield the table and the machine."""
     options = result["options"]
     rows = result["rows"]
     space = options["fitting"] * options["tokens"]

@@ -40,7 +40,7 @@ TEMPLATE = (
 
 
 def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
-    """Saves random bfloat16 weights (tied embeddings, no EOS) and returns the number of parameters."""
+    """Save random bfloat16 weights (tied embeddings, no EOS) and return the number of parameters."""
     config = Qwen3Config(
         **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
@@ -52,7 +52,7 @@ def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Saves and returns a tokenizer with one token per byte and a chat template."""
+    """Save and return a tokenizer with one token per byte and a chat template."""
     alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Backend(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,7 +66,7 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def describe_machine(threads: int) -> dict:
-    """Returns {date, versions, processor, threads, system}, and on a GPU its name as `device`."""
+    """Return {date, versions, processor, threads, system}, and on a GPU its name as `device`."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # some are extras

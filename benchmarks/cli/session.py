@@ -16,7 +16,7 @@ from restorekv.files import write_json
 
 @contextmanager
 def measuring() -> Iterator[Callable[[str], None]]:
-    """Gives the block a callback for what is being measured: a spinner on a terminal, lines with
+    """Give the block a callback for what is being measured: a spinner on a terminal, lines with
     the time elsewhere.
     """
     if notes.is_terminal:
@@ -32,7 +32,7 @@ def benchmark(
     show: Callable[[dict], None],
     json: Path | None,
 ) -> None:
-    """Measures, prints the result and writes it to `json`, if given."""
+    """Measure, print the result and write it to `json`, if given."""
     logging.disable_progress_bar()
     with measuring() as tell:
         result = measure(tell)
@@ -42,11 +42,11 @@ def benchmark(
 
 
 def prose(text: str) -> None:
-    """Prints Markdown as it is."""
+    """Print Markdown as it is."""
     output.print(text, markup=False, soft_wrap=True)
 
 
 def each(items: Iterable[Table | str]) -> None:
-    """Prints tables and sentences, one below the other."""
+    """Print tables and sentences, one below the other."""
     for item in items:
         output.print(item)

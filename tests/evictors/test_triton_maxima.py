@@ -126,7 +126,9 @@ def test_evictors_use_them(tiny_tokenizer, monkeypatch, spec):
     expected = Eviction.make(spec).prepare(model, tiny_tokenizer, context).scores
     monkeypatch.setattr(triton_maxima, "supports_query", lambda query: True)
     monkeypatch.setattr(
-        triton_maxima, "attend_pass", lambda *args: called.append(0) or attend(*args)
+        triton_maxima,
+        "attend_pass",
+        lambda *args, **more: called.append(0) or attend(*args, **more),
     )
     scores = Eviction.make(spec).prepare(model, tiny_tokenizer, context).scores
     assert called

@@ -171,18 +171,18 @@ SPECIAL: dict[str, dict[str, object]] = {
 
 
 def causal_types() -> list[str]:
-    """Returns the model types that have a class for causal language models."""
+    """Return the model types that have a class for causal language models."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
 
 
 def class_name(kind: str) -> str:
-    """Returns the name of a model type's class."""
+    """Return the name of a model type's class."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     return found if isinstance(found, str) else found[0]
 
 
 def tiny_config(kind: str, **overrides: object) -> PretrainedConfig:
-    """Returns a config of a model type with small sizes, and windows and positions of a few tokens."""
+    """Return a config of a model type with small sizes, and windows and positions of a few tokens."""
     config_class = type(CONFIG_MAPPING[kind]())
     if "text_config" in getattr(config_class, "sub_configs", {}):
         return tiny_text_config(config_class, kind, overrides)
@@ -190,7 +190,7 @@ def tiny_config(kind: str, **overrides: object) -> PretrainedConfig:
 
 
 def has_rope(kind: str) -> bool:
-    """Returns whether a type's config says how keys are rotated."""
+    """Return whether a type's config says how keys are rotated."""
     try:
         return bool(getattr(tiny_config(kind).get_text_config(), "rope_parameters", None))
     except Exception:  # there is no tiny config of the type
@@ -198,7 +198,7 @@ def has_rope(kind: str) -> bool:
 
 
 def windowed_variants(kind: str) -> list[dict[str, object]]:
-    """Returns the settings that give windows to some layers of a type whose config has none by
+    """Return the settings that give windows to some layers of a type whose config has none by
     itself.
     """
     text = tiny_config(kind).get_text_config()
@@ -215,14 +215,14 @@ def windowed_variants(kind: str) -> list[dict[str, object]]:
 def tiny_text_config(
     config_class: type[PretrainedConfig], kind: str, overrides: dict
 ) -> PretrainedConfig:
-    """Returns a config whose text model is small."""
+    """Return a config whose text model is small."""
     text_class = type(config_class().get_text_config())
     text = text_class(**{**sizes_of(text_class), **SPECIAL.get(kind, {}), **overrides})
     return config_class(text_config=text.to_dict())
 
 
 def sizes_of(config_class: type[PretrainedConfig]) -> dict[str, object]:
-    """Returns those of SIZES that a config class has, with its own default where that is no size or
+    """Return those of SIZES that a config class has, with its own default where that is no size or
     no number.
     """
     default = config_class()
@@ -237,12 +237,12 @@ def sizes_of(config_class: type[PretrainedConfig]) -> dict[str, object]:
 
 
 def build(kind: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """Returns a random float32 model of a model type."""
+    """Return a random float32 model of a model type."""
     return build_from(tiny_config(kind, **overrides), seed)
 
 
 def build_from(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Returns a random float32 model of a config, whose small parameters are random too."""
+    """Return a random float32 model of a config, whose small parameters are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -255,7 +255,7 @@ def build_from(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def one_dimensional(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters that are initialized to ones or zeros: those of norms, biases and
+    """Yield the parameters that are initialized to ones or zeros: those of norms, biases and
     sinks.
     """
     for name, parameter in sorted(model.named_parameters()):
@@ -265,7 +265,7 @@ def one_dimensional(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Para
 
 @torch.no_grad()
 def run_plainly(model: PreTrainedModel) -> None:
-    """Reads a few tokens by transformers alone; raises what the class raises where its config makes
+    """Read a few tokens by transformers alone; raise what the class raises where its config makes
     no sense.
     """
     model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]))

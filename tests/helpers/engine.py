@@ -57,7 +57,7 @@ def make_world(
     tokens: int = TOKENS,
     **options: Any,
 ) -> World:
-    """Compresses texts, by the names of their files, and asks each all questions, for answers of so
+    """Compress texts, by the names of their files, and asks each all questions, for answers of so
     many tokens.
     """
     folder, store = place / "model", place / "store"
@@ -77,7 +77,7 @@ def make_world(
 
 @contextmanager
 def engine(world: World, **options: Any) -> Iterator[Any]:
-    """Starts vLLM in this process."""
+    """Start vLLM in this process."""
     os.environ.update(ENVIRONMENT)
     import vllm
 
@@ -92,7 +92,7 @@ def engine(world: World, **options: Any) -> Iterator[Any]:
 
 
 def ask(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
-    """Returns vLLM's outputs for token ids, greedy."""
+    """Return vLLM's outputs for token ids, greedy."""
     from vllm import SamplingParams
 
     params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, **options})
@@ -105,7 +105,7 @@ def answers(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]
 
 
 def without_halves(texts: Sequence[str]) -> list[str]:
-    """Returns texts without what `ask` and vLLM leave out: a leading space, and half a character at
+    """Return texts without what `ask` and vLLM leave out: a leading space, and half a character at
     the end.
     """
     return [text.lstrip().rstrip("\ufffd") for text in texts]
@@ -113,7 +113,7 @@ def without_halves(texts: Sequence[str]) -> list[str]:
 
 @contextmanager
 def server(world: World) -> Iterator[None]:
-    """Starts vLLM's own server and waits until it answers."""
+    """Start vLLM's own server and waits until it answers."""
     command = [
         sys.executable,
         "-m",
@@ -148,7 +148,7 @@ def server(world: World) -> Iterator[None]:
 
 
 def post(route: str, body: dict) -> dict:
-    """Returns the first choice of the server's answer; raises HTTPError for its errors."""
+    """Return the first choice of the server's answer; raise HTTPError for its errors."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(
         f"http://127.0.0.1:{PORT}/v1/{route}", json.dumps(body).encode(), headers

@@ -26,12 +26,12 @@ TOKENIZER = build_tokenizer()
 
 
 def random_ids(count: int, seed: int = 0) -> Tensor:
-    """Returns ids (1, count) without control tokens."""
+    """Return ids (1, count) without control tokens."""
     return torch.randint(3, 256, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy that RestoreKV never touches."""
+    """Return a copy that RestoreKV never touches."""
     return copy.deepcopy(model)
 
 
@@ -44,8 +44,8 @@ def compare(
     ratios: tuple[float, ...] = (1,),
     seed: int = 0,
 ) -> list[str]:
-    """Returns what differs between RestoreKV and transformers, as sentences; raises what RestoreKV
-    raises.
+    """Return what differs between RestoreKV and transformers, as sentences; raise what RestoreKV
+    raise.
 
     Args:
         model: The model with transformers' own attention.
@@ -78,14 +78,14 @@ def compare(
 
 
 def differences(what: str, own: Tensor, expected: Tensor) -> list[str]:
-    """Returns a sentence where two tensors of logits differ."""
+    """Return a sentence where two tensors of logits differ."""
     size = expected.abs().max().clamp(min=1e-6)
     difference = ((own - expected).abs().max() / size).item()
     return [] if difference <= TOLERANCE else [f"{what} differ by {difference:.2g} of the largest"]
 
 
 def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | None) -> list[int]:
-    """Returns the likeliest `count` ids after `ids`, each from a pass over everything before it."""
+    """Return the likeliest `count` ids after `ids`, each from a pass over everything before it."""
     if keep is None:
         stop = TOKENIZER.eos_token_id
         result = plain.generate(
@@ -102,7 +102,7 @@ def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | N
 
 
 def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
-    """Returns the logits of a dense pass in which tokens after the text see the pairs in `keep` (L,
+    """Return the logits of a dense pass in which tokens after the text see the pairs in `keep` (L,
     H, T) alone.
     """
     text = keep.shape[-1]
@@ -114,7 +114,7 @@ def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
 
 
 def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
-    """Returns what eager attention adds to the logits of one layer: (1, H * G, Q, K) float32."""
+    """Return what eager attention adds to the logits of one layer: (1, H * G, Q, K) float32."""
     visible = causal.expand(heads, -1, -1).clone()
     visible[:, text:, :text] &= keep.repeat_interleave(heads // len(keep), 0)[:, None]
     return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None]
@@ -122,7 +122,7 @@ def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
 
 @contextmanager
 def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Iterator[None]:
-    """Gives every attention layer the mask `mask_of(layer, query heads)` in the block."""
+    """Give every attention layer the mask `mask_of(layer, query heads)` in the block."""
     heads = plain.config.get_text_config().num_attention_heads
 
     def replace_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -142,7 +142,7 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
 
 
 def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: int) -> list[str]:
-    """Returns what is answered although it needs one position more than `limit`: texts, questions
+    """Return what is answered although it needs one position more than `limit`: texts, questions
     and answers.
     """
     ids = random_ids(limit + 1)
@@ -166,7 +166,7 @@ def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: i
 
 
 def refuses(call: Callable[[], object]) -> bool:
-    """Returns whether a call raises a sentence."""
+    """Return whether a call raises a sentence."""
     try:
         call()
     except RestoreKVError:

@@ -115,7 +115,7 @@ def on_stream(stream: FakeStream) -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
-    """Makes the CPU a device with graphs and streams that has to prove itself, with proofs in
+    """Make the CPU a device with graphs and streams that has to prove itself, with proofs in
     `folder`.
     """
     monkeypatch.setenv("RESTOREKV_CACHE", str(folder))

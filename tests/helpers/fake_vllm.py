@@ -92,7 +92,7 @@ class FakeVllm:
             raise
 
     def answer(self, body: dict, document, number: int) -> list[dict]:
-        """Returns the pieces of one answer, a token each."""
+        """Return the pieces of one answer, a token each."""
         ids, temperature = torch.tensor([body["prompt"]]), body["temperature"]
         options = {"past_key_values": load_portable(document.path).cache()} if document else {}
         if temperature:
@@ -152,5 +152,5 @@ class FakeVllm:
 
 
 def padded(pieces: list[dict]) -> list[dict | None]:
-    """Returns pieces with enough of nothing behind them that answers of any length take turns."""
+    """Return pieces with enough of nothing behind them that answers of any length take turns."""
     return [*pieces, *[None] * (64 - len(pieces))]

@@ -15,7 +15,7 @@ from restorekv.tasks import Question
 def finished(
     folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **benchmark: object
 ) -> Result:
-    """Writes and returns a cell whose contexts have one question each; its scores are the
+    """Write and return a cell whose contexts have one question each; its scores are the
     benchmark's.
     """
     scored = tasks.make_benchmark(cell.benchmark)
@@ -49,7 +49,7 @@ def finished(
 
 
 def facts(cell: Cell, benchmark: Mapping[str, object]) -> dict:
-    """Returns those of a cell's facts that exports of results read."""
+    """Return those of a cell's facts that exports of results read."""
     return {
         "model": cell.model,
         "fingerprint": "0",

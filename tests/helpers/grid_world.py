@@ -66,7 +66,7 @@ class Plain(Benchmark):
 
 
 def save_world(root: Path, tokenizer, policy: str = "counted", adapters=("adapter",)) -> Path:
-    """Saves a tiny model and, with seeds 0, 1, ..., untrained adapters of it into the folder
+    """Save a tiny model and, with seeds 0, 1, ..., untrained adapters of it into the folder
     `root`.
     """
     model = build_model("qwen3")
@@ -150,7 +150,7 @@ def kill_at_write(number: int) -> None:
 
 
 def resume(folder: Path, log: Path, contexts: int, kill_at: int) -> None:
-    """Runs what is left of the tiny grid; a `kill_at` of -1 lets it end."""
+    """Run what is left of the tiny grid; a `kill_at` of -1 lets it end."""
     log_asked(log)
     kill_at_write(kill_at)
     run_grid(tiny_grid(contexts), folder)

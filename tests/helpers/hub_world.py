@@ -42,13 +42,13 @@ class Hub:
         return self.commits[repo][-1]
 
     def at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        """Returns commit hash and files; raises KeyError, IndexError."""
+        """Return commit hash and files; raise KeyError, IndexError."""
         number = len(self.commits[repo]) - 1 if revision == "main" else int(revision, 16)
         return f"{number:040x}", self.commits[repo][number]
 
 
 def front_matter_errors(content: str) -> list[str]:
-    """Returns what the hub would find wrong with a model card."""
+    """Return what the hub would find wrong with a model card."""
     front = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
     data = yaml.safe_load(front[1]) if front else {}
     errors = (
@@ -194,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def local_hub(monkeypatch, cache) -> Iterator[Hub]:
-    """Sends everything that the client does to a server in this process, with its cache in the
+    """Send everything that the client does to a server in this process, with its cache in the
     folder `cache`.
     """
     hub = Hub()

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def without_triton(code: str) -> None:
-    """Runs code where Triton cannot be imported; fails if it does."""
+    """Run code where Triton cannot be imported; fails if it does."""
     subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{code}"], check=True
     )
 
 
 def compiled(script: str) -> list[dict]:
-    """Returns what tests/helpers/SCRIPT prints about compiled kernels; no GPU is needed."""
+    """Return what tests/helpers/SCRIPT prints about compiled kernels; no GPU is needed."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", f"tests.helpers.{Path(script).stem}"]
     root = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ OFFICIAL = {
 
 
 def official_rows(task):
-    """Returns the rows of one task's file."""
+    """Return the rows of one task's file."""
     return [
         {
             "input": asked,

@@ -41,5 +41,5 @@ spec.register_entry_points("restorekv.evictors", EVICTORS)
 
 
 def make_evictor(text: str) -> Evictor:
-    """Returns the evictor of a spec."""
+    """Return the evictor of a spec."""
     return spec.parse_spec(text, EVICTORS, "evictor")

@@ -25,8 +25,8 @@ REDUCTIONS = ("max", "mean")
 def iterate_attention_blocks(
     query: Tensor, key: Tensor, block: int = BLOCK
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """query (H, G, Q, D), key (H, K, D), of which the last Q are the queries' own -> (low, high,
-    weights).
+    """Yield (low, high, weights) for blocks of the rows of query (H, G, Q, D) over key (H, K, D),
+    whose last Q columns are the queries' own.
 
     weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with
     logits scaled by 1 / sqrt(D), over every key that any of them sees. Rows are independent, so one
@@ -41,22 +41,21 @@ def iterate_attention_blocks(
         part = query[:, :, low:high].float().flatten(1, 2)  # (H, G * rows, D)
         logits = part @ key[:, : before + high].transpose(1, 2) / dim**0.5
         logits = logits.unflatten(1, (groups, -1))
+        # Causal among the block's own columns; it sees all earlier ones.
         later = torch.ones(high - low, high - low, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., before + low :].masked_fill_(later, float("-inf"))
         yield low, high, logits.softmax(-1)
 
 
 def can_use_kernels(query: Tensor) -> bool:
-    """Returns whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
+    """Return whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
     proven itself there.
 
     Otherwise `attend_pass` is used.
     """
-    return (
-        triton_maxima is not None
-        and triton_maxima.supports_query(query)
-        and proofs.is_proven("maxima", *_make_proof_key(query))
-    )
+    if triton_maxima is None or not triton_maxima.supports_query(query):
+        return False
+    return proofs.is_proven("maxima", *_make_proof_key(query))
 
 
 def attend_pass(
@@ -67,26 +66,35 @@ def attend_pass(
     inside: Sequence[slice],
     on_weights: blocked.OnWeights,
 ) -> Tensor:
-    """Returns the attention of a pass, whose weights `on_weights` gets; the arguments are those of
-    blocked.attend.
+    """Return the attention of a pass, (Q, H * G, D), and show its weights to `on_weights`.
+
+    Args:
+        query: (H, G, Q, D).
+        own: keys and values (H, Q, D) of the pass itself, which are seen causally.
+        cached: returns the cached keys and values (K, D) of a head.
+        scale: of the logits.
+        inside: the cached columns that share a softmax with the pass's own.
+        on_weights: gets the weights of that softmax in blocks; see blocked.py.
     """
-    proven = not proofs.needs_proof(query.device) or proofs.is_proven(
+    is_trusted = not proofs.needs_proof(query.device) or proofs.is_proven(
         "blocked", *_make_proof_key(query)
     )
-    attend = blocked.attend_pass if proven else naive.attend_pass
+    attend = blocked.attend_pass if is_trusted else naive.attend_pass
     return attend(query, own, cached, scale, inside, on_weights)
 
 
 def _make_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
-    """query (H, G, Q, D) -> what a proof has to hold for, as `proofs.is_proven` takes it."""
+    """Return what a proof has to hold for, as `proofs.is_proven` takes it: query (H, G, Q, D)."""
     return query.device, query.shape[0], query.shape[1], query.shape[3], query.dtype
 
 
 def reduce_groups(values: Tensor, reduction: str) -> Tensor:
-    """Reduces (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV
+    """Reduce (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV
     head.
     """
-    return values.amax(1) if reduction == "max" else values.mean(1)
+    if reduction == "max":
+        return values.amax(1)
+    return values.mean(1)
 
 
 pass_trials.register_proofs(triton_maxima)

@@ -24,9 +24,10 @@ class Evictor(ABC):
     """A frozen dataclass whose fields are the method's hyperparameters."""
 
     name: ClassVar[str]
-    # Scores of the parts of a context, each after the prefix, can be compared.
+    # Whether scores of the parts of a context, each scored after the prefix alone, can be compared.
     streams: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True  # reads the full cache that it gets and makes none itself
+    # Whether it only reads the full cache that it gets, which may then lie in host memory.
+    offloads: ClassVar[bool] = True
 
     @property
     def spec(self) -> str:
@@ -34,7 +35,7 @@ class Evictor(ABC):
         return spec.format_spec(self.name, self)
 
     def identity(self, model: Model) -> str:
-        """Returns what determines the scores, for records: the spec, with a digest in place of a
+        """Return what determines the scores, for records: the spec, with a digest in place of a
         file's name.
 
         A class from outside this package has a digest of its source too.
@@ -42,17 +43,17 @@ class Evictor(ABC):
         return self.spec + spec.digest_source(type(self))
 
     def as_published(self, prefix: int) -> Self:
-        """Returns the evictor with the settings of its authors' code where the spec leaves the
+        """Return the evictor with the settings of its authors' code where the spec leaves the
         defaults; `prefix` is the number S of the chat template's columns.
         """
         return self
 
     def count_pinned_tail(self, context: Context) -> int:
-        """Returns how many columns at the end of `context` are always kept."""
+        """Return how many columns at the end of `context` are always kept."""
         return 0
 
     def for_later_part(self, context: Context) -> Self:
-        """Returns the evictor for every part of a text after the first, which pins no attention
+        """Return the evictor for every part of a text after the first, which pins no attention
         sinks.
 
         `context` is such a part after the prefix.
@@ -60,7 +61,7 @@ class Evictor(ABC):
         return self
 
     def make_observer(self, model: Model, context: Context) -> Observer | None:
-        """Returns a new observer of the context's prefill, in chunks of any size, which `score`
+        """Return a new observer of the context's prefill, in chunks of any size, which `score`
         then gets; or None.
         """
         return None
@@ -74,15 +75,27 @@ class Evictor(ABC):
         full: Cache,
         observer: Any = None,
     ) -> Tensor:
-        """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves
-        `full` (S + T) alone.
+        """Return (L, H, T) float32, higher = keep, for the T tokens after the prefix.
 
-        `observer` is what `make_observer` returned, after the prefill.
+        Args:
+            model: the model that prefilled the context.
+            tokenizer: the model's tokenizer.
+            context: the prefix and the context's tokens.
+            full: the full cache of S + T columns, which must not change.
+            observer: what `make_observer` returned, after it saw the prefill.
         """
 
 
+def list_layers(full: Cache) -> list[Any]:
+    """Return the layers of a full cache, each with `keys` and `values` (1, H, S + T, D).
+
+    transformers' own annotation also allows layers without keys and values.
+    """
+    return list(full.layers)
+
+
 def pin_columns(scores: Tensor, columns: Iterable[int]) -> Tensor:
-    """Raises `columns` of the scores (L, H, T) above all others in every head, the last named
+    """Raise `columns` of the scores (L, H, T) above all others in every head, the last named
     highest.
 
     The order decides what is kept when a budget is smaller than what is pinned: the same columns in
@@ -93,14 +106,15 @@ def pin_columns(scores: Tensor, columns: Iterable[int]) -> Tensor:
     if columns:
         above = torch.arange(1, len(columns) + 1, dtype=scores.dtype, device=scores.device)
         highest = scores.max()
-        # Above 2^24 adding 1 changes nothing.
+        # Steps of 1, or of two gaps between neighboring floats: adding 1 to 2^24 changes nothing.
         gap = torch.nextafter(highest, highest.new_tensor(torch.inf)) - highest
         scores[..., columns] = highest + above * (2 * gap).clamp_min(1)
     return scores
 
 
 def check_not_negative(evictor: Evictor, *names: str) -> None:
-    """Refuses negative settings."""
+    """Refuse negative settings."""
     for name in names:
-        if getattr(evictor, name) < 0:
-            raise RestoreKVError(f"{evictor.name} takes {name} >= 0, not {getattr(evictor, name)}.")
+        value = getattr(evictor, name)
+        if value < 0:
+            raise RestoreKVError(f"{evictor.name} takes {name} >= 0, not {value}.")

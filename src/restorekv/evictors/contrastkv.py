@@ -11,7 +11,9 @@ and the pass's own pairs):
 Head level, with quantiles of each signal over the T columns of one layer and head (linear between
 neighbors):
 
-    both at or above their (1 - beta)-quantile -> 1;  both at or below their beta-quantile -> 0;  the rest undecided.
+    both at or above their (1 - beta)-quantile -> 1
+    both at or below their beta-quantile       -> 0
+    the rest is undecided
 
 Layer level, for the undecided, with minima, maxima and ranks over the H * T pairs of one layer,
 decided ones included:
@@ -25,7 +27,7 @@ tokenizer's vocabulary, special tokens included, without the rows that only pad 
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,7 +67,8 @@ class ContrastKV(KVzip):
             )
         if not 0 <= self.beta <= 0.5 or not 0 <= self.gamma < float("inf"):
             raise RestoreKVError(
-                f"{self.name} takes beta from 0 to 0.5 and a finite gamma >= 0, not {self.beta} and {self.gamma}."
+                f"{self.name} takes beta from 0 to 0.5 and a finite gamma >= 0, "
+                f"not {self.beta} and {self.gamma}."
             )
 
     def score(
@@ -76,33 +79,33 @@ class ContrastKV(KVzip):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T) after two passes over the full cache for every chunk, and both levels."""
-        return self.fuse_signals(*self.collect_signals(model, tokenizer, context, full))
+        """Return (L, H, T) after two passes over the full cache for every chunk."""
+        positive, negative = self.collect_signals(model, tokenizer, context, full)
+        return self.fuse_signals(positive, negative)
 
     def collect_signals(
         self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache
     ) -> tuple[Tensor, Tensor]:
-        """Returns S+ and S-, (L, H, T) float32 each."""
+        """Return S+ and S-, (L, H, T) float32 each."""
         passes = self.make_passes(tokenizer, context)
         generator = torch.Generator().manual_seed(self.seed)
-        vocabulary = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-        noise = [
-            replace(
-                part,
-                ids=torch.randint(self.lowest, vocabulary, (1, self.noise), generator=generator),
-            )
-            for part in passes
-        ]
-        return self.collect_maxima(model, context, full, passes), self.collect_maxima(
-            model, context, full, noise
-        )
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = min(len(tokenizer), embeddings.num_embeddings)
+        noise_passes = []
+        for each in passes:
+            noise = torch.randint(self.lowest, vocabulary, (1, self.noise), generator=generator)
+            noise_passes.append(replace(each, ids=noise))
+        positive = self.collect_maxima(model, context, full, passes)
+        negative = self.collect_maxima(model, context, full, noise_passes)
+        return positive, negative
 
     def make_passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
-        """Returns the reconstruction of every chunk."""
+        """Return the reconstruction of every chunk."""
         return list(make_repetitions(tokenizer, context, self.chunk, self.space))
 
     def fuse_signals(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """S+ and S- -> scores, all (L, H, T)."""
+        """Return the scores for S+ and S-, all (L, H, T)."""
+        # The layer level for all pairs; then the head level decides some of them.
         highest = positive.amax((1, 2), keepdim=True)
         scores = torch.minimum(positive + self.compute_bump(positive, negative), highest)
         low_p, high_p = _compute_quantiles(positive, self.beta, 1 - self.beta)
@@ -111,7 +114,7 @@ class ContrastKV(KVzip):
         return scores.masked_fill((positive >= high_p) & (negative >= high_n), 1.0)
 
     def compute_bump(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Returns (L, H, T) >= 0."""
+        """Return (L, H, T) >= 0."""
         lowest = negative.amin((1, 2), keepdim=True)
         highest = negative.amax((1, 2), keepdim=True)
         span = (highest - lowest).clamp_min(torch.finfo(negative.dtype).tiny)
@@ -120,7 +123,7 @@ class ContrastKV(KVzip):
 
 @dataclass(frozen=True)
 class ContrastKVSimple(ContrastKV):
-    """The simplification behind the ContrastKV rows of RestoreKV (arXiv:2608.01247;
+    """The simplification used for the ContrastKV rows of RestoreKV (arXiv:2608.01247;
     cvsp-lab/RestoreKV).
 
     S+ is of a pass that reads the chunk again without an instruction; noise has ids from 5 up; bump
@@ -137,36 +140,38 @@ class ContrastKVSimple(ContrastKV):
     chunk: int = 2000
 
     def make_passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
-        """Returns every chunk unchanged."""
-        starts = range(context.prefix, context.positions, self.chunk)
-        ends = [min(start + self.chunk, context.positions) for start in starts]
-        return [
-            Repetition(context.ids[:, start:end], start, end)
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        """Return every chunk unchanged."""
+        passes = []
+        for start in range(context.prefix, context.positions, self.chunk):
+            end = min(start + self.chunk, context.positions)
+            passes.append(Repetition(context.ids[:, start:end], start, end))
+        return passes
 
     def compute_bump(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Returns (L, H, T) >= 0."""
-        # (L, H * T)
-        flat = positive.flatten(1)
-        against = negative.flatten(1)
-        (median,), (top,) = _compute_quantiles(flat, 0.5), _compute_quantiles(against, 0.8)
-        smaller = torch.searchsorted(against.sort(-1).values, against)
-        rank = smaller / max(against.shape[-1] - 1, 1)
-        span = flat.amax(-1, keepdim=True) - flat.amin(-1, keepdim=True)
-        lifted = self.gamma * span * rank * ((flat >= median) & (against >= top))
-        return lifted.view_as(positive)
+        """Return (L, H, T) >= 0."""
+        # Flat over a layer's pairs: (L, H * T).
+        flat_positive = positive.flatten(1)
+        flat_negative = negative.flatten(1)
+        (median,) = _compute_quantiles(flat_positive, 0.5)
+        (top,) = _compute_quantiles(flat_negative, 0.8)
+        smaller = torch.searchsorted(flat_negative.sort(-1).values, flat_negative)
+        rank = smaller / max(flat_negative.shape[-1] - 1, 1)
+        span = flat_positive.amax(-1, keepdim=True) - flat_positive.amin(-1, keepdim=True)
+        is_lifted = (flat_positive >= median) & (flat_negative >= top)
+        bump = self.gamma * span * rank * is_lifted
+        return bump.view_as(positive)
 
 
 def _compute_quantiles(values: Tensor, *levels: float) -> list[Tensor]:
-    """Returns quantiles along the last axis, which keeps length 1; linear between neighbors.
+    """Return quantiles along the last axis, which keeps length 1; linear between neighbors.
 
     Indices are computed in double precision: torch.quantile is off by whole elements on long axes.
     """
     ordered = values.sort(-1).values
     last = values.shape[-1] - 1
-    lows = [int(level * last) for level in levels]
-    return [
-        ordered[..., [low]].lerp(ordered[..., [min(low + 1, last)]], level * last - low)
-        for level, low in zip(levels, lows, strict=True)
-    ]
+    quantiles = []
+    for level in levels:
+        low = int(level * last)
+        high = min(low + 1, last)
+        quantiles.append(ordered[..., [low]].lerp(ordered[..., [high]], level * last - low))
+    return quantiles

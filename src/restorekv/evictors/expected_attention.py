@@ -4,7 +4,8 @@ Before RoPE a head's queries have mean m and covariance C, over all columns but 
 With R the average rotation over the next `future` positions S+T ..., and softmax_i over the same
 columns (prefix included),
 
-    a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))      score_i = (mean over G of a_i + epsilon) ||v_i||
+    a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))
+    score_i = (mean over G of a_i + epsilon) ||v_i||
 
 The sinks are always kept. covariance=false drops the second term, values=false epsilon and ||v_i||.
 As kvpress 0.5.5.
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin_columns
+from restorekv.evictors.base import (
+    Cache,
+    Context,
+    Evictor,
+    Model,
+    Tokenizer,
+    list_layers,
+    pin_columns,
+)
 from restorekv.evictors.query_moments import QueryMoments, compute_expected_weights
 from restorekv.evictors.streaming import list_sink_columns
 
@@ -60,15 +69,16 @@ class ExpectedAttention(Evictor):
         full: Cache,
         observer: Any = None,
     ) -> Tensor:
-        """Returns (L, H, T), at least 0."""
+        """Return (L, H, T), at least 0."""
         scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
-        for index, layer in enumerate(full.layers):
-            key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
+        for index, layer in enumerate(list_layers(full)):
+            keys = layer.keys[0, :, self.sinks :].float()
             mean, covariance = observer.predict_moments(
                 model, index, full.get_seq_length(), self.future
             )
-            weights = compute_expected_weights(key, mean, covariance * self.covariance)
-            scores[index, :, self.sinks :] = (
-                (weights + self.epsilon) * value.norm(dim=-1) if self.values else weights
-            )
+            weights = compute_expected_weights(keys, mean, covariance * self.covariance)
+            if self.values:
+                values = layer.values[0, :, self.sinks :].float()
+                weights = (weights + self.epsilon) * values.norm(dim=-1)
+            scores[index, :, self.sinks :] = weights
         return pin_columns(scores[..., context.prefix :], list_sink_columns(self.sinks, context))

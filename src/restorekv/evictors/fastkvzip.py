@@ -46,39 +46,41 @@ class FastKVzip(Gated):
     def __post_init__(self) -> None:
         if not 0 <= self.window <= 1:
             raise RestoreKVError(
-                f"fastkvzip takes a window from 0 to 1, a share of the context, not {self.window:g}."
+                "fastkvzip takes a window from 0 to 1, a share of the context, "
+                f"not {self.window:g}."
             )
         check_not_negative(self, "cap", "long", "sinks")
 
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
-        """Returns (..., H, T) in (0, 1)."""
-        base = layer["k_base"].float().squeeze(-3)  # (..., H, s, R)
-        heads, _, rank = base.shape[-3:]
-        query = apply_linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"]).unflatten(
-            -1, (heads, -1, rank)
-        )
-        key = apply_linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
+        """Return (..., H, T) in (0, 1)."""
+        sink_keys = layer["k_base"].float().squeeze(-3)  # (..., H, s, R)
+        heads, _, rank = sink_keys.shape[-3:]
+        query = apply_linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"])
+        query = query.unflatten(-1, (heads, -1, rank))
         query = _normalize_rms(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
+        key = apply_linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
         key = _normalize_rms(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)
         own = (query * key).sum(-1) / math.sqrt(rank) + layer["b"].float()  # (..., H, T, G)
-        others = (query.flatten(-3, -2) @ base.mT / math.sqrt(rank)).logsumexp(-1)
-        return torch.sigmoid(own - others.view_as(own)).mean(-1)
+        sinks = (query.flatten(-3, -2) @ sink_keys.mT / math.sqrt(rank)).logsumexp(-1)
+        # exp(l) / (exp(l) + sum_s exp(l_s)) is a sigmoid of the difference of logarithms.
+        return torch.sigmoid(own - sinks.view_as(own)).mean(-1)
 
     def for_later_part(self, context: Context) -> Self:
         return replace(self, sinks=0)
 
     def list_pinned_columns(self, context: Context) -> list[int]:
-        """Returns the sinks, then the window, the most recent last."""
+        """Return the sinks, then the window, the most recent last."""
         columns = context.positions
-        window = list_recent_columns(
-            context, int(columns * self.window) if columns < self.long else self.cap
-        )
-        return [*range(min(max(self.sinks - context.prefix, 0), window.start)), *window]
+        length = int(columns * self.window) if columns < self.long else self.cap
+        window = list_recent_columns(context, length)
+        # Sinks count from the start of the prefix.
+        sinks = min(max(self.sinks - context.prefix, 0), window.start)
+        return [*range(sinks), *window]
 
 
 def _normalize_rms(values: Tensor, weight: Tensor) -> Tensor:
-    """Divides values (..., T, H, G, R) by their RMS and multiplies by weight (..., R), in float32."""
+    """Divide values (..., T, H, G, R) by their RMS and multiply by weight (..., R), in float32."""
     values = values.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + EPSILON)
     return values * weight.float()[..., None, None, None, :]

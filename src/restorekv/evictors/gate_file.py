@@ -4,8 +4,8 @@ attention module's input.
 It is one safetensors file. Tensors are named layers.<l>.<parameter>, with the parameters of the
 published gates (R, s and m are sizes of the gate):
 
-fastkvzip     q_proj.weight (H*G*R, d)  q_proj.bias (H*G*R)  k_proj.weight (H*R, d)  q_norm.weight (R)
-              k_norm.weight (R)  k_base (H, 1, s, R)  b (H, 1, G)
+fastkvzip     q_proj.weight (H*G*R, d)  q_proj.bias (H*G*R)  k_proj.weight (H*R, d)
+              q_norm.weight (R)  k_norm.weight (R)  k_base (H, 1, s, R)  b (H, 1, G)
 kvzap-linear  weight (H, d)  bias (H)
 kvzap-mlp     0.weight (m, d)  0.bias (m)  2.weight (H, m)  2.bias (H)
 
@@ -15,6 +15,7 @@ The file is sealed (see seal.py); its metadata holds the card.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -61,22 +62,38 @@ class GateCard:
     weights: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
-        wrong = [
-            field.name
-            for field in fields(self)
-            if not matches_type(getattr(self, field.name), field.type)
-        ]
-        if wrong or TARGETS.get(self.kind) is None:
-            raise TypeError(
-                f"the field {(wrong or ['kind'])[0]} of the card has another type or value"
-            )
+        # A card is read from a file, so nothing about it is certain.
+        for each in fields(self):
+            if not matches_type(getattr(self, each.name), each.type):
+                raise TypeError(f"the field {each.name} of the card has another type")
+        if self.kind not in TARGETS:
+            raise TypeError("the field kind of the card has another value")
 
     @classmethod
     def for_model(
-        cls, model: PreTrainedModel, kind: str, target: str, **described: dict
+        cls,
+        model: PreTrainedModel,
+        kind: str,
+        target: str,
+        settings: dict | None = None,
+        figures: dict | None = None,
     ) -> "GateCard":
-        """Returns the card for a gate of `model`."""
-        return cls(kind=kind, target=target, **base_weights.describe_base(model), **described)
+        """Return the card for a gate of `model`.
+
+        Args:
+            model: the model whose hidden states the gate reads.
+            kind: one of KINDS.
+            target: the evictor whose scores the gate predicts.
+            settings: how it was trained.
+            figures: how well it predicts.
+        """
+        return cls(
+            kind=kind,
+            target=target,
+            settings=settings or {},
+            figures=figures or {},
+            **base_weights.describe_base(model),
+        )
 
 
 @dataclass(frozen=True)
@@ -91,17 +108,17 @@ class Gate:
 
 
 def write_gate(path: Path, gate: Gate) -> None:
-    """Writes the file completely or not at all; refuses numbers that are not finite."""
-    tensors = {
-        f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
-        for index, layer in enumerate(gate.layers)
-        for name, tensor in layer.items()
-    }
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise GateError(
-                f"The gate's {name} has numbers that are not finite; train it again with a lower lr."
-            )
+    """Write the file completely or not at all; refuse numbers that are not finite."""
+    tensors = {}
+    for index, layer in enumerate(gate.layers):
+        for parameter, tensor in layer.items():
+            name = f"layers.{index}.{parameter}"
+            if not torch.isfinite(tensor).all():
+                raise GateError(
+                    f"The gate's {name} has numbers that are not finite; "
+                    "train it again with a lower lr."
+                )
+            tensors[name] = tensor.detach().cpu().contiguous()
     card = json.dumps(asdict(gate.card), sort_keys=True)
     seal.write_sealed(path, FILE, tensors, {"card": card})
 
@@ -133,7 +150,7 @@ def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
 
 
 def split_layers(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Returns a mapping per layer from the names of a file's tensors; refuses other names."""
+    """Return a mapping per layer from the names of a file's tensors; refuse other names."""
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         head, _, rest = key.partition(".")
@@ -145,7 +162,7 @@ def split_layers(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, 
 
 
 def compute_shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes that a layer of this kind must have; raises KeyError or IndexError if
+    """Return the shapes that a layer of this kind must have; raise KeyError or IndexError if
     sizes are missing.
     """
     heads = shape.heads
@@ -175,20 +192,32 @@ def compute_shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tupl
 
 
 def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheShape) -> None:
-    """Checks that every layer of the model has a gate of its shape."""
+    """Check that every layer of the model has a gate of its shape.
+
+    Args:
+        name: of the gate, for messages.
+        kind: one of KINDS.
+        layers: the gate's parameters.
+        shape: of the model.
+
+    Raises:
+        GateError: if a layer is missing, or has parameters of other names or shapes.
+    """
     if len(layers) != shape.layers:
         raise GateError(
             f"The gate {name} has {len(layers)} layers, the model {shape.layers}; {MAKE}."
         )
     for index, layer in enumerate(layers):
-        sizes = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
+        found = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
+        is_empty = any(0 in sizes for sizes in found.values())
         try:
-            fits = sizes == compute_shapes(kind, shape, layer) and all(map(all, sizes.values()))
+            fits = found == compute_shapes(kind, shape, layer) and not is_empty
         except (KeyError, IndexError):
             fits = False
         if not fits:
             raise GateError(
-                f"Layer {index} of the gate {name} lacks the shape of a {kind} gate for this model; {MAKE}."
+                f"Layer {index} of the gate {name} lacks the shape of a {kind} gate for this "
+                f"model; {MAKE}."
             )
 
 
@@ -199,8 +228,18 @@ def check_gate(
     kinds: Sequence[str],
     identity: ModelIdentity | None = None,
 ) -> None:
-    """Checks that the gate has one of `kinds` and was made for this model; warns if for other
+    """Check that the gate has one of `kinds` and was made for this model; warn if for other
     weights of it.
+
+    Args:
+        name: of the gate, for messages.
+        gate: as read from its file.
+        model: the model that it shall score for.
+        kinds: those that the evictor can use.
+        identity: of the model, if the caller has it.
+
+    Raises:
+        GateError: if it has another kind or was made for another model.
     """
     card = gate.card
     if card.kind not in kinds:
@@ -216,54 +255,58 @@ def check_gate(
 def find_shipped_gate(
     model: PreTrainedModel, kinds: Sequence[str], identity: ModelIdentity | None = None
 ) -> Path:
-    """Returns the gate in the package for this model, of the first of `kinds` that exists.
+    """Return the gate in the package for this model, of the first of `kinds` that exists.
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
     identity = identity or identify_model(model)
     own = describe_weights(model)
-    similar = []
-    paths = (
-        shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING
-    )
-    for path in filter(Path.is_file, paths):
+    similar = None
+    for kind, shipping in product(kinds, SHIPPING):
+        path = shipped_path(shipping, "gates", f"{kind}.safetensors")
+        if not path.is_file():
+            continue
         card = read_card(path)[0]
         if card.fingerprint == identity.fingerprint:
             return path
-        if base_weights.measure_similarity(card.weights, own) >= base_weights.LEAST_SIMILARITY:
-            similar.append(path)
+        similarity = base_weights.measure_similarity(card.weights, own)
+        if similar is None and similarity >= base_weights.LEAST_SIMILARITY:
+            similar = path
     if similar:
-        return similar[0]
+        return similar
     name = get_model_name(model) or type(model).__name__
     if name in SHIPPING and not is_shipping_installed(name):
         raise GateError(
-            f"The gates for {name} are not installed; {get_install_command(name)}, or name a gate with "
-            "gate=FILE."
+            f"The gates for {name} are not installed; {get_install_command(name)}, "
+            "or name a gate with gate=FILE."
         )
     raise GateError(
         f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE."
     )
 
 
+# Per model, by everything that a gate on its device depends on.
 _loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple, Gate]] = WeakKeyDictionary()
 
 
 def load_gate(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
-    """Returns the gate `source`, "auto" or a path, on the model's device; reads it again only if
+    """Return the gate `source`, "auto" or a path, on the model's device; read it again only if
     the file changes.
     """
     path = None if source == "auto" else Path(source)
-    state = path.stat() if path and path.is_file() else None
-    key = (source, tuple(kinds), state and (state.st_mtime_ns, state.st_size), model.device)
+    state = None
+    if path and path.is_file():
+        stat = path.stat()
+        state = stat.st_mtime_ns, stat.st_size
+    key = (source, tuple(kinds), state, model.device)
     gates = _loaded.setdefault(model, {})
     if key not in gates:
         identity = identify_model(model)
         path = path or find_shipped_gate(model, kinds, identity)
         gate = read_gate(path)
         check_gate(path, gate, model, kinds, identity)
-        layers = [
-            {name: tensor.to(model.device) for name, tensor in layer.items()}
-            for layer in gate.layers
-        ]
+        layers = []
+        for layer in gate.layers:
+            layers.append({name: tensor.to(model.device) for name, tensor in layer.items()})
         gates[key] = replace(gate, layers=layers)
     return gates[key]

@@ -33,7 +33,8 @@ class GateScores:
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> None:
-        """Handles one layer of one chunk of the prefill, whose columns are the last so far."""
+        """Handle one layer of one chunk of the prefill, whose columns are the last so far."""
+        assert view.hidden is not None
         end = view.key.shape[1]
         start = end - view.hidden.shape[0]
         self.scores[view.layer, :, start:end] = self.predict(
@@ -43,8 +44,8 @@ class GateScores:
 
 @dataclass(frozen=True)
 class Gated(Evictor):
-    """`gate` is a file, or "auto" for the gate that ships for the model. Scores need no pass of
-    their own.
+    """`gate` is a file, or "auto" for the gate that ships for the model. Scores need no pass beyond
+    the prefill.
 
     The prefill must run without adapters, as it does in `Eviction.prepare`: the gates were trained
     on such inputs.
@@ -55,7 +56,7 @@ class Gated(Evictor):
     gate: str = "auto"
 
     def load_gate(self, model: Model) -> Gate:
-        """Returns the gate for `model`; raises GateError."""
+        """Return the gate for `model`; raise GateError."""
         return gate_file.load_gate(model, self.gate, self.kinds)
 
     def identity(self, model: Model) -> str:
@@ -64,19 +65,20 @@ class Gated(Evictor):
     @staticmethod
     @abstractmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
-        """hidden (..., T, d) -> scores (..., H, T) float32; the tensors of `layer` have the same
-        leading axes.
+        """Return scores (..., H, T) float32 for hidden states (..., T, d); the tensors of `layer`
+        have the same leading axes.
         """
 
     @abstractmethod
     def list_pinned_columns(self, context: Context) -> Sequence[int]:
-        """Returns the columns of the context that are always kept, the most important last."""
+        """Return the columns of the context that are always kept, the most important last."""
 
     def count_pinned_tail(self, context: Context) -> int:
-        kept = set(self.list_pinned_columns(context))
-        return next(
-            (n for n in range(context.tokens) if context.tokens - 1 - n not in kept), context.tokens
-        )
+        pinned = set(self.list_pinned_columns(context))
+        count = 0
+        while count < context.tokens and context.tokens - 1 - count in pinned:
+            count += 1
+        return count
 
     def make_observer(self, model: Model, context: Context) -> GateScores:
         return GateScores(model, context, self.load_gate(model), self.predict)
@@ -89,25 +91,28 @@ class Gated(Evictor):
         full: Cache,
         observer: Any = None,
     ) -> Tensor:
-        """Returns (L, H, T): the predictions, with the kept columns above all others."""
-        return pin_columns(
-            observer.scores[..., context.prefix :], self.list_pinned_columns(context)
-        )
+        """Return (L, H, T): the predictions, with the pinned columns above all others."""
+        scores = observer.scores[..., context.prefix :]
+        return pin_columns(scores, self.list_pinned_columns(context))
 
 
 def apply_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden (..., T, d), weight (..., m, d), bias (..., m) -> (..., T, m), in the wider of both
-    dtypes.
+    """Return (..., T, m) for hidden (..., T, d), weight (..., m, d) and bias (..., m), in the wider
+    of both dtypes.
     """
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     hidden = hidden.to(dtype)
     weight = weight.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
     if weight.ndim == 2:
-        return F.linear(hidden, weight, None if bias is None else bias.to(dtype))
-    result = hidden @ weight.mT
-    return result if bias is None else result + bias.to(dtype).unsqueeze(-2)
+        return F.linear(hidden, weight, bias)
+    product = hidden @ weight.mT
+    if bias is None:
+        return product
+    return product + bias.unsqueeze(-2)
 
 
 def list_recent_columns(context: Context, window: int) -> range:
-    """Returns the last `window` columns of the context."""
+    """Return the last `window` columns of the context."""
     return range(max(context.tokens - window, 0), context.tokens)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from restorekv.cache.tail import Pair
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import (
     REDUCTIONS,
@@ -43,26 +44,17 @@ class ColumnMaxima:
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> Tensor:
-        """Handles one layer of one chunk of the prefill; returns the attention output (Q, H * G,
+        """Handle one layer of one chunk of the prefill; return the attention output (Q, H * G,
         D).
         """
         before = view.key.shape[1] - view.query.shape[2]
-        cached, own = zip(
-            *((x[:, :before], x[:, before:]) for x in (view.key, view.value)), strict=True
-        )
+        cached = view.key[:, :before], view.value[:, :before]
+        own = view.key[:, before:], view.value[:, before:]
         if can_use_kernels(view.query):
-            output, lse = triton_maxima.attend_pass(
-                view.query, own, cached, view.scale, 0, 0, before
-            )
-            maxima = [
-                triton_maxima.find_maxima(view.query, cached[0], lse, view.scale),
-                triton_maxima.find_maxima(
-                    view.query, own[0], lse, view.scale, own=True, diagonal=self.diagonal
-                ),
-            ]
-            best = self.best[view.layer, ..., : view.key.shape[1]]
-            torch.maximum(best, torch.cat(maxima, -1), out=best)
-            return output
+            return self._attend_with_kernels(view, own, cached)
+
+        def get_pairs(head: int) -> Pair:
+            return cached[0][head], cached[1][head]
 
         def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
             if not self.diagonal:
@@ -70,19 +62,26 @@ class ColumnMaxima:
             best = self.best[view.layer, head, :, : before + high]
             torch.maximum(best, weights.amax(1), out=best)
 
-        return attend_pass(
-            view.query,
-            own,
-            lambda head: tuple(x[head] for x in cached),
-            view.scale,
-            [slice(0, before)],
-            on_weights,
+        return attend_pass(view.query, own, get_pairs, view.scale, [slice(0, before)], on_weights)
+
+    def _attend_with_kernels(self, view: LayerView, own: Pair, cached: Pair) -> Tensor:
+        """Do the same with the kernels of triton_maxima.py."""
+        before = cached[0].shape[1]
+        output, lse = triton_maxima.attend_pass(
+            view.query, own, cached, view.scale, sinks=0, start=0, end=before
         )
+        of_cached = triton_maxima.find_maxima(view.query, cached[0], lse, view.scale)
+        of_own = triton_maxima.find_maxima(
+            view.query, own[0], lse, view.scale, own=True, diagonal=self.diagonal
+        )
+        best = self.best[view.layer, ..., : view.key.shape[1]]
+        torch.maximum(best, torch.cat([of_cached, of_own], -1), out=best)
+        return output
 
 
 @dataclass(frozen=True)
 class H2O(Evictor):
-    """Holds maxima for every query head until the prefill is done: 4 * L * H * G * T bytes."""
+    """Needs 4 * L * H * G * T bytes during the prefill, for the maxima of every query head."""
 
     name: ClassVar[str] = "h2o"
 
@@ -104,6 +103,6 @@ class H2O(Evictor):
         full: Cache,
         observer: Any = None,
     ) -> Tensor:
-        """Returns (L, H, T) in [0, 1]."""
+        """Return (L, H, T) in [0, 1]."""
         best = observer.best[..., context.prefix :]
         return torch.stack([reduce_groups(layer, self.groups) for layer in best])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, list_layers
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,15 @@ class KeyDiff(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T) in [-1, 1]."""
-        return torch.stack(
-            [
-                _measure_difference(layer.keys[0].float())[:, context.prefix :]
-                for layer in full.layers
-            ]
-        )
+        """Return (L, H, T) in [-1, 1]."""
+        scores = []
+        for layer in list_layers(full):
+            differences = _measure_difference(layer.keys[0].float())
+            scores.append(differences[:, context.prefix :])
+        return torch.stack(scores)
 
 
-def _measure_difference(key: Tensor) -> Tensor:
-    """key (H, K, D) -> (H, K)."""
-    anchor = F.normalize(key, dim=-1).mean(1, keepdim=True)
-    return -F.cosine_similarity(key, anchor, dim=-1)
+def _measure_difference(keys: Tensor) -> Tensor:
+    """Return minus the cosine of every key (H, K, D) with its head's anchor: (H, K)."""
+    anchor = F.normalize(keys, dim=-1).mean(1, keepdim=True)
+    return -F.cosine_similarity(keys, anchor, dim=-1)

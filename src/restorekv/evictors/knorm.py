@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, list_layers
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Knorm(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T), at most 0."""
-        keys = (layer.keys[0, :, context.prefix :] for layer in full.layers)
-        return torch.stack(
-            [-torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32) for key in keys]
-        )
+        """Return (L, H, T), at most 0."""
+        scores = []
+        for layer in list_layers(full):
+            keys = layer.keys[0, :, context.prefix :]
+            scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))
+        return torch.stack(scores)

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
@@ -45,18 +45,21 @@ class FromKVPress(Evictor):
 
     press: str = ""
     eager: bool = False
+    scorer: ClassVar[Any]  # set on every object; not a setting
 
     def __post_init__(self) -> None:
         kvpress = _import_kvpress()
-        press = _parse_press(self.press, kvpress) if isinstance(self.press, str) else self.press
+        press: Any = self.press
+        if isinstance(press, str):
+            press = _parse_press(press, kvpress)
         if not isinstance(press, kvpress.ScorerPress):
             raise RestoreKVError(
                 f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}."
             )
+        text = spec.format_spec(type(press).__name__, press).replace(",", ";")
+        # The dataclass is frozen.
         object.__setattr__(self, "scorer", press)
-        object.__setattr__(
-            self, "press", spec.format_spec(type(press).__name__, press).replace(",", ";")
-        )
+        object.__setattr__(self, "press", text)
 
     @torch.no_grad()
     def score(
@@ -67,24 +70,20 @@ class FromKVPress(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T) in any range."""
+        """Return (L, H, T) in any range."""
         scores: dict[int, Tensor] = {}
 
-        def after_layer(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple
-        ) -> None:
+        def after_layer(module: Any, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
             layer = kwargs["past_key_values"].layers[module.layer_idx]
-            each = self.scorer.score(
+            layer_scores = self.scorer.score(
                 module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
             )
-            scores[module.layer_idx] = each[0].float()
+            scores[module.layer_idx] = layer_scores[0].float()
 
         try:
             self.scorer.post_init_from_model(model)
-            with (
-                _hook_attention(model, after_layer),
-                _use_eager_attention(model) if self.eager else nullcontext(),
-            ):
+            attention = _use_eager_attention(model) if self.eager else nullcontext()
+            with _hook_attention(model, after_layer), attention:
                 get_backbone(model)(
                     input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True
                 )
@@ -93,20 +92,22 @@ class FromKVPress(Evictor):
             raise RestoreKVError(
                 f"{self.press} cannot score this context; use another press ({reason})."
             ) from error
-        return torch.stack([scores[layer] for layer in sorted(scores)])[..., context.prefix :]
+        stacked = torch.stack([scores[layer] for layer in sorted(scores)])
+        return stacked[..., context.prefix :]
 
 
 @contextmanager
 def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
-    """Calls `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as
+    """Call `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as
     presses expect.
     """
-    modules = [layer.self_attn for layer in get_backbone(model).layers]
+    backbone: Any = get_backbone(model)
+    modules = [layer.self_attn for layer in backbone.layers]
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
     handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
     try:
         for module in bare:
-            module.rotary_emb = get_backbone(model).rotary_emb
+            module.rotary_emb = backbone.rotary_emb
         yield
     finally:
         for handle in handles:
@@ -117,8 +118,8 @@ def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[
 
 @contextmanager
 def _use_eager_attention(model: Model) -> Iterator[None]:
-    """Uses transformers' own attention, which returns its weights."""
-    before = model.config._attn_implementation
+    """Use transformers' own attention, which returns its weights."""
+    before: Any = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         yield
@@ -127,7 +128,7 @@ def _use_eager_attention(model: Model) -> Iterator[None]:
 
 
 def _import_kvpress() -> ModuleType:
-    """Imports kvpress when it is first needed."""
+    """Import kvpress when it is first needed."""
     try:
         import kvpress
     except ImportError as error:
@@ -136,14 +137,12 @@ def _import_kvpress() -> ModuleType:
 
 
 def _parse_press(text: str, kvpress: ModuleType) -> Any:
-    """Returns the press of a spec."""
+    """Return the press of a spec."""
     base = kvpress.ScorerPress
-    kinds = {name: kind for name, kind in vars(kvpress).items() if isinstance(kind, type)}
-    presses = {
-        name: kinds[name]
-        for name in sorted(kinds)
-        if issubclass(kinds[name], base) and kinds[name] is not base
-    }
+    presses = {}
+    for name, member in sorted(vars(kvpress).items()):
+        if isinstance(member, type) and issubclass(member, base) and member is not base:
+            presses[name] = member
     try:
         return spec.parse_spec(text.replace(";", ","), presses, "press of kvpress")
     except (AssertionError, TypeError) as error:

@@ -45,7 +45,7 @@ class KVzap(Gated):
 
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
-        """Returns (..., H, T): logarithms, of any sign."""
+        """Return (..., H, T): logarithms, of any sign."""
         if "weight" in layer:
             return apply_linear(hidden, layer["weight"], layer["bias"]).float().mT
         inner = F.gelu(apply_linear(hidden, layer["0.weight"], layer["0.bias"]))

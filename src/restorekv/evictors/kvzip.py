@@ -14,16 +14,16 @@ of the full cache ever exists.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.tail import Pair
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import attend_pass, can_use_kernels, triton_maxima
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, list_layers
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
 from restorekv.model.prompt import encode_text
@@ -46,8 +46,8 @@ class Repetition:
 
 @dataclass(frozen=True)
 class KVzip(Evictor):
-    """The defaults are kvpress's. The authors' code has chunk=2000 and space=true, a space after
-    later prompts.
+    """The defaults are kvpress's. The authors' code has chunk=2000 and space=true, which ends later
+    prompts with a space.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -63,12 +63,15 @@ class KVzip(Evictor):
             )
 
     def as_published(self, prefix: int) -> Self:
-        """The authors repeat 2,000 tokens at a time, use every prefix column as a sink and end
-        prompts with a space.
+        """Return the settings of the authors' code: chunks of 2,000 tokens, every prefix column as
+        a sink and prompts that end with a space.
         """
-        own = {"chunk": 2000, "sinks": prefix, "space": True}
-        left = [field.name for field in fields(self) if getattr(self, field.name) == field.default]
-        return replace(self, **{name: own[name] for name in left if name in own})
+        published = {"chunk": 2000, "sinks": prefix, "space": True}
+        changes = {}
+        for field in fields(self):
+            if field.name in published and getattr(self, field.name) == field.default:
+                changes[field.name] = published[field.name]
+        return replace(self, **changes)
 
     def score(
         self,
@@ -78,42 +81,42 @@ class KVzip(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T) after one pass over the full cache for every chunk."""
-        return self.collect_maxima(
-            model, context, full, make_repetitions(tokenizer, context, self.chunk, self.space)
-        )
+        """Return (L, H, T) after one pass over the full cache for every chunk."""
+        passes = make_repetitions(tokenizer, context, self.chunk, self.space)
+        return self.collect_maxima(model, context, full, passes)
 
     @torch.no_grad()
     def collect_maxima(
         self, model: Model, context: Context, full: Cache, passes: Iterable[Repetition]
     ) -> Tensor:
-        """Returns (L, H, T) float32; every pass writes the columns that it names."""
+        """Return (L, H, T) float32; every pass writes the columns that it names."""
         shape = CacheShape.from_model(model)
+        layers = list_layers(full)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
-        for part in passes:
-            columns = scores[..., part.start - context.prefix : part.end - context.prefix]
+        for each in passes:
+            refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])
+            columns = scores[..., each.start - context.prefix : each.end - context.prefix]
 
             def on_layer(
-                view: LayerView, part: Repetition = part, columns: Tensor = columns
+                view: LayerView, each: Repetition = each, columns: Tensor = columns
             ) -> Tensor:
-                columns[view.layer], output = self.score_chunk(
-                    view, full.layers[view.layer], part.start, part.end
-                )
+                maxima, output = self.score_chunk(view, layers[view.layer], each.start, each.end)
+                columns[view.layer] = maxima
                 return output
 
-            refuse_scoring_beyond(model, full.get_seq_length() + part.ids.shape[-1])
             with observe_layers(model, on_layer):
-                ids = part.ids.to(model.device)
                 get_backbone(model)(
-                    input_ids=ids, past_key_values=query_only_view(full), use_cache=True
+                    input_ids=each.ids.to(model.device),
+                    past_key_values=query_only_view(full),
+                    use_cache=True,
                 )
         return scores
 
     def score_chunk(
-        self, view: LayerView, cached: CacheLayerMixin, start: int, end: int
+        self, view: LayerView, cached: Any, start: int, end: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns (H, end - start), the column maxima over rows and query heads, and the attention
-        output.
+        """Return the maxima (H, end - start) of the columns over rows and query heads, and the
+        attention output.
         """
         best, output = find_column_maxima(view, cached, start, end, min(self.sinks, start))
         return best.amax(1), output
@@ -122,42 +125,58 @@ class KVzip(Evictor):
 def make_repetitions(
     tokenizer: Tokenizer, context: Context, chunk: int, space: bool = False
 ) -> Iterator[Repetition]:
-    """Yields the passes in order; a later one starts from the last ids of the chunk before it."""
+    """Yield the passes in order; a later one starts from the last ids of the chunk before it.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        context: what is repeated.
+        chunk: tokens per pass.
+        space: whether a space ends the prompt of later chunks.
+    """
     for start in range(context.prefix, context.positions, chunk):
         end = min(start + chunk, context.positions)
-        pieces = [encode_text(tokenizer, FIRST_PROMPT)]
-        if start > context.prefix:
+        if start == context.prefix:
+            prompt = [encode_text(tokenizer, FIRST_PROMPT)]
+        else:
             hint = context.ids[:, start - min(HINT_LENGTH, chunk) : start]
-            pieces = [encode_text(tokenizer, LATER_PROMPT + " " * space), hint]
-        yield Repetition(
-            torch.cat([*pieces, context.suffix, context.ids[:, start:end]], -1), start, end
-        )
+            prompt = [encode_text(tokenizer, LATER_PROMPT + " " * space), hint]
+        ids = torch.cat([*prompt, context.suffix, context.ids[:, start:end]], -1)
+        yield Repetition(ids, start, end)
 
 
 def find_column_maxima(
     view: LayerView,
-    cached: CacheLayerMixin,
+    cached: Any,
     start: int,
     end: int,
     sinks: int,
     row_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns max over j of A_ji * row_weight_j for the columns i in [start, end) of `cached`, (H,
-    G, end - start).
+    """Return max over j of A_ji * row_weight_j for columns i of `cached`, (H, G, end - start), and
+    the output of attention over `cached` and the pass, (Q, H * G, D).
 
-    The second result is the output of attention over `cached` and the pass, (Q, H * G, D).
+    Args:
+        view: the pass's queries, keys and values in one layer.
+        cached: the same layer of the full cache, or a `RaggedLayer`.
+        start: the first column i.
+        end: the column after the last.
+        sinks: the number of first columns that share the softmax.
+        row_weight: (Q,), or None for weights of 1.
     """
     own = view.key, view.value
     if can_use_kernels(view.query) and not isinstance(cached, RaggedLayer):
-        dense = cached.keys[0], cached.values[0]
+        keys, values = cached.keys[0], cached.values[0]
         output, lse = triton_maxima.attend_pass(
-            view.query, own, dense, view.scale, sinks, start, end
+            view.query, own, (keys, values), view.scale, sinks, start, end
         )
-        lse = lse if row_weight is None else lse - row_weight.log2()
-        return triton_maxima.find_maxima(
-            view.query, dense[0][:, start:end], lse, view.scale
-        ), output
+        if row_weight is not None:
+            lse = lse - row_weight.log2()
+        best = triton_maxima.find_maxima(view.query, keys[:, start:end], lse, view.scale)
+        return best, output
     best = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
+
+    def get_pairs(head: int) -> Pair:
+        return _gather_head_pairs(cached, head)
 
     def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
         columns = weights[..., sinks : sinks + end - start]
@@ -166,21 +185,16 @@ def find_column_maxima(
         torch.maximum(best[head], columns.amax(1), out=best[head])
 
     inside = [slice(0, sinks), slice(start, end)]
-    return best, attend_pass(
-        view.query,
-        own,
-        lambda head: _gather_head_pairs(cached, head),
-        view.scale,
-        inside,
-        on_weights,
-    )
+    output = attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights)
+    return best, output
 
 
-def _gather_head_pairs(cached: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:
-    """Returns a head's keys and values (K, D); of a ragged layer the tail's columns come first."""
-    columns = cached.keys[0, head], cached.values[0, head]
+def _gather_head_pairs(cached: Any, head: int) -> Pair:
+    """Return a head's keys and values (K, D); of a ragged layer the tail's columns come first."""
+    keys, values = cached.keys[0, head], cached.values[0, head]
     if not isinstance(cached, RaggedLayer):
-        return columns
-    rows = slice(*cached.bounds[head : head + 2])
-    context = cached.context_keys[rows], cached.context_values[rows]
-    return tuple(torch.cat(both) for both in zip(columns, context, strict=True))
+        return keys, values
+    rows = slice(cached.bounds[head], cached.bounds[head + 1])
+    keys = torch.cat([keys, cached.context_keys[rows]])
+    values = torch.cat([values, cached.context_values[rows]])
+    return keys, values

@@ -8,11 +8,10 @@ columns of the output projection that belong to query head (h, g),
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.evictors.kvzip import KVzip, find_column_maxima
 from restorekv.model.observer import LayerView
@@ -25,21 +24,25 @@ class KVzipPlus(KVzip):
     name: ClassVar[str] = "kvzip+"
 
     def score_chunk(
-        self, view: LayerView, cached: CacheLayerMixin, start: int, end: int
+        self, view: LayerView, cached: Any, start: int, end: int
     ) -> tuple[Tensor, Tensor]:
-        """See KVzip. The column factor is the same for every row, so the row maximum is taken
-        first.
+        """Return the maxima (H, end - start) and the attention output.
+
+        The column factor is the same for every row, so the row maximum is taken first.
         """
-        rows = 1 / view.hidden.float().norm(dim=-1)  # (Q,)
-        best, output = find_column_maxima(view, cached, start, end, min(self.sinks, start), rows)
-        columns = output_norms(
-            view.module.o_proj.weight, cached.values[0, :, start:end], best.shape[1]
+        assert view.hidden is not None
+        row_weight = 1 / view.hidden.float().norm(dim=-1)  # (Q,)
+        sinks = min(self.sinks, start)
+        best, output = find_column_maxima(view, cached, start, end, sinks, row_weight)
+        module: Any = view.module
+        norms = _compute_output_norms(
+            module.o_proj.weight, cached.values[0, :, start:end], groups=best.shape[1]
         )
-        return (best * columns).amax(1), output
+        return (best * norms).amax(1), output
 
 
-def output_norms(weight: Tensor, value: Tensor, groups: int) -> Tensor:
-    """||W_hg v_i||: weight (d, H*G*D), value (H, m, D) -> (H, G, m).
+def _compute_output_norms(weight: Tensor, value: Tensor, groups: int) -> Tensor:
+    """Return ||W_hg v_i||, (H, G, m), for weight (d, H*G*D) and value (H, m, D).
 
     ||W v||^2 = v^T (W^T W) v, and the Gram matrix is D x D: no (m, d) products are stored.
     """

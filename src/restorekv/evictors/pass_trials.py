@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +74,7 @@ class PassInputs:
 
 
 def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
-    """Draws the inputs of a pass, the same for every device."""
+    """Draw the inputs of a pass, the same for every device, and compute what is right."""
     generator = torch.Generator().manual_seed(PASSES.index(each) if each in PASSES else 99)
 
     def draw(*shape: int) -> Tensor:
@@ -80,66 +82,65 @@ def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
 
     heads = target.heads
     rows = each.rows
-    dim = target.dim
+    columns = each.held + rows
     dtype = target.dtype
-    own, cached = (
-        tuple(draw(heads, count, dim).to(dtype) for _ in range(2)) for count in (rows, each.held)
+    own = draw(heads, rows, target.dim).to(dtype), draw(heads, rows, target.dim).to(dtype)
+    cached = (
+        draw(heads, each.held, target.dim).to(dtype),
+        draw(heads, each.held, target.dim).to(dtype),
     )
-    keys, values = (torch.cat(both, 1).double() for both in zip(cached, own, strict=True))
-    query = draw(heads, target.groups, rows, dim) * 2
-    edges = {
-        0,
-        15,
-        16,
-        63,
-        64,
-        each.sinks,
-        each.start,
-        each.end - 1,
-        each.end,
-        each.held,
-        each.held + 1,
-    }
-    places = sorted(
-        place for place in edges | {each.held + rows - 1} if 0 <= place < each.held + rows
-    )
+    keys = torch.cat([cached[0], own[0]], 1).double()
+    values = torch.cat([cached[1], own[1]], 1).double()
+
+    # Two thirds of the queries point at the edges of tiles and of the softmax.
+    query = draw(heads, target.groups, rows, target.dim) * 2
+    edges = {0, 15, 16, 63, 64, columns - 1}
+    edges |= {each.sinks, each.start, each.end - 1, each.end, each.held, each.held + 1}
+    places = sorted(place for place in edges if 0 <= place < columns)
     for head in range(heads):
         point_queries_at(query[head], keys[head, places])
     query = query.to(dtype)
-    scale = dim**-0.5
-    columns = torch.arange(each.held + rows)
-    later = columns[None] > each.held + torch.arange(rows)[:, None]
+
+    # The definition in float64: the output over all columns.
+    scale = target.dim**-0.5
+    later = torch.arange(columns)[None] > each.held + torch.arange(rows)[:, None]
     logits = (query.double() @ keys[:, None].mT * scale).masked_fill(later, -math.inf)
-    output, sizes = (
-        (logits.softmax(-1) @ averaged[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
-        for averaged in (values, values.abs())
-    )
+    shares = logits.softmax(-1)
+    output = (shares @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+    sizes = (shares @ values.abs()[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     sizes = sizes + torch.finfo(dtype).tiny * values.shape[1] * float(values.abs().max())
-    chosen = [*range(each.sinks), *range(each.start, each.end), *range(each.held, each.held + rows)]
+
+    # The weights over the columns that share a softmax.
+    inside = [*range(each.sinks), *range(each.start, each.end), *range(each.held, columns)]
     largest = float(logits.masked_fill(later, 0).abs().max())
     return PassInputs(
-        query,
-        own,
-        cached,
-        scale,
-        output,
-        logits[..., chosen].softmax(-1),
-        compute_tolerance(dtype, largest),
-        sizes,
+        query=query,
+        own=own,
+        cached=cached,
+        scale=scale,
+        output=output,
+        weights=logits[..., inside].softmax(-1),
+        allowed=compute_tolerance(dtype, largest),
+        sizes=sizes,
     )
 
 
 def _lay_out(pairs: Pairs, each: ScoringPass, device: torch.device) -> Pairs:
-    """Returns keys and values (H, n, D) on a device, in the layout of the pass."""
-    if not each.transposed:
-        return tuple(x.to(device) for x in pairs)
-    return tuple(x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in pairs)
+    """Return keys and values (H, n, D) on a device, in the layout of the pass."""
+
+    def lay_out(rows: Tensor) -> Tensor:
+        if each.transposed:
+            return rows.transpose(0, 1).contiguous().to(device).transpose(0, 1)
+        return rows.to(device)
+
+    keys, values = pairs
+    return lay_out(keys), lay_out(values)
 
 
 def compare_results(
     name: str, inputs: PassInputs, output: Tensor, best: Tensor, wanted: Tensor
 ) -> Iterator[Measurement]:
-    """Compares an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
+    """Compare an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
     error = float(((output.cpu().double() - inputs.output).abs() / inputs.sizes).max())
     yield Measurement(f"{name}: output", error, inputs.allowed)
     if wanted.numel():
@@ -152,14 +153,14 @@ def compare_results(
 
 
 def _compute_weight_tolerance(inputs: PassInputs) -> float:
-    """Returns the relative error of a weight that rounding explains: logits are float32 in every
+    """Return the relative error of a weight that rounding explains: logits are float32 in every
     dtype.
     """
     return 4 * compute_tolerance(torch.float32, float(inputs.query.double().norm(dim=-1).max()))
 
 
 def measure_blocked(target: Target) -> Iterator[Measurement]:
-    """Compares `blocked` with the definition: output, and the highest weight that any row gives
+    """Compare `blocked` with the definition: output, and the highest weight that any row gives
     each column.
     """
     for each in PASSES:
@@ -167,6 +168,9 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
         cached = _lay_out(inputs.cached, each, target.device)
         width = inputs.weights.shape[-1]
         best = torch.zeros(target.heads, target.groups, width, device=target.device)
+
+        def get_pairs(head: int, cached: Pairs = cached) -> Pairs:
+            return cached[0][head], cached[1][head]
 
         def on_weights(
             head: int, low: int, high: int, weights: Tensor, best: Tensor = best
@@ -177,7 +181,7 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
         output = blocked.attend_pass(
             inputs.query.to(target.device),
             _lay_out(inputs.own, each, target.device),
-            lambda head, cached=cached: tuple(x[head] for x in cached),
+            get_pairs,
             inputs.scale,
             [slice(0, each.sinks), slice(each.start, each.end)],
             on_weights,
@@ -185,8 +189,8 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
         yield from compare_results(each.name, inputs, output, best, inputs.weights.amax(2))
 
 
-def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measurement]:
-    """Compares both kernels of triton_maxima.py with the definition, also for own pairs and for
+def measure_maxima(kernels: Any, target: Target) -> Iterator[Measurement]:
+    """Compare both kernels of triton_maxima.py with the definition, also for own pairs and for
     weighted rows.
     """
     for each in PASSES:
@@ -199,30 +203,34 @@ def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measurement]
             query, own, cached, inputs.scale, each.sinks, each.start, each.end
         )
         width = inputs.weights.shape[-1] - each.rows
-        held, mine = inputs.weights.split([width, each.rows], -1)
-        best = kernels.find_maxima(query, cached[0][:, each.start : each.end], lse, inputs.scale)
-        yield from compare_results(each.name, inputs, output, best, held[..., each.sinks :].amax(2))
+        weights_cached, weights_own = inputs.weights.split([width, each.rows], -1)
+        weights_cached = weights_cached[..., each.sinks :]
+        chunk = cached[0][:, each.start : each.end]
+
+        best = kernels.find_maxima(query, chunk, lse, inputs.scale)
+        yield from compare_results(each.name, inputs, output, best, weights_cached.amax(2))
+
+        name = f"{each.name}, own pairs"
         for diagonal in (True, False):
-            seen = mine.clone()
+            seen = weights_own.clone()
             if not diagonal:
                 seen.diagonal(dim1=-2, dim2=-1).zero_()
             best = kernels.find_maxima(
                 query, own[0], lse, inputs.scale, own=True, diagonal=diagonal
             )
-            yield from compare_results(
-                f"{each.name}, own pairs", inputs, output, best, seen.amax(2)
-            )
-        weight = torch.linspace(0.2, 1, each.rows, dtype=torch.float64)
-        lighter = lse - weight.float().log2().to(device)  # x - (l - log2 w): a weight times w
-        best = kernels.find_maxima(
-            query, cached[0][:, each.start : each.end], lighter, inputs.scale
-        )
-        wanted = (held[..., each.sinks :] * weight[:, None]).amax(2)
-        yield from compare_results(f"{each.name}, weighted rows", inputs, output, best, wanted)
+            yield from compare_results(name, inputs, output, best, seen.amax(2))
+
+        # With x - (l - log2 w) as the logarithm, a weight becomes w times as large.
+        name = f"{each.name}, weighted rows"
+        row_weight = torch.linspace(0.2, 1, each.rows, dtype=torch.float64)
+        lighter = lse - row_weight.float().log2().to(device)
+        best = kernels.find_maxima(query, chunk, lighter, inputs.scale)
+        wanted = (weights_cached * row_weight[:, None]).amax(2)
+        yield from compare_results(name, inputs, output, best, wanted)
 
 
 def register_proofs(kernels: ModuleType | None) -> None:
-    """Makes both components known; `kernels` is triton_maxima.py, if Triton is installed."""
+    """Make both components known; `kernels` is triton_maxima.py, if Triton is installed."""
     register_component(
         Component(
             "blocked",
@@ -238,6 +246,6 @@ def register_proofs(kernels: ModuleType | None) -> None:
             "The Triton kernels of scoring",
             "PyTorch's own operations score, more slowly",
             require_kernels,
-            lambda target: measure_maxima(kernels, target),
+            partial(measure_maxima, kernels),
         )
     )

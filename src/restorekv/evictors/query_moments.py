@@ -2,8 +2,10 @@
 would pay.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 from restorekv.errors import ModelError
@@ -21,9 +23,11 @@ class QueryMoments:
     """
 
     def __init__(self, model: Model, skip: int) -> None:
-        if not all(hasattr(layer.self_attn, "q_proj") for layer in get_backbone(model).layers):
+        layers: Any = get_backbone(model).layers
+        if not all(hasattr(layer.self_attn, "q_proj") for layer in layers):
             raise ModelError(
-                f"{type(model).__name__} has no q_proj; use an evictor other than expected-attention."
+                f"{type(model).__name__} has no q_proj; "
+                "use an evictor other than expected-attention."
             )
         shape = CacheShape.from_model(model)
         self.mean = torch.zeros(
@@ -35,7 +39,8 @@ class QueryMoments:
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> None:
-        """Handles one layer of one chunk of the prefill."""
+        """Handle one layer of one chunk of the prefill."""
+        assert view.hidden is not None
         layer = view.layer
         before = view.key.shape[1] - view.query.shape[2]
         hidden = view.hidden[max(self.skip - before, 0) :]
@@ -43,6 +48,7 @@ class QueryMoments:
         new = len(hidden)
         if new == 0:
             return
+        # Moments of this chunk, and how they move those of the chunks before.
         query = _project_queries(view.module, hidden).unflatten(
             0, view.query.shape[:2]
         )  # (H, G, new, D)
@@ -57,36 +63,40 @@ class QueryMoments:
     def predict_moments(
         self, model: Model, layer: int, start: int, future: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
+        """Return R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
         start + future - 1.
         """
         positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
-        cos, sin = (x[0].mean(0) for x in get_backbone(model).rotary_emb(self.mean, positions))
+        rotary: Any = get_backbone(model).rotary_emb
+        cos, sin = (x[0].mean(0) for x in rotary(self.mean, positions))
         mean = self.mean[layer]
         covariance = self.spread[layer] / max(self.count[layer], 1)
-        for _ in range(2):  # C R^T transposed is R C, R C R^T transposed is itself
+        # Twice the same step: C R^T transposed is R C, and R C R^T transposed is itself.
+        for _ in range(2):
             covariance = (covariance * cos + rotate_half(covariance) * sin).mT
         return mean * cos + rotate_half(mean) * sin, covariance
 
 
-def _project_queries(module: nn.Module, hidden: Tensor) -> Tensor:
-    """hidden (Q, d) -> queries (H * G, Q, D) float32 before RoPE, after QK-norm if the model has
-    one.
+def _project_queries(module: Any, hidden: Tensor) -> Tensor:
+    """Return queries (H * G, Q, D) float32 of hidden states (Q, d) before RoPE, after QK-norm if
+    the attention module has one.
     """
     query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
-    return (module.q_norm(query) if hasattr(module, "q_norm") else query).transpose(0, 1).float()
+    if hasattr(module, "q_norm"):
+        query = module.q_norm(query)
+    return query.transpose(0, 1).float()
 
 
-def compute_expected_weights(key: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Returns (H, K), the mean over G of E[exp(q k_i / sqrt(D))], normalized to sum 1, for Gaussian
+def compute_expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+    """Return (H, K), the mean over G of E[exp(q k_i / sqrt(D))], normalized to sum 1, for Gaussian
     q.
 
-    key (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G *
+    keys (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G *
     K * D floats.
     """
-    dim = key.shape[-1]
+    dim = keys.shape[-1]
     weights = []
-    for k, m, c in zip(key, mean, covariance, strict=True):
+    for k, m, c in zip(keys, mean, covariance, strict=True):
         logits = m @ k.T / dim**0.5 + (k @ c * k).sum(-1) / (2 * dim)
         weights.append(logits.softmax(-1).mean(0))
     return torch.stack(weights)

@@ -38,11 +38,9 @@ class Random(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T) in [0, 1)."""
+        """Return (L, H, T) in [0, 1)."""
         shape = CacheShape.from_model(model)
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
-        )
-        return torch.rand(shape.layers, shape.heads, context.tokens, generator=generator).to(
-            model.device
-        )
+        seed = zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(shape.layers, shape.heads, context.tokens, generator=generator)
+        return scores.to(model.device)

@@ -3,7 +3,8 @@ context attends to.
 
 With the last w positions of the context as observation window,
 
-    score_i = mean over the window's queries j of softmax_i(q_j k_i / sqrt(D)), max-pooled over 7 neighboring columns,
+    score_i = mean over the window's queries j of softmax_i(q_j k_i / sqrt(D)),
+              max-pooled over 7 neighboring columns,
 
 and the window itself is always kept. Where the appendix says nothing there are settings: `groups`
 reduces the query heads of a KV head before pooling ("mean", as in the code that RestoreKV's authors
@@ -42,7 +43,8 @@ class SnapKV(Evictor):
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel % 2 == 0 or self.kernel > 1023:
             raise RestoreKVError(
-                f"snapkv takes window >= 1 and an odd kernel up to 1023, not {self.window} and {self.kernel}."
+                f"snapkv takes window >= 1 and an odd kernel up to 1023, "
+                f"not {self.window} and {self.kernel}."
             )
         if self.pool not in ("max", "avg") or self.groups not in REDUCTIONS:
             raise RestoreKVError(
@@ -64,36 +66,38 @@ class SnapKV(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T) with the window highest; of a budget smaller than the window, its
+        """Return (L, H, T) with the window highest; of a budget smaller than the window, its
         latest columns stay.
         """
         shape = CacheShape.from_model(model)
         window = min(self.window, context.tokens)
-        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+        scored = context.tokens - window  # columns before the window
         start = context.positions - window
+        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
 
         def on_layer(view: LayerView) -> None:
-            scores[view.layer, :, : context.tokens - window] = self.window_attention(
-                view, context.prefix, start
-            )
+            scores[view.layer, :, :scored] = self._attend_window(view, context.prefix, start)
 
-        if start > context.prefix:
-            ids = context.ids[:, start:].to(model.device)
+        # The window is read a second time, over the cache of what precedes it.
+        if scored:
             with observe_layers(model, on_layer):
                 get_backbone(model)(
-                    input_ids=ids, past_key_values=read_only_view(full, start), use_cache=True
+                    input_ids=context.ids[:, start:].to(model.device),
+                    past_key_values=read_only_view(full, start),
+                    use_cache=True,
                 )
-        sinks = range(min(self.sinks, context.tokens - window))
-        return pin_columns(scores, [*sinks, *range(context.tokens - window, context.tokens)])
+        sinks = range(min(self.sinks, scored))
+        return pin_columns(scores, [*sinks, *range(scored, context.tokens)])
 
-    def window_attention(self, view: LayerView, first: int, last: int) -> Tensor:
-        """Returns (H, last - first): the queries' attention to these columns, averaged, reduced
+    def _attend_window(self, view: LayerView, first: int, last: int) -> Tensor:
+        """Return (H, last - first): the queries' attention to these columns, averaged, reduced
         over G, pooled.
         """
-        total = sum(
-            weights[..., first:last].sum(2)
-            for _, _, weights in iterate_attention_blocks(view.query, view.key)
-        )
-        mean = reduce_groups(total / view.query.shape[2], self.groups)
-        pool = F.max_pool1d if self.pool == "max" else F.avg_pool1d
-        return pool(mean, self.kernel, stride=1, padding=self.kernel // 2)
+        heads, groups, rows, _ = view.query.shape
+        total = torch.zeros(heads, groups, last - first, device=view.query.device)
+        for _, _, weights in iterate_attention_blocks(view.query, view.key):
+            total += weights[..., first:last].sum(2)
+        mean = reduce_groups(total / rows, self.groups)
+        if self.pool == "max":
+            return F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)

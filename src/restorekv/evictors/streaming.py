@@ -46,18 +46,19 @@ class Streaming(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T), whole numbers."""
+        """Return (L, H, T), whole numbers."""
         shape = CacheShape.from_model(model)
         recency = torch.arange(
             context.prefix, context.positions, dtype=torch.float32, device=model.device
         )
-        return pin_columns(
-            recency.repeat(shape.layers, shape.heads, 1), list_sink_columns(self.sinks, context)
-        )
+        scores = recency.repeat(shape.layers, shape.heads, 1)
+        return pin_columns(scores, list_sink_columns(self.sinks, context))
 
 
 def list_sink_columns(sinks: int, context: Context) -> range:
-    """Returns which of the T columns are among the sequence's first `sinks`, in `pin_columns`'s order: the
-    first comes last.
+    """Return which of the T columns are among the sequence's first `sinks`, the first one last.
+
+    That is the order of `pin_columns`, which then ranks the first column highest.
     """
-    return range(min(sinks - context.prefix, context.tokens) - 1, -1, -1)
+    count = min(sinks - context.prefix, context.tokens)
+    return range(count - 1, -1, -1)

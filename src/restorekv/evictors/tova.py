@@ -16,7 +16,8 @@ from torch import Tensor
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.evictors.snapkv import SnapKV
 
-LAST = SnapKV(window=1, kernel=1, groups="mean")  # reads the last token again, without pooling
+# Reads the last token again, without pooling.
+LAST = SnapKV(window=1, kernel=1, groups="mean")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,6 @@ class TOVA(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Returns (L, H, T), at least 0."""
+        """Return (L, H, T), at least 0."""
         weights = LAST.score(model, tokenizer, context, full)
         return weights.mean(1, keepdim=True).repeat(1, weights.shape[1], 1)

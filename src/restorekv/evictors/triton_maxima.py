@@ -1,15 +1,18 @@
 """Two Triton kernels for a pass's attention and the highest weight that any of its rows gives each
 column.
 
-    attend    one program per block of rows and query head: the output over all pairs, and the log2-sum-exp2 l_j of each
-              row over those that share a softmax
-    highest   one program per block of columns and query head, over all rows: max over j of 2^(x_ji - l_j + log2 w_j)
+    attend    one program per block of rows and query head: the output over all pairs, and the
+              log2-sum-exp2 l_j of each row over those that share a softmax
+    highest   one program per block of columns and query head, over all rows:
+              max over j of 2^(x_ji - l_j + log2 w_j)
 
 Logits x_ji are in units of log 2, float32, and computed twice: memory beyond the output is one
 number per row and one per column for each query head. Equal inputs give equal bits.
 """
 
 # ruff: noqa: N803
+# Launches and constexprs of Triton are beyond a type checker.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 
 import torch
 import triton
@@ -31,37 +34,52 @@ VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]
 
 
 def supports_query(query: Tensor) -> bool:
-    """Returns whether the kernels can take this query."""
+    """Return whether the kernels can take this query."""
     return query.is_cuda and query.dtype in DTYPES
 
 
 def attend_pass(
     query: Tensor, own: Pairs, cached: Pairs, scale: float, sinks: int, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """query (H, G, Q, D), own keys and values (H, Q, D), cached ones (H, K, D) -> (Q, H * G, D) and
-    l (H, G, Q).
+    """Return the attention output (Q, H * G, D) of a pass and l (H, G, Q).
 
-    Own pairs (causal) share a softmax with the cached columns before `sinks` and those from `start`
-    >= sinks to `end`.
+    Args:
+        query: (H, G, Q, D).
+        own: keys and values (H, Q, D) of the pass itself, which are seen causally.
+        cached: keys and values (H, K, D) of the cache.
+        scale: of the logits.
+        sinks: the cached columns before it share a softmax with the pass's own pairs.
+        start: so do those from here, at least `sinks`,
+        end: to here.
     """
     heads, groups, rows, width = query.shape
-    query, *pairs = map(make_rows_contiguous, (query, *own, *cached))
+    query = make_rows_contiguous(query)
+    own_keys = make_rows_contiguous(own[0])
+    own_values = make_rows_contiguous(own[1])
+    keys = make_rows_contiguous(cached[0])
+    values = make_rows_contiguous(cached[1])
     output = query.new_empty(rows, heads, groups, width)
     lse = query.new_empty(heads, groups, rows, dtype=torch.float32)
     m, n, block_d, options = _choose_launch_sizes(query)
     with torch.cuda.device_of(query):
         attend_kernel[(triton.cdiv(rows, m), heads * groups)](
             query,
-            *pairs,
+            own_keys,
+            own_values,
+            keys,
+            values,
             output,
             lse,
             rows,
             sinks,
             start,
             end,
-            cached[0].shape[1],
+            keys.shape[1],
             *query.stride()[:3],
-            *(step for x in pairs for step in x.stride()[:2]),
+            *own_keys.stride()[:2],
+            *own_values.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
             scale * LOG2E.value,
             groups,
             width,
@@ -77,10 +95,15 @@ def attend_pass(
 def find_maxima(
     query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = False, diagonal: bool = True
 ) -> Tensor:
-    """query (H, G, Q, D), keys (H, n, D), l - log2 w (H, G, Q) -> (H, G, n) float32.
+    """Return the highest weight (H, G, n) float32 that any row gives each key.
 
-    With `own`, the keys are the rows' own, which earlier rows do not see; without `diagonal`,
-    neither does the row.
+    Args:
+        query: (H, G, Q, D).
+        keys: (H, n, D).
+        lse: l - log2 w (H, G, Q).
+        scale: of the logits.
+        own: whether the keys are the rows' own, which earlier rows do not see.
+        diagonal: whether a row then sees its own key.
     """
     heads, groups, rows, width = query.shape
     query = make_rows_contiguous(query)
@@ -113,17 +136,13 @@ def find_maxima(
 
 
 def _choose_launch_sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
-    """Returns the rows of a program, the rows it loads at once, their padded width, and options for
+    """Return the rows of a program, the rows it loads at once, their padded width, and options for
     the launch.
     """
     block_d = max(triton.next_power_of_2(query.shape[-1]), 16)
     m, warps, stages = choose_resources(query.dtype, block_d, query.shape[2])
-    return (
-        m,
-        count_pairs_at_once(block_d, query.dtype),
-        block_d,
-        {"num_warps": warps, "num_stages": stages},
-    )
+    n = count_pairs_at_once(block_d, query.dtype)
+    return m, n, block_d, {"num_warps": warps, "num_stages": stages}
 
 
 @triton.jit
@@ -148,11 +167,11 @@ def accumulate(
     BLOCK_D: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Adds `count` pairs to a softmax's highest logit (M,), sum of weights (M,) and of weighted
+    """Add `count` pairs to a softmax's highest logit (M,), sum of weights (M,) and of weighted
     values (M, BLOCK_D).
 
-    Pair i is at i + first, and from `cut` on at i + second, times key_row and value_row numbers;
-    OWN: row j sees the pairs up to limit[j].
+    Pair i is in row i + first, and from `cut` on in row i + second; rows are key_row and value_row
+    numbers apart. With OWN, row j of the queries sees the pairs up to limit[j].
     """
     column = tl.arange(0, BLOCK_D)[None, :]
     for low in range(0, count, N):
@@ -210,7 +229,7 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Attends with M rows of one query head to own pairs, to cached pairs in their softmax, and to
+    """Attend with M rows of one query head to own pairs, to cached pairs in their softmax, and to
     the rest.
     """
     pair = tl.program_id(1).to(tl.int64)
@@ -230,6 +249,7 @@ def attend_kernel(
     value = values + head * value_head
     end = tl.minimum(tl.program_id(0) * M + M, rows)
     gap = start - sinks
+    # The softmax: own pairs, then sinks and chunk, between which `gap` columns lie.
     best, weight, total = accumulate(
         q,
         own_key,
@@ -273,6 +293,7 @@ def attend_kernel(
         FACTOR,
     )
     tl.store(lse + pair * rows + row, best + tl.log2(weight), mask=real)
+    # The rest of the columns counts for the output alone.
     best, weight, total = accumulate(
         q,
         key,
@@ -322,7 +343,7 @@ def highest_kernel(
     BLOCK_D: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Finds the highest weight of M columns of one query head, over all rows that see them."""
+    """Find the highest weight of M columns of one query head, over all rows that see them."""
     pair = tl.program_id(1).to(tl.int64)
     head = pair // G
     group = pair % G
