@@ -1,62 +1,104 @@
-"""Compressed documents inside an unpatched vLLM: `RestoreKVConnector`, and prompts for it.
+"""Compressed documents inside an unpatched vLLM: configurations for it, and prompts that ask.
 
-Start vLLM with the dictionary that `transfer_config` returns; a document is a file of `restorekv
-export` in the store's folder, and a request names it by beginning with its placeholders.
+Cache files (.rkv) are served as they are, with heads of different lengths: `ragged_config` and
+vLLM's environment variable RESTOREKV_VLLM=1. Portable files (`restorekv export`) have one length in
+all heads and need nothing but `transfer_config`. A request names a document by beginning with its
+placeholders, which `prompt` and `chat` write.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.storage import cache_file
+from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.portable import Portable, load_portable
+from restorekv.vllm import ragged_documents
+
+CONNECTORS = {
+    "RestoreKVConnector": "restorekv.vllm.connector",
+    "RaggedConnector": "restorekv.vllm.ragged_connector",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "RestoreKVConnector":
+    if name not in CONNECTORS:
         raise AttributeError(f"module 'restorekv.vllm' has no attribute {name!r}")
-    # Imported here because it needs vLLM, which nothing else in this module does.
-    from restorekv.vllm.connector import RestoreKVConnector
+    # They need vLLM, which nothing else here does.
+    return getattr(import_module(CONNECTORS[name]), name)
 
-    return RestoreKVConnector
+
+def ragged_config(
+    store: str | Path, *, documents_memory: int | None = None, fingerprint: str | None = None
+) -> dict[str, Any]:
+    """Return vLLM's kv_transfer_config for the cache files in the folder `store`.
+
+    vLLM must be started with the environment variable RESTOREKV_VLLM=1.
+
+    Args:
+        store: folder of .rkv files.
+        documents_memory: bytes of documents that each worker holds at once; 1 GiB by default.
+        fingerprint: of the model's weights; documents made with others are refused.
+    """
+    options: dict[str, Any] = {"store": str(store)}
+    if documents_memory is not None:
+        options["documents_memory"] = documents_memory
+    if fingerprint is not None:
+        options["fingerprint"] = fingerprint
+    return _transfer_config("RaggedConnector", options)
 
 
 def transfer_config(store: str | Path, **more: Any) -> dict[str, Any]:
-    """Return vLLM's kv_transfer_config for documents in the folder `store`."""
+    """Return vLLM's kv_transfer_config for the portable files in the folder `store`."""
+    return _transfer_config("RestoreKVConnector", {"store": str(store), **more})
+
+
+def _transfer_config(connector: str, options: dict[str, Any]) -> dict[str, Any]:
     return {
-        "kv_connector": "RestoreKVConnector",
+        "kv_connector": connector,
         "kv_connector_module_path": "restorekv.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"store": str(store), **more},
+        "kv_connector_extra_config": options,
     }
 
 
+def _open(document: str | Path | Portable | CacheFile) -> Portable | CacheFile:
+    """Read a document, unless it was read already."""
+    if isinstance(document, Portable | CacheFile):
+        return document
+    return cache_file.read(document) if Path(document).suffix == ".rkv" else load_portable(document)
+
+
 def prompt(
-    document: str | Path | Portable,
+    document: str | Path | Portable | CacheFile,
     question: str,
     tokenizer: Tokenizer,
     answer_prefix: str = "",
     turns: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """Return the token ids that ask a document, its placeholders first.
+    """Return the token ids that ask a document: its placeholders, earlier turns, the question.
 
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
 
     Args:
-        document: a portable document or its file.
+        document: a file, or one that was read.
         question: what is asked.
-        tokenizer: the model's.
+        tokenizer: of the document's model.
         answer_prefix: how the answer begins.
         turns: earlier questions with their answers.
     """
-    portable = document if isinstance(document, Portable) else load_portable(document)
-    return portable.inputs(tokenizer, question, answer_prefix, turns)["input_ids"][0].tolist()
+    opened = _open(document)
+    if isinstance(opened, CacheFile):
+        return ragged_documents.make_prompt(opened, tokenizer, question, answer_prefix, turns)
+    return opened.inputs(tokenizer, question, answer_prefix, turns)["input_ids"][0].tolist()
 
 
 def chat(
-    document: str | Path | Portable,
+    document: str | Path | Portable | CacheFile,
     question: str,
     tokenizer: Tokenizer,
     answer_prefix: str = "",
@@ -69,14 +111,15 @@ def chat(
     a document that its prompt lacks.
 
     Args:
-        document: a portable document or its file.
+        document: a file, or one that was read.
         question: what is asked.
-        tokenizer: the model's.
+        tokenizer: of the document's model.
         answer_prefix: how the answer begins.
         turns: earlier questions with their answers.
     """
-    portable = document if isinstance(document, Portable) else load_portable(document)
-    ids = prompt(portable, question, tokenizer, answer_prefix, turns)
+    opened = _open(document)
+    name = opened.name if isinstance(opened, Portable) else ragged_documents.identify(opened).name
+    ids = prompt(opened, question, tokenizer, answer_prefix, turns)
     messages = []
     for earlier_question, answer in turns:
         messages.append({"role": "user", "content": earlier_question})
@@ -84,5 +127,5 @@ def chat(
     messages.append({"role": "user", "content": question})
     return {
         "messages": messages,
-        "kv_transfer_params": {"prompt_token_ids": ids, "document": portable.name},
+        "kv_transfer_params": {"prompt_token_ids": ids, "document": name},
     }

@@ -1,0 +1,288 @@
+"""Where documents' pairs lie in a worker, and which documents stay; knows nothing of vLLM.
+
+A document keeps another number of pairs in every KV head of every layer, so its pairs do not fit
+vLLM's own pool, whose blocks have one length for all heads. They lie in pages here: a page holds
+`page_size` pairs of one head of one layer, and a document has one table of pages per layer and
+head. The scheduler decides with a `PoolLedger` which documents are resident; workers follow.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from restorekv.errors import RestoreKVError
+
+# Writes keys and values (N, 1, D) into the slots (N,) of the pages: (pages, keys, values, slots).
+PageWriter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class DocumentPairs:
+    """The pairs of one document for the KV heads of one rank.
+
+    keys, values: one tensor (N, D) per layer, head after head; lengths (L, H) int64: pairs of
+    every head, so that those of a layer add up to its N.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    lengths: Tensor
+
+    def count_pages(self, page_size: int) -> int:
+        """Return the number of pages that `PagePool.put` takes for these pairs."""
+        return count_pages(self.lengths, page_size)
+
+
+def count_pages(lengths: Tensor, page_size: int) -> int:
+    """Return the pages for heads with `lengths` pairs; an empty head takes one page, too."""
+    return int((-(-lengths // page_size)).clamp(min=1).sum())
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where a resident document lies.
+
+    tables: one (H, W) int32 per layer, W the pages of the layer's longest head, padded with the
+    head's first page; lengths: one (H,) int32 per layer, at least 1; longest: the largest of them
+    per layer; empty: one (H,) bool per layer, the heads without a pair, or None for a layer that
+    has none; pages: all of the document's.
+    """
+
+    tables: Sequence[Tensor]
+    lengths: Sequence[Tensor]
+    longest: Sequence[int]
+    empty: Sequence[Tensor | None]
+    pages: Tensor
+
+
+class PagePool:
+    """Pages of all layers and heads of one rank in one tensor (pages, 1, page_size, 2 * D)."""
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        writer: PageWriter,
+    ) -> None:
+        """Reserve room for `pages` pages.
+
+        Args:
+            pages: how many pages there are.
+            page_size: pairs of a page.
+            head_dim: D.
+            dtype: of keys and values.
+            device: where the pages lie.
+            writer: what puts pairs into pages, in the layout that the attention kernel reads.
+        """
+        self.page_size = page_size
+        self.head_dim = head_dim
+        # On a CPU the system gives memory page by page, when it is written for the first time.
+        self.pages = torch.empty(pages, 1, page_size, 2 * head_dim, dtype=dtype, device=device)
+        self.writer = writer
+        # The lowest free page is taken first, so that the same documents lie at the same places.
+        self.free = list(range(pages - 1, -1, -1))
+        self.tables: dict[str, PageTable] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.pages[0].nbytes
+
+    def put(self, name: str, document: DocumentPairs) -> PageTable:
+        """Write a document's pairs into free pages.
+
+        Raises:
+            RestoreKVError: there are too few free pages; nothing was taken.
+        """
+        wanted = document.count_pages(self.page_size)
+        if wanted > len(self.free):
+            raise RestoreKVError(
+                f"The document {name} needs {wanted} pages and {len(self.free)} are free."
+            )
+        taken = [self.free.pop() for _ in range(wanted)]
+        try:
+            table = self._write(document, taken)
+        except BaseException:
+            self._give_back(taken)
+            raise
+        self.tables[name] = table
+        return table
+
+    def drop(self, name: str) -> None:
+        """Free the pages of a document; one that is not here is no error."""
+        table = self.tables.pop(name, None)
+        if table is not None:
+            self._give_back(table.pages.tolist())
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        self.free.extend(pages)
+        self.free.sort(reverse=True)
+
+    def _write(self, document: DocumentPairs, taken: Sequence[int]) -> PageTable:
+        """Write all layers; head h of a layer gets the next pages of `taken`."""
+        device = self.pages.device
+        tables = []
+        lengths = []
+        empty = []
+        first = 0
+        for keys, values, counts in zip(
+            document.keys, document.values, document.lengths, strict=True
+        ):
+            page_counts = (-(-counts // self.page_size)).clamp(min=1).tolist()
+            table = torch.empty(len(page_counts), max(page_counts), dtype=torch.int32)
+            slots = []
+            for head, (pairs, page_count) in enumerate(
+                zip(counts.tolist(), page_counts, strict=True)
+            ):
+                own = torch.tensor(taken[first : first + page_count])
+                first += page_count
+                table[head] = own[0]
+                table[head, :page_count] = own
+                inside = torch.arange(self.page_size)
+                slots.append((own[:, None] * self.page_size + inside).flatten()[:pairs])
+            of_layer = table.unique().long().to(device)
+            # A kernel multiplies what lies behind the last pair by 0, and 0 * nan is nan.
+            self.pages[of_layer] = 0
+            self.writer(
+                self.pages,
+                keys.to(device, self.pages.dtype)[:, None],
+                values.to(device, self.pages.dtype)[:, None],
+                torch.cat(slots).to(device),
+            )
+            without = counts == 0
+            tables.append(table.to(device))
+            lengths.append(counts.clamp(min=1).int().to(device))
+            empty.append(without.to(device) if bool(without.any()) else None)
+        longest = [max(int(counts.max()), 1) for counts in document.lengths]
+        return PageTable(tables, lengths, longest, empty, torch.tensor(taken))
+
+
+class Residency(Enum):
+    """What the ledger says of a document that a request asks."""
+
+    RESIDENT = "resident"  # and pinned for the request
+    LOADING = "loading"  # ask again at the next step
+    NO_ROOM = "no room"  # ask again at the next step
+    TOO_LARGE = "too large"  # the whole pool cannot hold it
+
+
+@dataclass
+class _Entry:
+    """A document that is in the pool or on its way there."""
+
+    pages: int
+    loaded: bool = False
+    pinned_by: set[str] = field(default_factory=set)
+
+
+class PoolLedger:
+    """Which documents are in the workers' pools: pinned while asked, else least recently used.
+
+    The scheduler's half of the connector keeps it; workers do what `take_orders` returns, in that
+    order. It counts pages of the rank that holds most, so that what fits here fits everywhere.
+    """
+
+    PATIENCE = 64  # admissions of other documents' requests until one that finds no room goes first
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently asked first
+        self.drops: list[str] = []
+        self.loads: list[str] = []
+        # Documents that found no room, the longest waiting first, and admissions since then.
+        self.waiting: OrderedDict[str, int] = OrderedDict()
+        self.waiting_for: dict[str, str] = {}  # document by request
+
+    @property
+    def free(self) -> int:
+        """Pages of no document."""
+        return self.pages - sum(entry.pages for entry in self.entries.values())
+
+    def ask(self, request: str, name: str, pages: int) -> Residency:
+        """Pin a document for a request, or say why that must wait; begins to load an absent one.
+
+        Args:
+            request: id of the request; `release` takes its pin back.
+            name: of the document.
+            pages: that the document takes.
+        """
+        if pages > self.pages:
+            return Residency.TOO_LARGE
+        entry = self.entries.get(name)
+        if entry is None:
+            if not self._make_room(name, pages):
+                self.waiting.setdefault(name, 0)
+                self.waiting_for[request] = name
+                return Residency.NO_ROOM
+            entry = self.entries[name] = _Entry(pages)
+            self.loads.append(name)
+        elif request not in entry.pinned_by and self._must_yield():
+            return Residency.NO_ROOM
+        self._stop_waiting(request)
+        self.waiting.pop(name, None)
+        if request not in entry.pinned_by:
+            for other in self.waiting:
+                self.waiting[other] += 1
+        entry.pinned_by.add(request)
+        self.entries.move_to_end(name)
+        return Residency.RESIDENT if entry.loaded else Residency.LOADING
+
+    def release(self, request: str) -> None:
+        """Take back what a request holds or waits for."""
+        self._stop_waiting(request)
+        for entry in self.entries.values():
+            entry.pinned_by.discard(request)
+
+    def finish_load(self, name: str) -> None:
+        """Note that every worker has read a document."""
+        if name in self.entries:
+            self.entries[name].loaded = True
+
+    def forget(self, name: str) -> None:
+        """Take out a document that could not be read."""
+        if self.entries.pop(name, None) is not None:
+            self.drops.append(name)
+
+    def take_orders(self) -> tuple[list[str], list[str]]:
+        """Return the documents that workers drop, then those that they load; each is said once."""
+        orders = self.drops, self.loads
+        self.drops = []
+        self.loads = []
+        return orders
+
+    def _stop_waiting(self, request: str) -> None:
+        name = self.waiting_for.pop(request, None)
+        if name is not None and name not in self.waiting_for.values():
+            self.waiting.pop(name, None)
+
+    def _must_yield(self) -> bool:
+        """Whether a document has waited for room so long that new requests for others wait, too.
+
+        Without that, documents that are always asked would keep it out for ever.
+        """
+        return max(self.waiting.values(), default=0) >= self.PATIENCE
+
+    def _make_room(self, name: str, pages: int) -> bool:
+        """Drop documents that nobody asks, the least recently asked first, if that is enough."""
+        idle = [
+            (other, entry)
+            for other, entry in self.entries.items()
+            if entry.loaded and not entry.pinned_by
+        ]
+        if self.free + sum(entry.pages for _, entry in idle) < pages:
+            return False
+        for other, _ in idle:
+            if self.free >= pages:
+                break
+            del self.entries[other]
+            self.drops.append(other)
+        return True

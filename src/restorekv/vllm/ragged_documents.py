@@ -1,0 +1,176 @@
+"""Cache files (.rkv) as documents for vLLM: their placeholders, and their pairs head by head.
+
+A prompt names a document by beginning with PLACEHOLDERS ids that follow from a hash of the
+document's contents. The ids fill whole blocks of vLLM's pool, into which nothing is written: all
+pairs, those of the restore cache too, lie in a `PagePool`. So the question's first token has
+position PLACEHOLDERS, and every key is rotated from its own position to one before that. RoPE
+depends on differences of positions alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.generation.chat import conversation_ids
+from restorekv.model.rope import shift_keys
+from restorekv.storage import cache_file
+from restorekv.storage.cache_file import CacheFile
+from restorekv.storage.portable import MARK, numbered
+from restorekv.vllm.page_pool import DocumentPairs
+
+PLACEHOLDERS = 128  # ids of a document in a prompt: whole blocks of 16, 32, 64 or 128 tokens
+LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
+KIND = b"restorekv-ragged-1"  # what placeholders begin with follows from this
+
+
+@dataclass(frozen=True)
+class RaggedIdentity:
+    """What the scheduler knows of a cache file: everything but its pairs.
+
+    name: 16 hex digits of the contents; ids: the placeholders; lengths (L, H): pairs of every head,
+    the restore cache included.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    lengths: Tensor
+
+
+def make_mark() -> list[int]:
+    """Return the MARK ids with which the placeholders of every cache file begin."""
+    return numbered(KIND, MARK, LARGEST_ID)
+
+
+def identify(file: CacheFile) -> RaggedIdentity:
+    """Return the name, the placeholders and the lengths of a cache file."""
+    sha256 = hashlib.sha256(KIND)
+    for name, tensor in sorted(file.tensors.items()):
+        sha256.update(name.encode())
+        sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    contents = numbered(sha256.digest(), PLACEHOLDERS - MARK, LARGEST_ID)
+    cache = file.cache()
+    return RaggedIdentity(
+        name=sha256.hexdigest()[:16],
+        ids=tuple(make_mark() + contents),
+        lengths=cache.lengths + cache.restore_length,
+    )
+
+
+def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a tiny random model that rotates keys exactly as the one of `config` does.
+
+    `shift_keys` checks on it that all layers rotate alike; an engine has no transformers model.
+    """
+    small = type(config).from_dict(config.to_dict())
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    changes = {
+        "hidden_size": head_dim,
+        "intermediate_size": head_dim,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": head_dim,
+        "vocab_size": 64,
+        "pad_token_id": None,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    for name, value in changes.items():
+        setattr(small, name, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+
+
+def load_pairs(path: Path, name: str) -> tuple[CacheFile, RaggedCache]:
+    """Read a cache file once more, for its pairs.
+
+    Raises:
+        CacheFileError: the file is damaged, or by now another document than `name`.
+    """
+    file = cache_file.read(path)
+    if identify(file).name != name:
+        raise CacheFileError(f"{path} was replaced by another document; ask that one.")
+    return file, file.cache()
+
+
+def gather_pairs(
+    cache: RaggedCache, rope_model: PreTrainedModel, heads: slice, dtype: torch.dtype
+) -> DocumentPairs:
+    """Return the pairs of the KV heads `heads`, with keys moved to end before PLACEHOLDERS.
+
+    Args:
+        cache: context and restore cache of a document.
+        rope_model: rotates keys as the engine's model does (`build_rope_model`).
+        heads: of a tensor parallel rank.
+        dtype: of the engine.
+
+    Raises:
+        RestoreKVError: the cache has a bias on its logits (Attention Matching), or numbers that
+            `dtype` cannot hold.
+    """
+    distance = PLACEHOLDERS - cache.get_seq_length()
+    keys = []
+    values = []
+    lengths = []
+    for layer in cache.layers:
+        if layer.bias is not None:
+            raise RestoreKVError(
+                "Caches of Attention Matching add a bias to logits, which vLLM's attention cannot; "
+                "compress with another evictor, such as kvzip."
+            )
+        rows = [_rows_of_head(layer, head) for head in range(layer.heads)[heads]]
+        layer_keys = torch.cat([row_keys for row_keys, _ in rows])
+        layer_values = torch.cat([row_values for _, row_values in rows])
+        keys.append(shift_keys(rope_model, layer_keys, distance).to(dtype))
+        values.append(layer_values.to(dtype))
+        lengths.append(torch.tensor([len(row_keys) for row_keys, _ in rows]))
+        if not bool(keys[-1].isfinite().all() and values[-1].isfinite().all()):
+            raise RestoreKVError(
+                f"The document holds numbers that are too large for {dtype}; "
+                "serve the model in another dtype."
+            )
+    return DocumentPairs(keys, values, torch.stack(lengths))
+
+
+def _rows_of_head(layer: RaggedLayer, head: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values (N, D) of a head: its context, then its restore cache."""
+    first, end = layer.bounds[head], layer.bounds[head + 1]
+    # Slices of an 8-bit context are in the model's dtype.
+    keys = torch.cat([layer.context_keys[first:end], layer.restore_keys[0, head]])
+    values = torch.cat([layer.context_values[first:end], layer.restore_values[0, head]])
+    return keys, values
+
+
+def make_prompt(
+    file: CacheFile,
+    tokenizer: PreTrainedTokenizerBase,
+    question: str,
+    answer_prefix: str = "",
+    turns: Sequence[tuple[str, str]] = (),
+) -> list[int]:
+    """Return the token ids that ask a document: its placeholders, earlier turns, the question.
+
+    Args:
+        file: the document.
+        tokenizer: of its model.
+        question: what is asked.
+        answer_prefix: how the answer begins.
+        turns: earlier questions with their answers.
+    """
+    asked = conversation_ids(tokenizer, file.context, turns, question, answer_prefix=answer_prefix)
+    return [*identify(file).ids, *asked.tolist()]

@@ -1,0 +1,211 @@
+"""Cache files as vLLM's documents, without vLLM: what is served, and what is never served."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from restorekv import CompressionConfig, compress
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.model.rope import get_rope_settings, shift_keys
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage import cache_file
+from restorekv.vllm import chat, prompt
+from restorekv.vllm.ragged_documents import (
+    PLACEHOLDERS,
+    build_rope_model,
+    gather_pairs,
+    identify,
+    load_pairs,
+)
+from restorekv.vllm.ragged_store import (
+    EngineModel,
+    RaggedStore,
+    heads_of_rank,
+    pages_of_largest_rank,
+)
+from tests.helpers.models import VOCABULARY, build_model
+
+TEXTS = {
+    "red": "The red house belongs to Ada, who has seven trees. " * 6,
+    "blue": "The blue house belongs to Bob, who has nine trees. " * 6,
+}
+QUESTION = "Who lives in the red house?"
+
+
+def describe(model, **changed):
+    shape = CacheShape.from_model(model)
+    facts = EngineModel(
+        layers=shape.layers,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        rope=get_rope_settings(model.config),
+        vocabulary=VOCABULARY,
+    )
+    return replace(facts, **changed)
+
+
+@pytest.fixture
+def place(tiny_model, tiny_tokenizer, tmp_path):
+    """Two cache files of one text length, and their store."""
+    for name, text in TEXTS.items():
+        compress(tiny_model, tiny_tokenizer, text, ratio=0.3, adapter=None).save(
+            tmp_path / f"{name}.rkv"
+        )
+    return tmp_path
+
+
+def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
+    store = RaggedStore(place, describe(tiny_model))
+    for name in TEXTS:
+        ids = prompt(place / f"{name}.rkv", QUESTION, tiny_tokenizer)
+        found = store.find(ids)
+        assert found.path.stem == name and tuple(ids[:PLACEHOLDERS]) == found.ids
+        assert store.find(ids, name) == store.find(ids, found.name) == found
+        file = cache_file.read(place / f"{name}.rkv")
+        assert found.lengths.equal(file.cache().lengths)
+    assert store.find(tiny_tokenizer.encode(QUESTION)) is None and store.find([]) is None
+
+
+def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_tokenizer):
+    file = cache_file.read(place / "red.rkv")
+    ids = prompt(file, QUESTION, tiny_tokenizer, "It is", [("Who?", "Ada.")])
+    text = tiny_tokenizer.decode(ids[PLACEHOLDERS:])
+    assert all(part in text for part in ("Who?", "Ada.", QUESTION))
+    assert text.endswith("It is")
+    body = chat(file, QUESTION, tiny_tokenizer)
+    assert body["kv_transfer_params"] == {
+        "prompt_token_ids": prompt(file, QUESTION, tiny_tokenizer),
+        "document": identify(file).name,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: [*ids[:9], ids[9] ^ 1, *ids[10:]], "the store does not have"),
+        (lambda ids: ids[:PLACEHOLDERS], "no question"),
+    ],
+)
+def test_wrong_prompts_are_refused(place, tiny_model, tiny_tokenizer, change, message):
+    store = RaggedStore(place, describe(tiny_model))
+    ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
+    with pytest.raises(RestoreKVError, match=message):
+        store.find(change(ids))
+    with pytest.raises(RestoreKVError, match=r"of red\.rkv, not of blue"):
+        store.find(ids, "blue")
+    with pytest.raises(RestoreKVError, match="does not begin with placeholders"):
+        store.find([1, 2, 3], "red")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layers": 9}, "for layers 3, the engine's model has 9"),
+        ({"rope": {"rope_theta": 1.0}}, "for rope"),
+        ({"fingerprint": "0" * 16}, "with other weights"),
+    ],
+)
+def test_documents_of_another_model_are_refused(
+    place, tiny_model, tiny_tokenizer, changed, message
+):
+    store = RaggedStore(place, describe(tiny_model, **changed))
+    with pytest.raises(RestoreKVError, match=message):
+        store.find(prompt(place / "red.rkv", QUESTION, tiny_tokenizer))
+
+
+def test_too_small_a_vocabulary_is_refused(place, tiny_model):
+    with pytest.raises(RestoreKVError, match="vocabulary of 256"):
+        RaggedStore(place, describe(tiny_model, vocabulary=255))
+    with pytest.raises(RestoreKVError, match="not a folder"):
+        RaggedStore(place / "red.rkv", describe(tiny_model))
+
+
+def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tokenizer):
+    store = RaggedStore(place, describe(tiny_model))
+    ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
+    found = store.find(ids)
+    (place / "blue.rkv").rename(place / "red.rkv")
+    with pytest.raises(CacheFileError, match="was replaced by another document"):
+        load_pairs(found.path, found.name)
+    content = bytearray((place / "red.rkv").read_bytes())
+    content[-40] ^= 1
+    (place / "red.rkv").write_bytes(content)
+    with pytest.raises(RestoreKVError, match="does not have"):
+        RaggedStore(place, describe(tiny_model)).find(ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
+def test_pairs_are_those_of_the_cache_at_other_positions(tiny_model, tiny_tokenizer, options):
+    config = CompressionConfig(**options)
+    small = compress(
+        tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=None, config=config
+    )
+    pairs = gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
+    distance = PLACEHOLDERS - small.cache.get_seq_length()
+    for layer, keys, values in zip(small.cache.layers, pairs.keys, pairs.values, strict=True):
+        assert values.equal(layer.context_values[:])
+        assert torch.allclose(keys, shift_keys(tiny_model, layer.context_keys[:], distance))
+    assert pairs.lengths.equal(small.cache.lengths)
+
+
+def test_restore_caches_are_pairs_of_every_head(tiny_model, tiny_tokenizer):
+    adapter = RestoreAdapter.create(tiny_model, 4, rank=2)
+    small = compress(tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=adapter)
+    pairs = gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
+    count = small.cache.restore_length
+    assert count and pairs.lengths.equal(small.cache.lengths + count)
+    last = pairs.values[0][-count:]
+    assert last.equal(small.cache.layers[0].restore_values[0, -1])
+
+
+def test_a_rank_gets_its_heads(tiny_model, tiny_tokenizer):
+    small = compress(tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=None)
+    whole = gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
+    second = gather_pairs(small.cache, tiny_model, heads_of_rank(1, 2, 2, 1), torch.float32)
+    assert second.lengths.equal(whole.lengths[:, 1:])
+    first = int(whole.lengths[0, 0])
+    assert second.keys[0].equal(whole.keys[0][first:])
+    largest = max(int((-(-whole.lengths[:, [head]] // 16)).clamp(min=1).sum()) for head in range(2))
+    assert pages_of_largest_rank(whole.lengths, 2, 16) == largest
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "rope_theta": 1e4,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_a_tiny_model_rotates_as_the_large_one(family, rope):
+    model = build_model(family, rope_parameters=rope)
+    keys = torch.randn(5, CacheShape.from_model(model).head_dim)
+    assert shift_keys(build_rope_model(model.config), keys, -77).equal(shift_keys(model, keys, -77))
+
+
+def test_a_bias_is_refused(tiny_model, tiny_tokenizer, tmp_path):
+    small = compress(
+        tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=None, evictor="am-fast"
+    )
+    small.save(tmp_path / "fitted.rkv")
+    with pytest.raises(RestoreKVError, match="add a bias"):
+        gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
+    store = RaggedStore(tmp_path, describe(tiny_model))
+    with pytest.raises(RestoreKVError, match="whose bias"):
+        store.find(prompt(tmp_path / "fitted.rkv", QUESTION, tiny_tokenizer))
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(tiny_model, tiny_tokenizer):
+    small = compress(tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=None)
+    small.cache.layers[0].context_values[0, 0] = 1e30
+    with pytest.raises(RestoreKVError, match=r"too large for torch\.float16"):
+        gather_pairs(small.cache, tiny_model, slice(None), torch.float16)
