@@ -1,0 +1,158 @@
+"""vLLM's attention on a CPU, for questions over compressed documents as well.
+
+The CPU kernel returns no log-sum-exp; `measure_log_sum_exp` finds it with a second call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    _get_attn_isa,
+)
+
+from restorekv.vllm import worker_state
+from restorekv.vllm.ragged_attention import RaggedAttention, Sequences
+from restorekv.vllm.step_rows import measure_log_sum_exp
+
+
+class RaggedCPUBackend(CPUAttentionBackend):
+    """CPU_ATTN, whose name it keeps: vLLM looks the name up in its own enum."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return RaggedCPUImpl
+
+
+class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
+    """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refuse_special_attention(
+            sinks=self.sinks,
+            a_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            a_sliding_window=self.sliding_window != -1,
+        )
+        config = get_current_vllm_config()
+        self.dtype = config.model_config.dtype
+        self.page_size = worker_state.page_size(config)
+        self.page_isa = _get_attn_isa(self.dtype, self.page_size, self.head_size)
+        # Before vLLM measures what is free for its own pool.
+        worker_state.reserve_pool(
+            config=config,
+            page_size=self.page_size,
+            head_dim=self.head_size,
+            dtype=self.dtype,
+            device=torch.device("cpu"),
+            writer=self._write_pages,
+        )
+
+    def attend_tail(
+        self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        return measure_log_sum_exp(
+            lambda sink: self._call(
+                queries,
+                _split_pages(kv_cache),
+                sequences,
+                sink,
+                causal=True,
+                kv_heads=self.num_kv_heads,
+                isa=layer.isa,
+                kv_cache_dtype=self.kv_cache_dtype,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
+            )
+        )
+
+    def attend_pages(self, queries: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        return measure_log_sum_exp(
+            lambda sink: self._call(
+                queries,
+                _split_pages(worker_state.pool().pages),
+                sequences,
+                sink,
+                causal=False,
+                kv_heads=1,
+                isa=self.page_isa,
+                kv_cache_dtype="auto",
+                k_scale=1.0,
+                v_scale=1.0,
+            )
+        )
+
+    def _call(
+        self,
+        queries: Tensor,
+        halves: tuple[Tensor, ...],
+        sequences: Sequences,
+        sink: float | None,
+        *,
+        causal: bool,
+        kv_heads: int,
+        isa: str,
+        kv_cache_dtype: str,
+        k_scale: float,
+        v_scale: float,
+    ) -> Tensor:
+        """Run vLLM's kernel, with a sink of one logit in all heads or without."""
+        heads = queries.shape[1]
+        if "cpu" not in sequences.schedule:
+            # How the kernel divides the work; it is the same for all layers of a step.
+            sequences.schedule["cpu"] = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(sequences.lengths),
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=self.head_size,
+                seq_lens=sequences.lengths,
+                dtype=queries.dtype,
+                query_start_loc=sequences.starts,
+                causal=causal,
+                sliding_window_size=-1,
+                isa=isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+                kv_cache_dtype=kv_cache_dtype,
+            )
+        output = torch.empty_like(queries)
+        ops.cpu_attention_with_kv_cache(
+            query=queries,
+            key_cache=halves[0],
+            value_cache=halves[1],
+            output=output,
+            query_start_loc=sequences.starts,
+            seq_lens=sequences.lengths,
+            scale=self.scale,
+            causal=causal,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=sequences.table,
+            softcap=0,
+            scheduler_metadata=sequences.schedule["cpu"],
+            s_aux=None if sink is None else torch.full((heads,), sink),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        return output
+
+    def _write_pages(self, pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write pairs in the layout that the kernel reads with this CPU's instructions."""
+        key_half, value_half = _split_pages(pages)
+        ops.cpu_attn_reshape_and_cache(
+            keys.contiguous(), values.contiguous(), key_half, value_half, slots, self.page_isa
+        )
+
+
+def _split_pages(pages: Tensor) -> tuple[Tensor, ...]:
+    """Return the keys' and the values' half of pages (P, H, page_size, 2 * D)."""
+    count, heads, size, _ = pages.shape
+    return pages.view(count, heads, size * 2, -1).chunk(2, dim=2)

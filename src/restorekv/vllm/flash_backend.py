@@ -1,0 +1,108 @@
+"""vLLM's FlashAttention on a GPU, for questions over compressed documents as well.
+
+It has been run on a CPU with an emulation of `flash_attn_varlen_func` (tests/vllm), never on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from restorekv.errors import RestoreKVError
+from restorekv.vllm import worker_state
+from restorekv.vllm.flat_pages import write_pages
+from restorekv.vllm.ragged_attention import RaggedAttention, Sequences
+
+KNOWN_VERSIONS = (2, 3)  # of FlashAttention, whose pages and log-sum-exps are as used here
+
+
+class RaggedFlashBackend(FlashAttentionBackend):
+    """FLASH_ATTN, whose name it keeps: vLLM looks the name up in its own enum."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return RaggedFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return RaggedFlashBuilder
+
+
+class RaggedFlashBuilder(FlashAttentionMetadataBuilder):
+    """Keeps attention out of CUDA graphs: which documents a step asks changes from step to step."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+
+class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
+    """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refuse_special_attention(
+            sinks=self.sinks,
+            a_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            a_sliding_window=self.sliding_window != (-1, -1),
+        )
+        if self.vllm_flash_attn_version not in KNOWN_VERSIONS:
+            raise RestoreKVError(
+                f"Documents need FlashAttention 2 or 3, and vLLM chose version "
+                f"{self.vllm_flash_attn_version}; start it with --attention-config "
+                "'{\"flash_attn_version\": 2}'."
+            )
+        if self.kv_cache_dtype.startswith("fp8"):
+            raise RestoreKVError(
+                "Documents on a GPU need a KV cache in the model's dtype; leave --kv-cache-dtype "
+                "at auto."
+            )
+        config = get_current_vllm_config()
+        # Before vLLM measures what is free for its own pool.
+        worker_state.reserve_pool(
+            config=config,
+            page_size=worker_state.page_size(config),
+            head_dim=self.head_size,
+            dtype=config.model_config.dtype,
+            device=torch.device("cuda", torch.cuda.current_device()),
+            writer=write_pages,
+        )
+
+    def attend_tail(
+        self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        return self._call(queries, kv_cache, sequences, causal=True)
+
+    def attend_pages(self, queries: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        return self._call(queries, worker_state.pool().pages, sequences, causal=False)
+
+    def _call(
+        self, queries: Tensor, pages: Tensor, sequences: Sequences, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run FlashAttention over pages (P, H, page_size, 2 * D)."""
+        keys, values = pages.transpose(1, 2).split(self.head_size, dim=-1)
+        output, lse = flash_attn_varlen_func(
+            q=queries,
+            k=keys,
+            v=values,
+            cu_seqlens_q=sequences.starts,
+            max_seqlen_q=sequences.most_queries,
+            seqused_k=sequences.lengths,
+            max_seqlen_k=sequences.longest,
+            softmax_scale=self.scale,
+            causal=causal,
+            block_table=sequences.table,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        # FlashAttention gives log-sum-exps (heads, tokens).
+        return output.float(), lse.transpose(0, 1).float()

@@ -1,0 +1,130 @@
+"""Which tokens of a step ask which document, and how two parts of attention become one.
+
+vLLM's attention metadata has no request ids. The connector knows the first block of every request
+that asks a document; a row of the block table that begins with it is that request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from restorekv.vllm.ragged_documents import PLACEHOLDERS
+
+# Logits of sinks, tried in this order until every log-sum-exp is measured. One measures those that
+# are up to 69 below it: the first is right for nearly all, the rest for odd models.
+SINKS = (40.0, 85.0, -5.0, 130.0, -50.0, 175.0, -95.0, 220.0)
+SMALLEST_SHARE = 1e-30  # below it, products of float32 numbers lose digits
+LARGEST_SHARE = 0.5  # above it, one minus the share loses digits
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """The tokens of one request in a step that attend to a document.
+
+    first, count: tokens of the step; tail: pairs of vLLM's own pool that the last token sees,
+    which are those after the placeholders; table_row: of the block table.
+    """
+
+    document: str
+    first: int
+    count: int
+    tail: int
+    table_row: int
+
+
+def find_document_rows(
+    documents: Mapping[int, str],
+    first_blocks: Sequence[int],
+    token_starts: Sequence[int],
+    seq_lens: Sequence[int],
+) -> list[DocumentRows]:
+    """Return the tokens that ask a document, those of one document together.
+
+    Args:
+        documents: name by the first block of a request.
+        first_blocks: of every request of the step.
+        token_starts: the first token of every request, then the number of tokens.
+        seq_lens: tokens of every request, those of this step included.
+
+    Tokens that are placeholders themselves (vLLM computes them when a request wants the prompt's
+    log-probabilities) attend to no document, and nothing reads what they give.
+    """
+    found = []
+    for row, block in enumerate(first_blocks):
+        document = documents.get(block)
+        if document is None:
+            continue
+        start, end = token_starts[row], token_starts[row + 1]
+        position = seq_lens[row] - (end - start)
+        start += max(PLACEHOLDERS - position, 0)
+        if start < end:
+            tail = seq_lens[row] - PLACEHOLDERS
+            found.append(DocumentRows(document, start, end - start, tail, row))
+    order = {name: place for place, name in enumerate(dict.fromkeys(r.document for r in found))}
+    return sorted(found, key=lambda rows: order[rows.document])
+
+
+def index_tokens(rows: Sequence[DocumentRows]) -> Tensor:
+    """Return the step's tokens (R,) int64 of the rows, in their order."""
+    return torch.cat([torch.arange(row.first, row.first + row.count) for row in rows])
+
+
+def index_heads_as_sequences(counts: Sequence[int], heads: int) -> Tensor:
+    """Return how (R, H) pairs of token and KV head are ordered by document, head, token.
+
+    Attention over a document sees every KV head as a sequence of its own, whose queries are the
+    tokens that ask the document.
+
+    Args:
+        counts: tokens of every document.
+        heads: H.
+
+    Returns:
+        Indices (R * H,) into the flattened pairs (R, H).
+    """
+    parts = []
+    first = 0
+    for count in counts:
+        tokens = torch.arange(first, first + count)
+        parts.append((tokens[None, :] * heads + torch.arange(heads)[:, None]).flatten())
+        first += count
+    return torch.cat(parts)
+
+
+def measure_log_sum_exp(
+    attend: Callable[[float | None], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return attention's output (..., D) and the log-sum-exp (...) of its logits, both float32.
+
+    A kernel that returns no log-sum-exp Z is run again with a sink of logit s, which adds e^s to
+    the softmax's denominator: O_s = O * Z / (Z + e^s). The share rho = <O_s, O> / <O, O> gives
+    log Z = s + log(rho) - log(1 - rho).
+
+    Args:
+        attend: runs the kernel without a sink (None) or with one of this logit.
+    """
+    plain = attend(None).float()
+    norms = plain.square().sum(-1)
+    lse = torch.full_like(norms, -torch.inf)
+    missing = norms > 0  # nothing but zero values: no weight changes the result
+    for sink in SINKS:
+        if not bool(missing.any()):
+            break
+        share = (attend(sink).float() * plain).sum(-1) / norms
+        sound = missing & (share > SMALLEST_SHARE) & (share < LARGEST_SHARE)
+        found = sink + share.log() - torch.log1p(-share)
+        lse = torch.where(sound, found, lse)
+        missing = missing & ~sound
+    if bool(missing.any()):
+        raise FloatingPointError("The attention logits of a document's question are not finite.")
+    return plain, lse
+
+
+def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
+    """Return attention over both parts: outputs (..., D) weighed by e to their log-sum-exps."""
+    weight = torch.sigmoid(second_lse - first_lse)
+    return first + weight[..., None] * (second - first)

@@ -1,0 +1,108 @@
+"""What attention layers and the connector share in a worker process: the pool and the step.
+
+vLLM makes attention layers and connectors apart and gives them nothing in common but the process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from restorekv.vllm.page_pool import PagePool, PageWriter
+
+MEMORY = 1 << 30  # bytes of documents, unless the connector's options say otherwise
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+_pools: dict[str, PagePool] = {}  # of the newest engine of this process, by its instance id
+_step: Mapping[int, str] = {}
+_numbers: dict[str, int] = {}
+
+
+def documents_memory(config: Any) -> int:
+    """Return the bytes of documents that a worker may hold."""
+    transfer = config.kv_transfer_config
+    options = transfer.kv_connector_extra_config if transfer else {}
+    return int(options.get("documents_memory", MEMORY))
+
+
+def page_size(config: Any) -> int:
+    """Return the pairs of a page: the smallest block of the platform's attention kernel."""
+    return 32 if config.device_config.device_type == "cpu" else 16
+
+
+def count_pages(memory: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return how many pages fit into `memory` bytes."""
+    return memory // (page_size * 2 * head_dim * dtype.itemsize)
+
+
+def reserve_pool(
+    config: Any,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    writer: PageWriter,
+) -> PagePool:
+    """Return the pool of an engine, which the first of its attention layers makes.
+
+    Args:
+        config: vLLM's; its instance id names the engine.
+        page_size: pairs of a page.
+        head_dim: D, of all layers.
+        dtype: of keys and values.
+        device: of the attention.
+        writer: puts pairs into pages.
+    """
+    pool = _pools.get(config.instance_id)
+    if pool is None:
+        forget_pools()
+        pages = count_pages(documents_memory(config), page_size, head_dim, dtype)
+        pool = PagePool(pages, page_size, head_dim, dtype, device, writer)
+        _pools[config.instance_id] = pool
+    return pool
+
+
+def forget_pools() -> None:
+    """Give the memory of an engine that ended back."""
+    _pools.clear()
+
+
+def pool() -> PagePool:
+    """Return the pool of this process."""
+    (only,) = _pools.values()
+    return only
+
+
+def has_pool() -> bool:
+    """Whether attention layers of ours were made in this process."""
+    return bool(_pools)
+
+
+def begin_step(documents: Mapping[int, str]) -> None:
+    """Set which documents the step's requests ask: names by the first block of a request."""
+    global _step
+    _step = documents
+
+
+def end_step() -> None:
+    """Forget the step's documents."""
+    begin_step({})
+
+
+def current_step() -> Mapping[int, str]:
+    """Return what `begin_step` was given."""
+    return _step
+
+
+def layer_number(name: str) -> int:
+    """Return the number of a layer from its name in vLLM, such as model.layers.3.self_attn.attn."""
+    number = _numbers.get(name)
+    if number is None:
+        match = LAYER.search(name)
+        if match is None:
+            raise ValueError(f"The attention layer {name} has no number.")
+        number = _numbers[name] = int(match[1])
+    return number

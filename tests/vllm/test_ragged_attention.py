@@ -1,0 +1,230 @@
+"""Attention over a tail and documents, against one softmax over all pairs in float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from restorekv.errors import RestoreKVError
+from restorekv.vllm import worker_state
+from restorekv.vllm.flat_pages import write_pages
+from restorekv.vllm.page_pool import DocumentPairs
+from restorekv.vllm.ragged_attention import RaggedAttention
+from restorekv.vllm.ragged_documents import PLACEHOLDERS
+from restorekv.vllm.step_rows import find_document_rows, measure_log_sum_exp, merge
+from tests.helpers.paged_attention import attend_plainly, flash_attn_varlen_func
+
+BLOCK, PAGE, DIM = 16, 4, 8
+SKIPPED = PLACEHOLDERS // BLOCK
+
+
+class PlainBackend:
+    """A backend that knows nothing of documents, as vLLM's own."""
+
+    num_heads, num_kv_heads, head_size, scale = 4, 2, DIM, 0.3
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, output, *scales):
+        self.calls = getattr(self, "calls", 0) + 1
+        starts = metadata.query_start_loc.tolist()
+        for row, pairs in enumerate(metadata.seq_lens.tolist()):
+            own = slice(starts[row], starts[row + 1])
+            found = self.of_pages(kv_cache, metadata.block_table[row], pairs, query[own])
+            output[own] = found[0].to(output.dtype)
+        return output
+
+    def of_pages(self, kv_cache, table, pairs, query):
+        pages = kv_cache[table[: -(-pairs // BLOCK)].long()].transpose(1, 2)
+        keys, values = pages.flatten(0, 1)[:pairs].split(DIM, -1)
+        return attend_plainly(query, keys, values, self.scale, True)
+
+
+class RaggedBackend(RaggedAttention, PlainBackend):
+    """The same with documents, by the emulated FlashAttention."""
+
+    def attend_tail(self, layer, queries, kv_cache, sequences):
+        return self.run(queries, kv_cache, sequences, True)
+
+    def attend_pages(self, queries, sequences):
+        return self.run(queries, worker_state.pool().pages, sequences, False)
+
+    def run(self, queries, pages, sequences, causal):
+        keys, values = pages.transpose(1, 2).split(DIM, -1)
+        output, lse = flash_attn_varlen_func(
+            queries,
+            keys,
+            values,
+            cu_seqlens_q=sequences.starts,
+            max_seqlen_q=sequences.most_queries,
+            seqused_k=sequences.lengths,
+            max_seqlen_k=sequences.longest,
+            softmax_scale=self.scale,
+            causal=causal,
+            block_table=sequences.table,
+            return_softmax_lse=True,
+            fa_version=2,
+        )
+        return output.float(), lse.T
+
+
+@pytest.fixture
+def pool():
+    config = SimpleNamespace(instance_id=object(), kv_transfer_config=None)
+    made = worker_state.reserve_pool(
+        config=config,
+        page_size=PAGE,
+        head_dim=DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        writer=write_pages,
+    )
+    yield made
+    worker_state.end_step()
+    worker_state.forget_pools()
+
+
+def make_document(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(lengths)
+    keys, values = (
+        [torch.randn(int(count), DIM, generator=generator) for count in lengths.sum(-1)]
+        for _ in range(2)
+    )
+    return DocumentPairs(keys, values, lengths)
+
+
+def make_step(requests, seed=0):
+    """A step of vLLM: (tokens seen in all, tokens of this step) of every request."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-seen // BLOCK) for seen, _ in requests]
+    table = torch.zeros(len(requests), max(blocks), dtype=torch.int32)
+    first = 1
+    for row, count in enumerate(blocks):
+        table[row, :count] = torch.arange(first, first + count)
+        first += count
+    counts = [count for _, count in requests]
+    kv_cache = torch.randn(first, 2, BLOCK, 2 * DIM, generator=generator)
+    metadata = SimpleNamespace(
+        block_table=table,
+        query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+        seq_lens=torch.tensor([seen for seen, _ in requests], dtype=torch.int32),
+        num_actual_tokens=sum(counts),
+    )
+    query = torch.randn(sum(counts), 4, DIM, generator=generator)
+    return query, kv_cache, metadata
+
+
+def run(backend, layer, query, kv_cache, metadata):
+    named = SimpleNamespace(layer_name=f"model.layers.{layer}.self_attn.attn")
+    output = torch.full_like(query, torch.nan)
+    return backend.forward(named, query, None, None, kv_cache, metadata, output)
+
+
+def expect(backend, layer, document, query, kv_cache, table, seen):
+    """Attention of a request's tokens over its tail and a document, in one softmax per head."""
+    tail = seen - PLACEHOLDERS
+    pages = kv_cache[table[SKIPPED : SKIPPED + -(-tail // BLOCK)].long()].transpose(1, 2)
+    keys, values = pages.flatten(0, 1)[:tail].split(DIM, -1)
+    bounds = [0, *document.lengths[layer].cumsum(0).tolist()]
+    output = torch.empty(len(query), 4, DIM, dtype=torch.float64)
+    for head in range(2):
+        own = slice(bounds[head], bounds[head + 1])
+        all_keys = torch.cat([document.keys[layer][own], keys[:, head]])[:, None]
+        all_values = torch.cat([document.values[layer][own], values[:, head]])[:, None]
+        group = slice(2 * head, 2 * head + 2)
+        output[:, group] = attend_plainly(
+            query[:, group], all_keys, all_values, backend.scale, True
+        )[0]
+    return output
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_plain_and_asking_requests_share_a_step(pool, layer):
+    documents = {"a": make_document([[1, 37], [6, 0]], 1), "b": make_document([[9, 4], [0, 2]], 2)}
+    for name, document in documents.items():
+        pool.put(name, document)
+    # Two ask a, one of them several tokens; one asks b; one is plain and comes in between.
+    asks = ["a", None, "b", "a"]
+    requests = [(PLACEHOLDERS + 21, 5), (30, 3), (PLACEHOLDERS + 1, 1), (PLACEHOLDERS + 40, 1)]
+    query, kv_cache, metadata = make_step(requests)
+    firsts = metadata.block_table[:, 0].tolist()
+    worker_state.begin_step({first: name for first, name in zip(firsts, asks, strict=True) if name})
+    backend = RaggedBackend()
+    found = run(backend, layer, query, kv_cache, metadata)
+    starts = metadata.query_start_loc.tolist()
+    for row, name in enumerate(asks):
+        own = slice(starts[row], starts[row + 1])
+        table, seen = metadata.block_table[row], requests[row][0]
+        if name is None:
+            wanted = backend.of_pages(kv_cache, table, seen, query[own])[0]
+        else:
+            document = documents[name]
+            wanted = expect(backend, layer, document, query[own], kv_cache, table, seen)
+        assert (found[own] - wanted).abs().max() < 1e-5, name
+
+
+def test_a_step_without_documents_is_vllms_own(pool):
+    query, kv_cache, metadata = make_step([(30, 3), (7, 7)])
+    worker_state.begin_step({12345: "a"})
+    backend = RaggedBackend()
+    found = run(backend, 0, query, kv_cache, metadata)
+    assert found.equal(run(PlainBackend(), 0, query, kv_cache, metadata)) and backend.calls == 1
+
+
+def test_vllms_own_code_does_not_run_for_questions_alone(pool):
+    pool.put("a", make_document([[3, 3]], 1))
+    query, kv_cache, metadata = make_step([(PLACEHOLDERS + 2, 2)])
+    worker_state.begin_step({int(metadata.block_table[0, 0]): "a"})
+    backend = RaggedBackend()
+    assert run(backend, 0, query, kv_cache, metadata).isfinite().all()
+    assert not hasattr(backend, "calls")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"sinks": torch.zeros(4)}, {"a_soft_cap": 30.0}, {"a_sliding_window": True}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_attention_that_is_more_than_a_softmax_is_refused(setting):
+    none = {"sinks": None, "a_soft_cap": 0, "alibi_slopes": None, "a_sliding_window": False}
+    RaggedBackend().refuse_special_attention(**none)
+    with pytest.raises(RestoreKVError, match="attention has .*unset RESTOREKV_VLLM"):
+        RaggedBackend().refuse_special_attention(**{**none, **setting})
+
+
+def test_tokens_that_are_placeholders_ask_nothing():
+    rows = find_document_rows({7: "a", 9: "b"}, [7, 8, 9], [0, 100, 101, 131], [100, 50, 130])
+    (rows_of_b,) = rows
+    assert (rows_of_b.document, rows_of_b.first, rows_of_b.count) == ("b", 129, 2)
+    assert (rows_of_b.tail, rows_of_b.table_row) == (2, 2)
+
+
+@pytest.mark.parametrize("shift", [-80, -30, 0, 12, 60, 150])
+def test_log_sum_exps_of_a_kernel_without_them(shift):
+    """Whatever the size of the logits: a sink is tried until it measures them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 3, 50, generator=generator) * 4 + shift
+    values = torch.randn(50, DIM, generator=generator)
+
+    def attend(sink):
+        rest = (
+            logits if sink is None else torch.cat([logits, logits.new_full((20, 3, 1), sink)], -1)
+        )
+        return rest.softmax(-1)[..., :50] @ values
+
+    output, lse = measure_log_sum_exp(attend)
+    wanted = logits.double().logsumexp(-1)
+    assert (lse - wanted).abs().max() < 2e-5
+    assert output.equal(attend(None))
+
+
+def test_merging_is_one_softmax():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 30, generator=generator, dtype=torch.float64) * 9
+    values = torch.randn(30, DIM, generator=generator, dtype=torch.float64)
+    parts = [
+        (logits[:, own].softmax(-1) @ values[own], logits[:, own].logsumexp(-1))
+        for own in (slice(0, 11), slice(11, 30))
+    ]
+    assert torch.allclose(merge(*parts[0], *parts[1]), logits.softmax(-1) @ values, atol=1e-12)
+    nothing = torch.full((6,), -torch.inf, dtype=torch.float64)
+    assert merge(*parts[0], parts[1][0], nothing).equal(parts[0][0])
