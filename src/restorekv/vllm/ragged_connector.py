@@ -1,0 +1,436 @@
+"""The KV connector that gives an unpatched vLLM documents whose heads keep different lengths.
+
+The scheduler's half finds the document that a prompt's placeholders stand for, promises vLLM that
+the placeholders are computed, and decides which documents are in the workers' pools. A request
+whose document is not there yet waits, while others go on. The worker's half reads documents in a
+thread and tells the attention backend, at every step, which requests ask which document. Into
+vLLM's own pool nothing is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+
+from restorekv.errors import RestoreKVError
+from restorekv.model.rope import get_rope_settings, shift_keys
+from restorekv.vllm import worker_state
+from restorekv.vllm.page_pool import DocumentPairs, PoolLedger, Residency
+from restorekv.vllm.ragged_documents import (
+    PLACEHOLDERS,
+    build_rope_model,
+    gather_pairs,
+    load_pairs,
+)
+from restorekv.vllm.ragged_store import (
+    EngineModel,
+    RaggedDocument,
+    RaggedStore,
+    heads_of_rank,
+    pages_of_largest_rank,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.restorekv")
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """What workers do before and in a step.
+
+    documents: name by the first block of every scheduled request that asks one; drops, loads: of
+    the pool, loads with their paths; bad_blocks: of requests whose document cannot be had.
+    """
+
+    documents: dict[int, str] = field(default_factory=dict)
+    drops: list[str] = field(default_factory=list)
+    loads: list[tuple[str, Path]] = field(default_factory=list)
+    bad_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass
+class LoadReport(KVConnectorWorkerMetadata):
+    """Documents that workers have read, with how many did, and what kept others from being read."""
+
+    loaded: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
+        """Add the report of another rank."""
+        assert isinstance(other, LoadReport)
+        loaded = dict(self.loaded)
+        for name, count in other.loaded.items():
+            loaded[name] = loaded.get(name, 0) + count
+        return LoadReport(loaded, {**other.failed, **self.failed})
+
+
+class RaggedConnector(KVConnectorBase_V1):
+    """Options in kv_connector_extra_config.
+
+    store: a folder of .rkv files; fingerprint: of the weights that they must have been made with;
+    documents_memory: bytes of documents that each worker keeps at once.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if "store" not in options:
+            raise RestoreKVError(
+                "kv_connector_extra_config lacks `store`, the folder of .rkv files."
+            )
+        refuse_unsupported(vllm_config, kv_cache_config)
+        model = describe_model(vllm_config, options.get("fingerprint"))
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, RaggedStore(options["store"], model))
+        else:
+            self._worker = WorkerHalf(vllm_config, model)
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """The half of a connector that vLLM made for its scheduler."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """The half of a connector that vLLM made for a worker."""
+        assert self._worker is not None
+        return self._worker
+
+    # The scheduler's half.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.scheduler.note_blocks(
+            request.request_id, blocks.get_block_ids()[0], num_external_tokens
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, LoadReport):
+            self.scheduler.note_report(report)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
+        return self.scheduler.make_orders(scheduler_output.num_scheduled_tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        self.scheduler.forget_request(request.request_id)
+        return False, None
+
+    # The worker's half.
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepOrders)
+        self.worker.begin_step(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        worker_state.end_step()
+        super().clear_connector_metadata()
+
+    def build_connector_worker_meta(self) -> LoadReport | None:
+        return self.worker.report_loads()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_bad_blocks()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Do nothing: loads begin when the step's orders arrive."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is scheduled when its document is in the pool."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: documents are made by restorekv, never by vLLM."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing, as `save_kv_layer`."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        """Report no request: none is loaded into vLLM's own pool."""
+        return None, None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether graphs must leave attention out: yes, documents change from step to step."""
+        return True
+
+
+class SchedulerHalf:
+    """Which document every request asks, whether it is in the pool, and in which blocks it lies."""
+
+    def __init__(self, config: VllmConfig, store: RaggedStore) -> None:
+        self.store = store
+        self.block_size = config.cache_config.block_size
+        self.ranks = config.parallel_config.tensor_parallel_size
+        self.workers = config.parallel_config.world_size
+        store.scan()
+        for document in store.documents:
+            if document.problem:
+                log.warning("A file of the store is not served: %s", document.problem)
+        self.page_size = worker_state.page_size(config)
+        pages = worker_state.count_pages(
+            worker_state.documents_memory(config),
+            self.page_size,
+            store.model.head_dim,
+            config.model_config.dtype,
+        )
+        self.ledger = PoolLedger(pages)
+        self.asked: dict[str, RaggedDocument] = {}  # by request
+        self.problems: dict[str, str] = {}  # by request: why it ends
+        self.prompt_lengths: dict[str, int] = {}  # of requests with a problem
+        self.first_blocks: dict[str, int] = {}  # by request
+        self.loaded_by: dict[str, int] = {}  # workers that have read a document, while some have
+        self.paths: dict[str, Path] = {}  # by document
+        self.bad_blocks: set[int] = set()
+
+    def match(self, request: Request, computed: int) -> int | None:
+        """Return how many more tokens count as computed; None while the request must wait.
+
+        Args:
+            request: vLLM's.
+            computed: tokens that vLLM's prefix cache has.
+        """
+        name = request.request_id
+        ids = list(request.prompt_token_ids or ())
+        if name not in self.asked and name not in self.problems:
+            self._find(request, ids)
+        document = self.asked.get(name)
+        if document is not None and not self._hold(name, document):
+            return None
+        if name in self.problems:
+            # Promised here and reported as lost by the worker, which ends the request. vLLM must
+            # believe the promise, even where the request wants nothing from caches.
+            request.skip_reading_prefix_cache = False
+            self.prompt_lengths[name] = len(ids)
+            return max(len(ids) - 1 - computed, 0)
+        return 0 if document is None else max(PLACEHOLDERS - computed, 0)
+
+    def _find(self, request: Request, ids: list[int]) -> None:
+        """Note the document that a new request asks, or why it cannot ask it."""
+        wanted = (request.kv_transfer_params or {}).get("document")
+        try:
+            document = self.store.find(ids, wanted)
+        except RestoreKVError as error:
+            self._give_up(request.request_id, str(error))
+            return
+        if document is None:
+            return
+        if request.skip_reading_prefix_cache:
+            self._give_up(
+                request.request_id,
+                "A request that asks a document cannot have log-probabilities of its prompt, which "
+                "begins with placeholders.",
+            )
+            return
+        self.asked[request.request_id] = document
+
+    def _hold(self, request: str, document: RaggedDocument) -> bool:
+        """Pin a request's document; return whether the request need not wait."""
+        assert document.lengths is not None
+        pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
+        self.paths[document.name] = document.path
+        residency = self.ledger.ask(request, document.name, pages)
+        if residency is Residency.TOO_LARGE:
+            self._give_up(
+                request,
+                f"{document.path.name} takes {pages:,} pages of documents' memory, which has "
+                f"{self.ledger.pages:,}; give documents_memory more bytes.",
+            )
+        return residency in (Residency.RESIDENT, Residency.TOO_LARGE)
+
+    def _give_up(self, request: str, problem: str) -> None:
+        """Have a request end with an error; the log has the sentence."""
+        log.error("Request %s ends: %s", request, problem)
+        self.ledger.release(request)
+        self.asked.pop(request, None)
+        self.problems[request] = problem
+
+    def note_blocks(self, request: str, blocks: tuple[int, ...], external: int) -> None:
+        """Note where a request's tokens lie, of which `external` were promised by `match`."""
+        if request in self.asked:
+            self.first_blocks[request] = blocks[0]
+        elif request in self.problems:
+            end = self.prompt_lengths[request] - 1
+            last = (end - 1) // self.block_size
+            first = min((end - external) // self.block_size, last)
+            self.bad_blocks |= set(blocks[first : last + 1])
+
+    def note_report(self, report: LoadReport) -> None:
+        """Learn which documents workers have read."""
+        for name, count in report.loaded.items():
+            self.loaded_by[name] = self.loaded_by.get(name, 0) + count
+            if self.loaded_by[name] >= self.workers:
+                del self.loaded_by[name]
+                self.ledger.finish_load(name)
+        for name, problem in report.failed.items():
+            self.loaded_by.pop(name, None)
+            for request, document in list(self.asked.items()):
+                if document.name == name:
+                    self._give_up(request, problem)
+            self.ledger.forget(name)
+
+    def make_orders(self, scheduled: Mapping[str, int]) -> StepOrders:
+        """Return what workers do for a step with these requests."""
+        documents = {
+            self.first_blocks[request]: document.name
+            for request, document in self.asked.items()
+            if request in scheduled and request in self.first_blocks
+        }
+        drops, loads = self.ledger.take_orders()
+        bad_blocks = self.bad_blocks
+        self.bad_blocks = set()
+        return StepOrders(
+            documents, drops, [(name, self.paths[name]) for name in loads], bad_blocks
+        )
+
+    def forget_request(self, request: str) -> None:
+        """Release what a finished request held."""
+        self.ledger.release(request)
+        for table in (self.asked, self.problems, self.prompt_lengths, self.first_blocks):
+            table.pop(request, None)
+
+
+class WorkerHalf:
+    """Reads documents into the pool of this worker."""
+
+    def __init__(self, config: VllmConfig, model: EngineModel) -> None:
+        if not worker_state.has_pool():
+            raise RestoreKVError(
+                "vLLM runs without restorekv's attention backend, which documents need; set the "
+                "environment variable RESTOREKV_VLLM=1 before vLLM starts."
+            )
+        self.model = model
+        self.dtype = config.model_config.dtype
+        self.rope_model = build_rope_model(config.model_config.hf_text_config)
+        # Refuses a model whose keys cannot be moved when vLLM starts, not at the first document.
+        shift_keys(self.rope_model, torch.zeros(1, model.head_dim), 1)
+        rank = get_tensor_model_parallel_rank()
+        ranks = get_tensor_model_parallel_world_size()
+        own = max(model.heads // ranks, 1)
+        self.heads = heads_of_rank(rank, ranks, model.heads, own)
+        self.reader = ThreadPoolExecutor(1, "restorekv-reader")
+        self.reading: dict[str, Future[DocumentPairs]] = {}
+        self.bad_blocks: set[int] = set()
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Follow the scheduler's orders and tell the attention layers who asks what."""
+        pool = worker_state.pool()
+        for name in orders.drops:
+            pool.drop(name)
+        for name, path in orders.loads:
+            self.reading[name] = self.reader.submit(self._read, name, path)
+        missing = set(orders.documents.values()) - set(pool.tables)
+        if missing:
+            raise RuntimeError(f"The pool of documents lacks {', '.join(sorted(missing))}.")
+        self.bad_blocks |= orders.bad_blocks
+        worker_state.begin_step(orders.documents)
+
+    @torch.inference_mode()
+    def _read(self, name: str, path: Path) -> DocumentPairs:
+        """Read and check a document's file, in the thread."""
+        file, cache = load_pairs(path, name)
+        self.model.check(file)
+        return gather_pairs(cache, self.rope_model, self.heads, self.dtype)
+
+    def report_loads(self) -> LoadReport | None:
+        """Put what the thread has read into the pool; return what is new, if anything is."""
+        done = [name for name, future in self.reading.items() if future.done()]
+        report = LoadReport()
+        for name in done:
+            try:
+                worker_state.pool().put(name, self.reading.pop(name).result())
+                report.loaded[name] = 1
+            except Exception as error:  # else requests would wait for it for ever
+                if not isinstance(error, RestoreKVError):
+                    log.exception("The document %s cannot be read.", name)
+                report.failed[name] = str(error)
+        return report if done else None
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the blocks of requests that end with an error."""
+        bad_blocks = self.bad_blocks
+        self.bad_blocks = set()
+        return bad_blocks
+
+    def shutdown(self) -> None:
+        """End the thread."""
+        self.reader.shutdown(cancel_futures=True)
+
+
+def describe_model(config: VllmConfig, fingerprint: str | None) -> EngineModel:
+    """Return what documents for the engine's model must be like."""
+    model = config.model_config
+    text = model.hf_text_config
+    return EngineModel(
+        layers=text.num_hidden_layers,
+        heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=model.get_head_size(),
+        rope=get_rope_settings(text),
+        vocabulary=text.vocab_size,
+        fingerprint=fingerprint,
+    )
+
+
+def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise RestoreKVError for engines whose attention over documents is not known to be right."""
+    parallel = config.parallel_config
+    block_size = config.cache_config.block_size
+    failure_policy = config.kv_transfer_config.kv_load_failure_policy
+    reasons = {
+        f"the kv_load_failure_policy {failure_policy!r} instead of 'fail'": (
+            failure_policy != "fail"
+        ),
+        "context parallel ranks": (
+            parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1
+        ),
+        "pipeline parallel ranks": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "LoRA adapters": config.lora_config is not None,
+        "multi-head latent attention": config.model_config.use_mla,
+        "sliding-window or other special layers": len(cache.kv_cache_groups) != 1,
+        f"blocks of {block_size} tokens": PLACEHOLDERS % block_size != 0,
+    }
+    for what, holds in reasons.items():
+        if holds:
+            raise RestoreKVError(
+                f"vLLM with {what} does not serve compressed documents; start it without."
+            )

@@ -1,0 +1,201 @@
+"""Ragged documents inside the real vLLM: `make vllm`, in an environment of its own."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from restorekv import CompressionConfig, compress
+from restorekv.context import CompressedContext
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.vllm import prompt, ragged_config
+from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask
+from tests.helpers.models import build_model, build_tokenizer
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+QUESTIONS = ["Which code?", "Who lives there?", "Tell me more about the color of the house."]
+PLAIN = "The sea is"
+# Repetitions of a sentence, ratio, conventions: lengths and heads differ much.
+DOCUMENTS = {
+    "red": (10, 0.2, CompressionConfig()),
+    "blue": (60, 0.05, CompressionConfig()),
+    "green": (4, 0.5, CompressionConfig(allocation="per-head")),
+    "white": (20, 0.1, CompressionConfig(storage="int8")),
+    "black": (20, 0.1, CompressionConfig(prefix_policy="counted")),
+}
+MODES = {
+    "as it comes": {},
+    "no prefix caching": {"enable_prefix_caching": False},
+    "pieces of 16 tokens": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    "preemption": {
+        "num_gpu_blocks_override": 10,
+        "max_num_seqs": 4,
+        "max_model_len": 224,
+        "disable_log_stats": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class RaggedWorld:
+    """Documents in a store, and the answers of `ask` by document and question."""
+
+    folder: Path
+    store: Path
+    plain: list[int]
+    prompts: list[list[int]]
+    expected: list[str]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> RaggedWorld:
+    place = tmp_path_factory.mktemp("ragged")
+    model = build_model("llama", hidden_size=128, head_dim=32)
+    tokenizer = build_tokenizer()
+    adapter = RestoreAdapter.create(model, 4, rank=2)
+    model.save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    (place / "store").mkdir()
+    prompts, expected = [], []
+    for name, (repetitions, ratio, config) in DOCUMENTS.items():
+        text = f"The code of the {name} house is seven; nobody lives there. " * repetitions
+        small: CompressedContext = compress(
+            model,
+            tokenizer,
+            text,
+            ratio=ratio,
+            adapter=None if name in ("green", "black") else adapter,
+            config=config,
+        )
+        small.save(place / "store" / f"{name}.rkv")
+        prompts += [prompt(place / "store" / f"{name}.rkv", q, tokenizer) for q in QUESTIONS]
+        expected += [small.ask(question, max_new_tokens=TOKENS) for question in QUESTIONS]
+    return RaggedWorld(place / "model", place / "store", tokenizer.encode(PLAIN), prompts, expected)
+
+
+@contextmanager
+def engine(world: RaggedWorld, documents_memory: int | None = None, **options) -> Iterator:
+    """Start vLLM in this process, with restorekv's attention."""
+    os.environ.update({**ENVIRONMENT, "RESTOREKV_VLLM": "1"})
+    import vllm
+
+    from restorekv.vllm.plugin import register
+
+    register()
+    own = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
+    config = ragged_config(world.store, documents_memory=documents_memory)
+    llm = vllm.LLM(str(world.folder), kv_transfer_config=config, **{**own, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        os.environ.pop("RESTOREKV_VLLM", None)
+
+
+def trimmed(texts):
+    """Texts without what `ask` and vLLM leave out: a leading space, half a character at the end."""
+    return [text.lstrip().rstrip("\ufffd") for text in texts]
+
+
+def preemptions(llm) -> int:
+    return sum(
+        int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+    )
+
+
+@pytest.fixture(scope="module")
+def plain_answer(world) -> str:
+    """What vLLM without restorekv answers."""
+    os.environ.update(ENVIRONMENT)
+    import vllm
+
+    llm = vllm.LLM(
+        str(world.folder), dtype="float32", enforce_eager=True, max_model_len=512, block_size=32
+    )
+    try:
+        return answers(llm, [world.plain])[0]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_are_those_of_ask_in_one_batch_with_plain_requests(world, plain_answer, mode):
+    with engine(world, **MODES[mode]) as llm:
+        for _ in range(2):  # cold, then with whatever vLLM kept
+            found = answers(llm, [*world.prompts, world.plain])
+            assert trimmed(found[:-1]) == trimmed(world.expected)
+            assert found[-1] == plain_answer
+        if mode == "preemption":
+            assert preemptions(llm) > 0
+
+
+def test_a_pool_that_is_too_small_for_all_serves_all(world):
+    """Room for two or three documents at a time: the others wait."""
+    with engine(world, documents_memory=300_000) as llm:
+        from restorekv.vllm import worker_state
+
+        pool = worker_state.pool()
+        found = answers(llm, world.prompts)
+        assert trimmed(found) == trimmed(world.expected)
+        assert len(pool.tables) < len(DOCUMENTS)
+        alone = [answers(llm, [ids])[0] for ids in world.prompts[::4]]
+        assert trimmed(alone) == trimmed(world.expected[::4])
+
+
+def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
+    unknown = list(world.prompts[1])
+    unknown[10] = unknown[10] ^ 1
+    with engine(world) as llm:
+        outputs = ask(llm, [unknown, world.prompts[0], unknown])
+        assert [each.finish_reason for each in outputs] == ["error", "length", "error"]
+        assert trimmed([outputs[1].text]) == trimmed(world.expected[:1])
+        # A file that goes while vLLM still has the document's blocks.
+        path = world.store / "green.rkv"
+        place = list(DOCUMENTS).index("green") * len(QUESTIONS)
+        assert ask(llm, [world.prompts[place]])[0].finish_reason != "error"
+        path.rename(tmp_path / "green.rkv")
+        try:
+            assert ask(llm, [world.prompts[place]])[0].finish_reason == "error"
+        finally:
+            (tmp_path / "green.rkv").rename(path)
+        again = answers(llm, [world.prompts[place]])
+        assert trimmed(again) == trimmed([world.expected[place]])
+
+
+def test_a_document_larger_than_the_pool_ends_its_request(world):
+    with engine(world, documents_memory=60_000) as llm:
+        outputs = ask(llm, [world.prompts[0], world.plain])
+        assert outputs[0].finish_reason == "error" and outputs[1].finish_reason == "length"
+
+
+def test_who_wants_the_prompts_likelihoods_is_refused(world):
+    """vLLM would compute the placeholders itself, as if they were a text."""
+    unknown = list(world.prompts[1])
+    unknown[10] = unknown[10] ^ 1
+    with engine(world) as llm:
+        found = ask(llm, [world.prompts[0], unknown, world.plain], prompt_logprobs=1)
+        assert [each.finish_reason for each in found] == ["error", "error", "length"]
+        assert trimmed(answers(llm, world.prompts[:1])) == trimmed(world.expected[:1])
+
+
+def test_without_the_backend_the_connector_refuses(world):
+    os.environ.update(ENVIRONMENT)
+    import vllm
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES
+
+    from restorekv.vllm import worker_state
+
+    _ATTN_OVERRIDES.clear()
+    worker_state.forget_pools()
+    with pytest.raises(Exception, match="RESTOREKV_VLLM=1"):
+        vllm.LLM(
+            str(world.folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            kv_transfer_config=ragged_config(world.store),
+        )
