@@ -170,7 +170,8 @@ class CacheEngine(Engine):
     async def answer(self, question: ServedQuestion) -> None:
         """Prepare a question, have its answers written, and settle it with the reply."""
         try:
-            async with self.take_place(question):
+            async with self.take_place():
+                question.started = True
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
                     return
                 if self.ending:
@@ -183,7 +184,7 @@ class CacheEngine(Engine):
         except Exception as error:  # it is this question's alone
             settle_future(question.done, error=error)
 
-    def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager:
+    def take_place(self) -> AbstractAsyncContextManager:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""
         return nullcontext()
 
@@ -224,7 +225,6 @@ class CacheEngine(Engine):
     # Documents: from memory, from disk, from the shared folder, or compressed.
 
     def make_key(self, sha256: str, variant: Variant) -> str:
-        """Return the name of a cache: 32 hex digits of all that decides what is in it."""
         return make_cache_key(sha256, variant, self.made_with)
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
@@ -322,7 +322,6 @@ class CacheEngine(Engine):
                     del self.held[place]
 
     def get_phase(self, sha256: str, variant: Variant) -> str:
-        """Return how far a cache is: "waiting", a phase of `compress`, or "ready"."""
         key = self.make_key(sha256, variant)
         making, phase = self.making
         if making == key:
@@ -333,7 +332,6 @@ class CacheEngine(Engine):
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None
     ) -> dict:
-        """Return which tokens of a document survive; see survivors.py."""
 
         def describe() -> dict:
             return describe_survivors(self.load_document(document), layer, head)
@@ -341,7 +339,6 @@ class CacheEngine(Engine):
         return await asyncio.to_thread(describe)
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what was counted since the start, and what holds now."""
         return self.counts, {"documents_held": len(self.held), "bytes_held": self.bytes_held}
 
     @property

@@ -12,9 +12,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +35,6 @@ from restorekv.serve.documents import check_size
 from restorekv.serve.engine import (
     ENDING,
     AwayError,
-    Reply,
     ServedQuestion,
     settle_future,
 )
@@ -74,7 +72,6 @@ class EmbeddedEngine(CacheEngine):
         waiting: int | None,
     ) -> None:
         super().__init__(model, tokenizer, store, memory, waiting)
-        self.line: list[ServedQuestion] = []  # those without a place
         self.places = asyncio.Semaphore(generate.BATCH)
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
@@ -98,8 +95,9 @@ class EmbeddedEngine(CacheEngine):
     def stop_asking(self) -> None:
         """Refuse the questions that have no place yet."""
         super().stop_asking()
-        for question in self.line:
-            settle_future(question.done, error=AwayError(ENDING))
+        for question in list(self.tasks.values()):
+            if not question.started:
+                settle_future(question.done, error=AwayError(ENDING))
 
     def close(self) -> None:
         """End; what is still being answered gets an error."""
@@ -111,18 +109,15 @@ class EmbeddedEngine(CacheEngine):
             for hook in self.hooks:
                 hook.remove()
 
-    def ask(self, question: ServedQuestion) -> Future[Reply]:
-        """Begin to answer a question; return the future `Reply`."""
-        done = super().ask(question)
-        self.line.append(question)  # its task has not run yet
-        return done
+    def take_place(self) -> AbstractAsyncContextManager:
+        """Wait for one of BATCH places, in the order in which questions came."""
+        return self.places
 
     def count_waiting(self) -> int:
         """Return how many questions wait for a place."""
-        return len(self.line)
+        return sum(not question.started for question in self.tasks.values())
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what was counted since the start, and what holds now."""
         counted, now = super().collect_metrics()
         counted = {**counted, "steps": self.scheduler.steps}
         now = {
@@ -132,18 +127,6 @@ class EmbeddedEngine(CacheEngine):
             "longest_wait_steps": self.scheduler.longest_wait,
         }
         return counted, now
-
-    @asynccontextmanager
-    async def take_place(self, question: ServedQuestion) -> AsyncIterator[None]:
-        """Wait for one of BATCH places, in the order in which questions came."""
-        try:
-            await self.places.acquire()
-        finally:
-            self.line.remove(question)
-        try:
-            yield
-        finally:
-            self.places.release()
 
     # In a thread of `preparers`, for each question.
 

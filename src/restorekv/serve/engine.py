@@ -121,6 +121,7 @@ class ServedQuestion:
         decoding: how the answers are written.
         on_token: called with (sample, id, *Row.likely) for every token, from any thread.
         done: the `Reply`, or an error.
+        started: whether it no longer waits.
         cancelled: whether nobody waits for the answers any more.
     """
 
@@ -132,6 +133,7 @@ class ServedQuestion:
     decoding: Decoding
     on_token: Callable[..., object] = bool
     done: Future[Reply] = field(default_factory=Future)
+    started: bool = False
     cancelled: bool = False
 
 
@@ -175,7 +177,7 @@ class Engine(ABC):
 
     def __init__(self, waiting: int | None) -> None:
         self.waiting = waiting
-        self.tasks: set[asyncio.Task] = set()  # one for each question that is not answered yet
+        self.tasks: dict[asyncio.Task, ServedQuestion] = {}  # questions that are not answered yet
         self.ending = False
 
     def ask(self, question: ServedQuestion) -> Future[Reply]:
@@ -190,8 +192,8 @@ class Engine(ABC):
         if self.waiting is not None and self.count_waiting() >= self.waiting:
             raise BusyError
         task = asyncio.get_running_loop().create_task(self.answer(question))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = question
+        task.add_done_callback(self.tasks.pop)
         return question.done
 
     def count_waiting(self) -> int:

@@ -25,9 +25,8 @@ from restorekv.serve.engine import (
     ask_engine,
     settle_future,
 )
-from restorekv.serve.requests import ChatRequest, parse_messages
+from restorekv.serve.requests import ChatRequest, parse_chat
 from restorekv.serve.service import ApiError, Service
-from restorekv.serve.variants import Variant
 
 GRACE = 2.5  # seconds that answers may still take once the server ends
 T = TypeVar("T")
@@ -80,16 +79,14 @@ class Questions:
             TimeoutError: the documents took too long.
         """
         service = self.service
-        conversation = parse_messages(request.messages)
-        variant = Variant.parse(request.model, service.base)
-        decoding = request.make_decoding(secrets.randbelow(2**31))
+        chat = parse_chat(request, service.base, service.limits.tokens)
         service.check_open()
 
         async def is_over() -> bool:
             service.check_open()
             return await is_gone()
 
-        getting = asyncio.ensure_future(service.get_documents(conversation.documents, variant))
+        getting = asyncio.ensure_future(service.get_documents(chat.documents, chat.variant))
         try:
             documents = await wait_unless_gone(getting, is_over, service.limits.seconds)
         except BaseException:  # one that is being compressed is finished all the same
@@ -98,11 +95,11 @@ class Questions:
 
         question = ServedQuestion(
             documents=documents,
-            turns=conversation.turns,
-            text=conversation.question,
-            system=conversation.system,
-            limit=request.choose_limit(service.limits.tokens),
-            decoding=decoding,
+            turns=chat.turns,
+            text=chat.question,
+            system=chat.system,
+            limit=chat.limit,
+            decoding=chat.decoding,
         )
         reply, tokens = ask_engine(service.engine, question)
         self.answering[reply] = question
@@ -115,8 +112,9 @@ class Questions:
             documents=documents,
         )
         texts = []
-        for _ in range(decoding.samples):
-            texts.append(Growing(service.engine.tokenizer, service.engine.stops, decoding.stop))
+        for _ in range(chat.decoding.samples):
+            text = Growing(service.engine.tokenizer, service.engine.stops, chat.decoding.stop)
+            texts.append(text)
         return PendingAnswer(
             question=question,
             reply=reply,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -15,6 +16,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.generation.sampling import Decoding
 from restorekv.model.tokenize import check_unicode
 from restorekv.serve import fields
+from restorekv.serve.variants import Variant
 
 PART_TYPES = {"text", "input_text", "output_text", "file", "input_file"}
 LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting for 17 seconds
@@ -224,17 +226,17 @@ class ChatRequest(BaseModel):
             )
         return self
 
-    def make_decoding(self, seed: int) -> Decoding:
+    def make_decoding(self) -> Decoding:
         """Return how the answers are written: sampled at temperature 1 by default, as OpenAI's are.
 
-        `seed` is used unless the request has one.
+        The seed is random unless the request has one.
         """
         options: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p or 1.0,
             "samples": self.n or 1,
             "stop": self.stop or (),
-            "seed": seed if self.seed is None else self.seed,
+            "seed": secrets.randbelow(2**31) if self.seed is None else self.seed,
             "top_k": max(self.top_k or 0, 0),
             "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty or 1.0,
@@ -250,10 +252,6 @@ class ChatRequest(BaseModel):
             options["json_schema"] = schema
         return Decoding.make(**options)
 
-    def choose_limit(self, most: int) -> int:
-        """Return how many tokens an answer may have, at most `most`."""
-        return min(self.max_completion_tokens or self.max_tokens or most, most)
-
 
 def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:
     """Return `logit_bias` by token id, which JSON writes as a text."""
@@ -268,36 +266,47 @@ def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """What a list of messages asks.
+class ParsedChat:
+    """What a chat request asks.
 
     Args:
         documents: in their order.
         system: all system messages.
         turns: earlier questions with their answers.
         question: the last question.
+        variant: how the documents are held.
+        decoding: how the answers are written.
+        limit: how many tokens an answer may have.
     """
 
     documents: Sequence[DocumentPart]
     system: str
     turns: Sequence[tuple[str, str]]
     question: str
+    variant: Variant
+    decoding: Decoding
+    limit: int
 
 
-def parse_messages(messages: Sequence[Message]) -> Conversation:
-    """Return what messages ask: system first, then user and assistant in turn.
+def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
+    """Return what a request asks: system messages first, then user and assistant in turn.
 
     The documents are in the first message of the user.
+
+    Args:
+        request: what was sent.
+        base: the name of the server's model.
+        most_tokens: the server's limit on answers.
     """
     system = []
     turns = []
-    for message in messages:
+    for message in request.messages:
         if message.role in ("user", "assistant"):
             turns.append(message)
         else:
             system.append(message)
     system_text = "\n\n".join(_join_text(message) for message in system)
-    if any(message.role in ("user", "assistant") for message in messages[: len(system)]):
+    if any(message.role in ("user", "assistant") for message in request.messages[: len(system)]):
         raise RestoreKVError("System messages come first; put them before the others.")
     roles = [message.role for message in turns]
     if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
@@ -307,11 +316,14 @@ def parse_messages(messages: Sequence[Message]) -> Conversation:
     documents, first_question = _split_first_message(turns[0])
     questions = [first_question, *(_join_text(message) for message in turns[2::2])]
     answers = [_join_text(message) for message in turns[1::2]]
-    return Conversation(
+    return ParsedChat(
         documents=documents,
         system=system_text,
         turns=list(zip(questions[:-1], answers, strict=True)),
         question=questions[-1],
+        variant=Variant.parse(request.model, base),
+        decoding=request.make_decoding(),
+        limit=min(request.max_completion_tokens or request.max_tokens or most_tokens, most_tokens),
     )
 
 

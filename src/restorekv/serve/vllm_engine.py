@@ -135,7 +135,6 @@ class VllmEngine(CacheEngine):
         self.client.close()
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what was counted since the start, and what holds now."""
         counted, now = super().collect_metrics()
         return counted, {**now, "questions_waiting": self.count_waiting()}
 
@@ -169,7 +168,6 @@ class VllmEngine(CacheEngine):
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None
     ) -> dict:
-        """Return which tokens of a document survive; see survivors.py."""
         if document.context:
             raise RestoreKVError(
                 "vLLM holds the full cache itself, every token of it; choose a method."

@@ -76,7 +76,6 @@ class RayEngine(Engine):
         self.wait_for_tasks(DRAIN)
 
     def make_key(self, sha256: str, variant: Variant) -> str:
-        """Return the name of a cache: 32 hex digits of all that decides what is in it."""
         return make_cache_key(sha256, variant, self.made_with)
 
     # Documents.
@@ -135,7 +134,6 @@ class RayEngine(Engine):
         return found
 
     def get_phase(self, sha256: str, variant: Variant) -> str:
-        """Return how far a cache is: "waiting", a phase of `compress`, or "ready"."""
         key = self.make_key(sha256, variant)
         if key in self.phases:
             return self.phases[key]
@@ -144,7 +142,6 @@ class RayEngine(Engine):
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None
     ) -> dict:
-        """Return which tokens of a document survive; see survivors.py."""
         place = (document.sha256, document.variant)
 
         async def call_replica() -> dict:
