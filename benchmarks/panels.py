@@ -9,7 +9,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from restorekv.evaluation.charts import NARROW, PAPER, Chart, Mark, make_figure, plot_line, styled
+from restorekv.evaluation.charts import (
+    NARROW,
+    PAPER,
+    Chart,
+    Mark,
+    make_figure,
+    plot_line,
+    with_style,
+)
 
 BAR_HEIGHT = 0.3  # inches
 MANY_DECADES = 2000  # an axis that spans at most so many times its start has three numbers a decade
@@ -26,7 +34,7 @@ class Panel:
     height: float = 3.0
 
 
-@styled
+@with_style
 def make_chart(
     name: str, title: str, panels: Sequence[Panel], note: str = "", figures: Sequence[Mapping] = ()
 ) -> Chart:

@@ -20,7 +20,7 @@ from restorekv.evaluation.charts import (
     plot_level,
     plot_line,
     set_ratio_axis,
-    styled,
+    with_style,
 )
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.report import Block
@@ -314,7 +314,7 @@ def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
         yield items
 
 
-@styled
+@with_style
 def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
     """Returns a panel for every benchmark: lines over ratios with their intervals, the full cache
     dashed.
@@ -337,7 +337,7 @@ def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
         title=f"{experiment.title} ({setting.model})",
         figure=figure,
         alt=f"Scores in points against the ratio of pairs kept: {', '.join(titles)}",
-        note="Bands and bars: 95 % bootstrap intervals over contexts.",
+        note="Bars: 95 % bootstrap intervals over contexts.",
         figures=list(figures(experiment, scores, experiment.places)),
     )
 
@@ -354,20 +354,12 @@ def draw_curves(
     """Draw the scores of one benchmark against ratio."""
     places = [place for place in experiment.places if place.benchmark == benchmark]
     known = {name: [place for place in places if scores.has((name, place))] for name in marks}
-    lines = sum(bool(own) for own in known.values())
     for name, own in known.items():
         if own:
             found = [margin(scores, {(name, place): 1}) for place in own]
             interval = [low for _, low, _ in found], [high for _, _, high in found]
             ratios = [place.ratio for place in own]
-            plot_line(
-                axes,
-                marks[name],
-                ratios,
-                [middle for middle, _, _ in found],
-                interval,
-                bars=lines > 2,
-            )
+            plot_line(axes, marks[name], ratios, [middle for middle, _, _ in found], interval)
     if scores.full in experiment.rows and scores.has((scores.full, places[0])):
         plot_level(
             axes, Mark("full cache", INK, dashed=True), scores.points(scores.full, places[0])

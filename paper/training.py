@@ -58,7 +58,7 @@ class Setup:
 
     def made_with(self, config: TrainConfig) -> dict:
         """What an adapter depends on, besides the model's weights, which its own card tells."""
-        told = json.loads(replace(config, keep=0, checkpoint_every=1).text())
+        told = json.loads(replace(config, keep=0, checkpoint_every=1).to_json())
         return {"train": told, "model": self.model, "data": self.described_data()}
 
     def described_data(self) -> str:

@@ -214,7 +214,7 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
             Panel(
                 heads,
                 lambda axes, kept=kept: plots.plot_heads(axes, kept),
-                height=plots.heads_height(len(kept)),
+                height=plots.get_heads_height(len(kept)),
             )
         )
     data = [

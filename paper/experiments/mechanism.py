@@ -30,7 +30,7 @@ from restorekv.evaluation.charts import (
     make_figure,
     plot_line,
     set_ticks,
-    styled,
+    with_style,
 )
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.results import load_lines, make_label
@@ -116,7 +116,7 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     )
 
 
-@styled
+@with_style
 def profile(setting: Setting, found: dict, caches: dict) -> Chart:
     """Return the mass on the context by layer; what comes back is shaded."""
     layers = range(1, len(caches["full"]["context"]) + 1)

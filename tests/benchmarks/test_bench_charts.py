@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.image import imread
 from matplotlib.text import Text
 
@@ -346,9 +346,9 @@ def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
         Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given)
     )
     result = SHOWN[kind][0] if kind in SHOWN else alone()
-    with rc_context(STYLE):
+    with style.context(STYLE):
         figure = measured.chart_of(Path("2026-11-21-name.json"), result).composed
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         boxes = [
             (text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()
         ]

@@ -9,7 +9,7 @@ from restorekv import tasks
 from restorekv.evaluation.answers_kept import (
     EVERY,
     KeptAnswer,
-    _parts,
+    _split_answers,
     count_kept,
     list_kept_rows,
     make_kept_table,
@@ -109,7 +109,8 @@ def test_kinds_of_text_and_lengths_are_told_apart():
         KeptAnswer(3, "XQuAD", 1024, True),
     ]
     counts = {
-        part: (len(own), sum(each.kept for each in own)) for part, own in _parts(answers).items()
+        part: (len(own), sum(each.kept for each in own))
+        for part, own in _split_answers(answers).items()
     }
     assert counts == {
         EVERY: (3, 2),

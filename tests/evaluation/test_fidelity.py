@@ -15,7 +15,7 @@ from restorekv import CompressionConfig, compress, tasks
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.fidelity import FIGURES, summarize_fidelity
 from restorekv.evaluation.frame import GridResults
-from restorekv.evaluation.grid_tables import tables_of
+from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.rows import make_payload, make_rows
 from restorekv.evaluation.run import run_grid
 from restorekv.generation.generate import answer_ids
@@ -210,7 +210,7 @@ def test_every_token_weighs_alike():
 def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):
     done = run_grid(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
     assert any(
-        "KL" in table.columns for table in tables_of(GridResults(done))
+        "KL" in table.columns for table in make_tables(GridResults(done))
     ) and "kl" in json.dumps(make_payload(done))
     for result in done:
         answers, summary = result.folder / results.ANSWERS, result.folder / results.SUMMARY
@@ -218,7 +218,7 @@ def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path)
         summary.write_text(json.dumps(stripped(result.summary)))
     old = results.load_results(tmp_path)
     assert all(row[key] is None for row in make_rows(old) for key in FIGURES)
-    scores, held = tables_of(GridResults(old))
+    scores, held = make_tables(GridResults(old))
     assert "KL" not in scores.columns and "bytes" in held.columns
 
 

@@ -14,7 +14,13 @@ from matplotlib.image import imread
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
-from restorekv.evaluation.frame import base_of, drop_seed, load_grid, make_frame, shorten_path
+from restorekv.evaluation.frame import (
+    get_base,
+    get_condition,
+    get_method,
+    load_grid,
+    make_frame,
+)
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.report import write_report
 from restorekv.evaluation.results import ANSWERS, load_results
@@ -145,7 +151,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
     expected = score_answers(sides[True], sides[False])
     told = next(
         row
-        for row in rows(folder, "scores-tiny-tiny-kvpress")
+        for row in rows(folder, "scores-tiny-suite-4")
         if (row["benchmark"], row["method"], row["ratio"])
         == ("tiny:count=6", "KVzip + RestoreKV", "0.05")
     )
@@ -163,9 +169,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
 
 def test_chart_data_are_the_summaries(folder):
     """QASPER has one seed, so that its rows are what the cells' summaries say."""
-    told = {
-        (row["method"], row["ratio"]): row for row in rows(folder, "accuracy-tiny-qasper-kvzip")
-    }
+    told = {(row["method"], row["ratio"]): row for row in rows(folder, "accuracy-qasper-3")}
     assert len(told) == 9
     for result in load_results(folder):
         cell = result.cell
@@ -177,7 +181,7 @@ def test_chart_data_are_the_summaries(folder):
 
 
 def test_counts_of_gains(folder, page):
-    found = [row for row in load_grid(folder).rows() if row["kind"] == "all" and "gain" in row]
+    found = [row for row in load_grid(folder).list_rows() if row["kind"] == "all" and "gain" in row]
     assert len(found) == 2 * 2 * 2 * 2 + 2
     more = sum(pair["gain"] > 0 for pair in found)
     sure = sum(pair["gain_low"] > 0 for pair in found)
@@ -200,11 +204,8 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
     ]
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
     free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
-    for protocol, held, prefix in (("kvpress", counted, 3), ("kvzip", free, 28)):
-        table = {
-            (row["method"], row["ratio"]): row
-            for row in rows(folder, f"held-tiny-qasper-{protocol}")
-        }
+    for place, held, prefix in ((2, counted, 3), (3, free, 28)):
+        table = {(row["method"], row["ratio"]): row for row in rows(folder, f"held-qasper-{place}")}
         assert float(table["KVzip", "0.05"]["pairs_with_prefix"]) == pytest.approx(held)
         assert float(table["KVzip", "0.05"]["prefix"]) == prefix
 
@@ -214,7 +215,7 @@ def test_needles_by_length_and_depth(folder):
     found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
     told = [
         row
-        for row in rows(folder, "needle-tiny-needle-kvpress-0.05")
+        for row in rows(folder, "needle-needle-in-a-haystack-1-0.05")
         if row["method"] == "KVzip + RestoreKV"
     ]
     assert {
@@ -229,14 +230,14 @@ def test_what_was_kept_stands_beside_the_ratio(folder):
         for found in load_results(folder)
         if found.cell == Cell("tiny", "qasper", "snapkv", "0.2", protocol="kvzip")
     )
-    table = rows(folder, "held-tiny-qasper-kvzip")
+    table = rows(folder, "held-qasper-3")
     told = next(row for row in table if (row["method"], row["ratio"]) == ("SnapKV", "0.2"))
     for key in ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix"):
         assert float(told[key]) == pytest.approx(result.summary[key])
 
 
 def test_fidelity_is_that_of_the_summaries(folder, page):
-    found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-tiny-qasper-kvzip")}
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-qasper-3")}
     for result in load_results(folder):
         if (
             result.cell.benchmark == "qasper"
@@ -273,7 +274,7 @@ def test_unfinished_cells_are_said_to_run(tmp_path):
     assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
     assert "No pair of a base and its restored cell is finished yet." in page.text
     assert "Still running and not drawn: 2." in page.pictures[0]
-    assert {row["method"] for row in rows(tmp_path, "accuracy-tiny-qasper-kvpress")} == {"KVzip"}
+    assert {row["method"] for row in rows(tmp_path, "accuracy-qasper-1")} == {"KVzip"}
 
 
 def test_sections_need_data(tmp_path):
@@ -294,7 +295,7 @@ def test_many_methods_have_a_panel_each(tmp_path):
     ):
         report_world.write_cell(tmp_path, cell)
     write_report(tmp_path)
-    drawn = (tmp_path / "report" / "svg" / "accuracy-tiny-qasper-kvpress.svg").read_text()
+    drawn = (tmp_path / "report" / "svg" / "accuracy-qasper-1.svg").read_text()
     assert drawn.count("ratio r of pairs kept (log)") == 4
 
 
@@ -313,11 +314,14 @@ def test_a_control_is_no_other_method(tmp_path):
     report_world.write_cell(tmp_path, replace(base, prefix_policy="free"))
     found = [
         (row["condition"], row["method"])
-        for row in load_grid(tmp_path).rows()
+        for row in load_grid(tmp_path).list_rows()
         if row["kind"] == "all"
     ]
     labels = ["KVzip", "KVzip, offset 8", "KVzip + RestoreKV", "KVzip + RestoreKV, n = 1"]
-    assert found == [*(("QASPER", label) for label in labels), ("QASPER, prefix free", "KVzip")]
+    assert found == [
+        *(("QASPER", label) for label in labels),
+        ("QASPER, prefix policy free", "KVzip"),
+    ]
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "0" * 16}, {"benchmark": {"digest": "0" * 16}}])
@@ -342,8 +346,8 @@ def test_the_same_context_in_two_seeds_counts_once(tmp_path):
     second = report_world.write_cell(tmp_path, replace(base, benchmark="qasper:count=6,seed=1"))
     lines = [json.loads(line) for line in (first.folder / "answers.jsonl").read_text().splitlines()]
     (second.folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (by_method,) = load_grid(tmp_path).pools.values()
-    ((pool,),) = (by_ratio.values() for by_ratio in by_method.values())
+    [entry] = load_grid(tmp_path).entries
+    pool = entry.pool
     assert len(pool.results) == 2 and len(pool.lines) == len(lines) == 6
 
 
@@ -351,9 +355,8 @@ def test_needles_in_two_haystacks_count_twice(tmp_path):
     """Their questions are the same; the texts around them are drawn by the seed."""
     for spec in ("needle:lengths=500+2000", "needle:lengths=500+2000,seed=1"):
         report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))
-    [by_method] = load_grid(tmp_path).pools.values()
-    [by_ratio] = by_method.values()
-    assert len(by_ratio[0.1].lines) == 12
+    [entry] = load_grid(tmp_path).entries
+    assert len(entry.pool.lines) == 12
 
 
 def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
@@ -367,14 +370,11 @@ def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
     assert "Not the official data for qa_1" in picture
 
 
-def test_specs_without_their_seeds():
-    assert [
-        drop_seed(spec) for spec in ("ruler", "ruler:seed=3", "ruler:length=8192,seed=3,count=5")
-    ] == [
-        "ruler",
-        "ruler",
-        "ruler:length=8192,count=5",
-    ]
+def test_seeds_of_one_benchmark_are_one_condition(tmp_path):
+    for spec in ("tiny:count=6", "tiny:count=6,seed=1", "tiny:count=6,seed=2"):
+        report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))
+    [condition] = {get_condition(result) for result in load_results(tmp_path)}
+    assert condition.benchmark == "tiny:count=6"
 
 
 def test_command_line(folder, tmp_path, capsys):
@@ -403,16 +403,13 @@ def test_a_page_with_more_beside_it_stays(tmp_path):
     assert write_report(tmp_path, tmp_path / "page").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "others", "told"),
-    [
-        ("runs/mine/adapter", {"runs/mine/adapter", None}, "adapter"),
-        ("runs/mine/adapter", {"runs/mine/adapter", "runs/other/adapter"}, "runs/mine/adapter"),
-        ("a/x/adapter/", {"a/x/adapter/", "b/x/adapter", "me/adapter"}, "a/x/adapter/"),
-    ],
-)
-def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
-    assert shorten_path(name, others) == told
+def test_adapters_in_folders_of_one_name_are_told_apart(tmp_path):
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
+    for adapter in (None, "runs/mine/adapter", "runs/other/adapter"):
+        report_world.write_cell(tmp_path, replace(base, adapter=adapter))
+    labels = [entry.columns["method"] for entry in load_grid(tmp_path).entries]
+    restored = ["KVzip + RestoreKV, runs/mine/adapter", "KVzip + RestoreKV, runs/other/adapter"]
+    assert labels == ["KVzip", *restored]
 
 
 def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
@@ -424,16 +421,14 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
         for adapter in (None, "auto"):
             report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
     run = load_grid(tmp_path)
-    (by_method,) = run.pools.values()
     alone = ["KVzip", "KVzip, fp8", "KVzip, int8", "KVzip, streamed 512 tokens at a time"]
-    assert [run.label_method(method) for method in run.methods][:4] == alone
-    for method in run.methods[4:]:
-        assert base_of(method) in run.methods[:4]
-        assert (base_of(method).storage, base_of(method).streaming) == (
-            method.storage,
-            method.streaming,
-        )
-    assert len(by_method) == 8
+    assert [entry.columns["method"] for entry in run.entries][:4] == alone
+    assert len(run.entries) == 8
+    methods = [get_method(entry.pool.results[0].cell) for entry in run.entries]
+    for method in methods[4:]:
+        base = get_base(method)
+        assert base in methods[:4]
+        assert (base.storage, base.streaming) == (method.storage, method.streaming)
 
 
 def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):
@@ -451,16 +446,7 @@ def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_p
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "because the full cache is below 10: qa." in page.text
-    (by_method,) = load_grid(tmp_path).pools.values()
-    (base,) = (
-        pool
-        for method, by in by_method.items()
-        if method and not method.restored
-        for pool in by.values()
-    )
+    full, base, _ = (entry.pool for entry in load_grid(tmp_path).entries)
     kept = [answer for answer in base.answers if answer.family != "qa"]
-    assert (
-        base.score_tasks() == score_answers(kept)
-        and by_method[None][1.0].score_tasks()["score"] == 100
-    )
+    assert base.score_tasks() == score_answers(kept) and full.score_tasks()["score"] == 100
     assert base.score_tasks(["qa"])["questions"] == 6, "shown by itself"

@@ -25,7 +25,7 @@ from restorekv.evaluation.charts import (
 )
 from restorekv.evaluation.frame import GridResults, make_frame
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.grid_tables import tables_of
+from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.report import Details, Section, mark_up_cell, render_page, write_page
 from restorekv.evaluation.survivors import save_plot
 from restorekv.evaluation.tables import (
@@ -140,7 +140,8 @@ def test_legend_draws_every_marker(marker):
     [entry] = legend.legend_handles
     assert (entry.get_marker(), entry.get_color()) == (marker, VERMILION)
     assert (entry.get_markerfacecolor(), entry.get_label()) == ("#fefefe", "m")
-    assert not chart("c", Mark("", VERMILION)).composed.legends
+    [legend] = chart("c", Mark("", VERMILION)).composed.legends
+    assert not legend.legend_handles and legend.get_title().get_text() == "C"
 
 
 def block_package(monkeypatch, package):
@@ -171,7 +172,7 @@ def test_only_frames_and_pictures_need_the_extra(tmp_path, monkeypatch):
     cell = report_world.write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.1"))
     for package in ("matplotlib", "jinja2", "pandas"):
         block_package(monkeypatch, package)
-    scores, held = tables_of(GridResults([cell]))
+    scores, held = make_tables(GridResults([cell]))
     assert "| KVzip | 0.1 |" in scores.to_markdown() and len(held.rows) == 1
     with pytest.raises(RestoreKVError, match="package pandas"):
         make_frame([cell])

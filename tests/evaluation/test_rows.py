@@ -12,7 +12,7 @@ import pytest
 from restorekv import tasks
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Cell, Grid
-from restorekv.evaluation.grid_tables import tables_of
+from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.results import SUMMARY, open_result
 from restorekv.evaluation.rows import make_payload, make_rows, summarize_cell
 from restorekv.evaluation.run import run_grid
@@ -84,7 +84,7 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
             assert all("gain" in group for group in row["groups"].values())
         else:
             assert "gain" not in row
-    scores, held = tables_of(GridResults(results))
+    scores, held = make_tables(GridResults(results))
     assert len(scores.rows) == 7 and len(held.rows) == 7
     told = json.loads(json.dumps(make_payload(results)))
     assert {
@@ -125,10 +125,10 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
         True,
         True,
     ]
-    table = tables_of(GridResults(results))[0]
+    table = make_tables(GridResults(results))[0]
     assert len(table.rows) == 4 and len({row[0] for row in table.rows}) == 4
     few, _ = measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)
-    assert "n = 1" in tables_of(GridResults(few))[0].rows[-1][0]
+    assert "n = 1" in make_tables(GridResults(few))[0].rows[-1][0]
 
 
 def test_a_cell_that_runs_is_no_figure(world, tmp_path):
@@ -136,7 +136,7 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     (results[1].folder / "summary.json").unlink()
     left = [type(result)(result.folder, result.cell, result.identity) for result in results]
     assert len(make_rows(left)) == 4 and sum("gain" in row for row in make_rows(left)) == 1
-    table = tables_of(GridResults(left))[0]
+    table = make_tables(GridResults(left))[0]
     assert any(text.startswith("running") for row in table.rows for text in row)
 
 
@@ -203,7 +203,7 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     )
     alone = make_rows([found["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
-    scores, _ = tables_of(GridResults(list(found.values())))
+    scores, _ = make_tables(GridResults(list(found.values())))
     halves = [row["metric half"] for row in scores.figures]
     assert "below 10: b." in scores.note and halves == pytest.approx([30, 10, 22.5])
     assert scores.columns[-1] == "half" and [row[-1] for row in scores.rows] == [
@@ -217,4 +217,4 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     ]
     below = make_rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
-    assert "nothing to lose" in tables_of(GridResults(hopeless))[0].note
+    assert "nothing to lose" in make_tables(GridResults(hopeless))[0].note

@@ -44,7 +44,7 @@ def adapter(folder, evictor="kvzip", restore_tokens=4, **settings):
     model = build_model("llama")
     made = RestoreAdapter.create(model, restore_tokens, rank=2)
     config = json.loads(
-        replace(TrainConfig(), evictor=evictor, restore_tokens=restore_tokens, **settings).text()
+        replace(TrainConfig(), evictor=evictor, restore_tokens=restore_tokens, **settings).to_json()
     )
     made.describe(evictor=evictor, prefix_policy="free", settings={**config, "processes": 1})
     made.save_pretrained(folder)

@@ -25,7 +25,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import SHIPPED, Grid
-from restorekv.evaluation.grid_tables import tables_of
+from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.rows import make_payload
 from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.tables import Table, name_method
@@ -102,7 +102,7 @@ def measure(model: str, show: Show, count: int) -> dict:
         results = run_grid(
             cells, Path(folder), on_progress=lambda progress: update(title, progress.share)
         )
-        tables = tables_of(GridResults(results))
+        tables = make_tables(GridResults(results))
         figures = make_payload(results)
         del figures["answers"]
     for table in tables:

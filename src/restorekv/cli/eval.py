@@ -21,7 +21,7 @@ from restorekv.cli.session import (
 from restorekv.errors import import_extra
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Grid, parse_method
-from restorekv.evaluation.grid_tables import tables_of
+from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.kvpress_layout import export_kvpress
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.ray_pool import RayPool
@@ -106,7 +106,7 @@ def run(
     export_kvpress(out)
     if json:
         write_json(json, make_payload(results))
-    for table in tables_of(GridResults(results)):
+    for table in make_tables(GridResults(results)):
         output.print(table)
     notes.print(
         f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}",

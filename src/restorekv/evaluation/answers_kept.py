@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from restorekv.evaluation.frame import GridResults
-from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.frame import FULL_CACHE, GridResults
 from restorekv.evaluation.rows import SeedPool
 from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
@@ -95,16 +94,18 @@ def list_kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
 
     Conditions without a finished full cache have no answers to keep and are left out.
     """
-    for method in grid.methods:
-        by_ratio: dict[float, list[KeptAnswer]] = {}
-        for title, pools, full in _full_caches(grid):
-            for ratio, pool in pools.get(method, {}).items():
-                if pool.done:
-                    by_ratio.setdefault(ratio, []).extend(list_kept_answers(pool, full, title))
-        for ratio, answers in sorted(by_ratio.items(), reverse=True):
-            names = {"method": grid.label_method(method), "ratio": ratio}
-            for part, own in _parts(answers).items():
-                yield names | {"part": part} | count_kept(own)
+    answers: dict[tuple[str, float], list[KeptAnswer]] = {}
+    for entry in grid.entries:
+        columns = entry.columns
+        compared = columns["method"] != FULL_CACHE and entry.full and entry.full.done
+        if compared and entry.pool.done:
+            key = columns["method"], columns["ratio"]
+            found = list_kept_answers(entry.pool, entry.full, columns["condition"])
+            answers.setdefault(key, []).extend(found)
+    methods = list(dict.fromkeys(method for method, _ in answers))
+    for method, ratio in sorted(answers, key=lambda key: (methods.index(key[0]), -key[1])):
+        for part, own in _split_answers(answers[method, ratio]).items():
+            yield {"method": method, "ratio": ratio, "part": part} | count_kept(own)
 
 
 def make_kept_table(grid: GridResults) -> Table | None:
@@ -119,7 +120,7 @@ def make_kept_table(grid: GridResults) -> Table | None:
         "method": lambda row: row["method"],
         "r": lambda row: f"{row['ratio']:g}",
         "right": lambda row: f"{row['right']:,}",
-        "kept": _kept_text,
+        "kept": _format_kept,
         "contexts": lambda row: f"{row['contexts']:,}",
     }
     order = {part: place for place, part in enumerate(dict.fromkeys(row["part"] for row in rows))}
@@ -129,17 +130,7 @@ def make_kept_table(grid: GridResults) -> Table | None:
     )
 
 
-def _full_caches(
-    grid: GridResults,
-) -> Iterator[tuple[str, Mapping[Cell | None, Mapping[float, SeedPool]], SeedPool]]:
-    """Yield the title, the pools and the finished full cache of every condition that has one."""
-    for condition, pools in grid.pools.items():
-        full = pools.get(None, {}).get(1.0)
-        if full is not None and full.done:
-            yield grid.label_condition(condition), pools, full
-
-
-def _parts(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]:
+def _split_answers(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]:
     """Return the answers over all texts, by kind of text if there are several, and by length."""
     parts = {EVERY: list(answers)}
     titles = list(dict.fromkeys(each.text for each in answers))
@@ -154,7 +145,7 @@ def _parts(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]:
     return parts
 
 
-def _kept_text(row: Mapping) -> str:
+def _format_kept(row: Mapping) -> str:
     """Return the number kept, the share, and the interval where there are contexts enough."""
     text = f"{row['kept']:,} ({format_percent(row['share'], 0)})"
     if row["contexts"] < FEW:

@@ -1,17 +1,18 @@
-"""A grid as one table: a row for every condition, method, ratio and part, seeds pooled.
+"""A grid as one table: a row for every condition, method, ratio and part of the benchmark.
 
-A condition is a Cell that says only what is asked: where scores can be compared. A method is a Cell
-that says only how caches are made. The rows are plain dicts, which terminals print; `make_frame`
-returns them as a DataFrame, which writes CSV.
+A condition is what was asked: only within one can scores be compared. A method is how caches were
+made. Both are Cells in which the other's fields are empty. Seeds are pooled. The rows are plain
+dicts, which terminals print; `make_frame` returns them as a DataFrame, which writes CSV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from restorekv import tasks
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell
@@ -22,9 +23,9 @@ from restorekv.evaluation.tables import METHOD_NAMES, make_slug, name_evictor
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-AUTO = "auto"  # the adapter that ships
 FULL_CACHE = "full cache"
-# kinds of parts
+FULL_METHOD = Cell(model="", benchmark="", evictor=FULL, ratio="")
+# The kinds of parts that a row may be about.
 ALL = "all"
 GROUP = "group"
 TASK = "task"
@@ -33,216 +34,173 @@ SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tok
 Row = Mapping[str, object]
 
 
-class GridResults:
-    """The cells of a run by condition, method and ratio: `pools[condition][method][ratio]`.
+@dataclass(frozen=True)
+class GridEntry:
+    """One method at one ratio in one condition.
 
-    The full cache is the method None at ratio 1. Its `left_out` tasks, which have nothing to lose,
-    are left out of the means of every method of its condition.
+    Attributes:
+        columns: what tells the entry from others, as its rows say it.
+        pool: its cells, one for each seed.
+        base: the same without restoring, if that is done and was asked the same seeds.
+        full: the full cache of the condition, if there is one.
+    """
+
+    columns: Row
+    pool: SeedPool
+    base: SeedPool | None
+    full: SeedPool | None
+
+    def list_rows(self) -> Iterator[Row]:
+        """Yield a row for the whole benchmark and, if it is done, for each group and each task."""
+        pool = self.pool
+        answered, contexts = pool.progress
+        stand_ins = pool.identity["benchmark"].get("stand_ins", ())
+        common = {
+            **self.columns,
+            "done": pool.done,
+            "seeds": len(pool.results),
+            "answered": answered,
+            "of": contexts,
+        }
+        whole = {
+            **common,
+            "kind": ALL,
+            "part": "",
+            "left_out": ", ".join(pool.left_out),
+            "stand_ins": ", ".join(sorted(stand_ins)),
+        }
+        if pool.lines:
+            whole |= {key: pool.average(key) for key in SIZES}
+            whole["kept"] = pool.compute_kept_share()
+            whole["kept_with_prefix"] = pool.compute_kept_share(prefix=True)
+            if self.full and self.full.lines:
+                whole["of_full"] = pool.average("bytes") / self.full.average("bytes")
+        if not pool.done:
+            yield whole
+            return
+        full = self.full if self.full and self.full.done else None
+        if self.base:
+            same = pool.get_values("pairs") == self.base.get_values("pairs")
+            whole["as_many_pairs"] = bool(same.all())
+        whole |= pool.score_tasks(base=self.base, full=full) | pool.summarize_fidelity()
+        yield whole | {f"metric {name}": value for name, value in pool.average_metrics().items()}
+        single = {task: (task,) for task in pool.tasks}
+        for kind, parts in ((GROUP, pool.task_groups), (TASK, single)):
+            for part, members in parts.items():
+                score = pool.score_tasks(members, self.base, full)
+                yield {**common, "kind": kind, "part": part, **score}
+
+
+class GridResults:
+    """The cells of a run as `entries`: conditions in turn, the full cache first, mild ratios first.
+
+    Tasks on which the full cache has nothing to lose are left out of the means of every method of
+    its condition.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results = results
-        compressed = [result for result in results if result.cell.evictor != FULL]
-        conditions = sorted({condition_of(result) for result in compressed}, key=repr)
-        for result in results:
-            if not any(belongs(result, condition) for condition in conditions):
-                conditions.append(condition_of(result))  # a full cache alone
-        self.pools = {condition: self._pool(condition) for condition in conditions}
-        self.methods = sorted({method_of(result.cell) for result in compressed}, key=_rank_method)
-
-    def _pool(self, condition: Cell) -> dict[Cell | None, dict[float, SeedPool]]:
-        """Return the condition's pools, mild ratios first; of alike cells the first counts."""
-        found: dict[tuple[Cell | None, float], dict[str, Result]] = {}
-        for result in self.results:
-            if belongs(result, condition):
-                method = None if result.cell.evictor == FULL else method_of(result.cell)
-                seeds = found.setdefault((method, result.cell.value), {})
-                seeds.setdefault(result.identity["benchmark"]["spec"], result)
-        full = SeedPool(tuple(found[None, 1.0].values())) if (None, 1.0) in found else None
-        left_out = full.find_tasks_without_loss() if full and full.done else ()
-        pools: dict[Cell | None, dict[float, SeedPool]] = {}
-        for method, ratio in sorted(found, key=lambda key: -key[1]):
-            seeds = found[method, ratio]
-            pool = SeedPool(tuple(seeds[spec] for spec in sorted(seeds)), left_out)
-            pools.setdefault(method, {})[ratio] = pool
-        return pools
-
-    def rows(self) -> list[dict[str, object]]:
-        """Return a row for every pool and part, the full cache first, then `methods` in order."""
-        rows = []
-        for condition, pools in self.pools.items():
-            full = pools.get(None, {}).get(1.0)
-            for method in (None, *self.methods):
-                for ratio, pool in pools.get(method, {}).items():
-                    base = find_base(pools, method, ratio)
-                    names = {
-                        "condition": self.label_condition(condition),
-                        "name": self.name_condition(condition),
-                        **{field: getattr(condition, field) for field in ASKED},
-                        "method": self.label_method(method) if method else FULL_CACHE,
-                        "evictor": method.evictor if method else FULL,
-                        "restored": bool(method and method.restored),
-                        "ratio": ratio,
-                    }
-                    rows += [names | row for row in pool_rows(pool, base, full)]
-        return rows
-
-    def label_method(self, method: Cell) -> str:
-        """Return KVzip or KVzip + RestoreKV, with the controls that are not at their defaults."""
-        kin = [other for other in self.methods if other.evictor == method.evictor]
-        plain = replace(method, on_small_budget="")
-        adapters = {other.adapter for other in kin if other.restored}
-        adapter = method.adapter
-        if adapter is not None:
-            named = adapter != AUTO and len(adapters) > 1
-            adapter = f"adapter {shorten_path(adapter, adapters)}" if named else AUTO
-        parts = [name_evictor(method.evictor) + " + RestoreKV" * method.restored]
-        parts += filter(None, [describe_controls(replace(method, adapter=adapter))])
-        rules = {each.on_small_budget for each in kin if replace(each, on_small_budget="") == plain}
-        if len(rules) > 1:
-            parts.append(f"{method.on_small_budget} where tight")
-        return ", ".join(parts)
-
-    def label_condition(self, condition: Cell) -> str:
-        """Return the benchmark's title, and what else tells the condition from the others."""
-        titles = {other: self.facts_of(other)["benchmark"]["title"] for other in self.pools}
-        title = titles[condition]
-        settings = condition.benchmark.partition(":")[2]
-        if settings and len({other.benchmark for other in titles if titles[other] == title}) > 1:
-            title += f" ({settings.replace(',', ', ')})"
-        values = {field: {getattr(other, field) for other in self.pools} for field in ASKED}
-        cut = f"cut at {condition.max_context:,}" if condition.max_context else "whole"
-        words = {
-            "model": shorten_path(condition.model, values["model"]),
-            "protocol": f"{condition.protocol} protocol",
-            "dtype": condition.dtype,
-            "max_context": f"contexts {cut}",
+        self.entries: list[GridEntry] = []
+        pools = _pool_seeds(results)
+        titles = {
+            condition: pool.identity["benchmark"]["title"]
+            for (condition, _, _), pool in pools.items()
         }
-        labels = [title, *(text for field, text in words.items() if len(values[field]) > 1)]
-        if condition.prefix_policy != protocols.make_protocol(condition.protocol).prefix_policy:
-            labels.append(f"prefix {condition.prefix_policy}")
-        return ", ".join(labels)
+        methods = _label_methods(list(dict.fromkeys(method for _, method, _ in pools)))
+        conditions = _label_conditions(titles)
+        order = list(titles)
+        for (condition, method, ratio), pool in pools.items():
+            columns = {
+                "condition": conditions[condition],
+                "name": f"{make_slug(titles[condition])}-{order.index(condition) + 1}",
+                **{field: getattr(condition, field) for field in ASKED},
+                "method": methods[method],
+                "evictor": method.evictor,
+                "restored": method.restored,
+                "ratio": ratio,
+            }
+            base = pools.get((condition, get_base(method), ratio)) if method.restored else None
+            if base and not (base.done and base.specs == pool.specs):
+                base = None
+            full = pools.get((condition, FULL_METHOD, 1.0))
+            self.entries.append(GridEntry(columns, pool, base, full))
 
-    def name_condition(self, condition: Cell) -> str:
-        """Return a name for files and ids, unique in the run."""
-        names: dict[str, int] = {}
-        for other in self.pools:
-            model = other.model.rstrip("/").rsplit("/", 1)[-1]
-            name = make_slug(model, other.benchmark.partition(":")[0], other.protocol)[:100]
-            names[name] = names.get(name, 0) + 1
-            if other == condition:
-                break
-        return name if names[name] == 1 else f"{name}-{names[name]}"
-
-    def facts_of(self, condition: Cell) -> dict:
-        """Return what one of the condition's cells was made with."""
-        by_ratio = next(iter(self.pools[condition].values()))
-        return next(iter(by_ratio.values())).identity
+    def list_rows(self) -> list[Row]:
+        """Return the rows of all entries."""
+        return [row for entry in self.entries for row in entry.list_rows()]
 
 
 def make_frame(results: Sequence[Result]) -> DataFrame:
     """Return the rows of a grid as a DataFrame."""
-    return import_extra("pandas", "eval").DataFrame(GridResults(results).rows())
+    return import_extra("pandas", "eval").DataFrame(GridResults(results).list_rows())
 
 
 def load_grid(folder: Path) -> GridResults:
     """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
     results = load_results(folder) if (folder / CELLS).is_dir() else []
-    _check_alike(results, "fingerprint", "models", _model_key)
-    _check_alike(results, "digest", "benchmark data", lambda result: result.cell.question_set)
+    first: dict[tuple[str, ...], tuple[str, Result]] = {}
+    for result in results:
+        cell = result.cell
+        fingerprint = result.identity["fingerprint"]
+        digest = result.identity["benchmark"]["digest"]
+        for what, key, value in (
+            ("models", (cell.model, cell.protocol), fingerprint),
+            ("benchmark data", cell.question_set, digest),
+        ):
+            known, other = first.setdefault((what, *key), (value, result))
+            if value != known:
+                raise RestoreKVError(
+                    f"{other.folder.name} and {result.folder.name} share a name but were made with "
+                    f"different {what} ({known} and {value}); report them from separate folders."
+                )
     return GridResults(results)
 
 
-def _model_key(result: Result) -> Hashable:
-    return result.cell.model, result.cell.protocol
-
-
-def _check_alike(
-    results: Sequence[Result],
-    fact: str,
-    what: str,
-    name: Callable[[Result], Hashable],
-) -> None:
-    """Raise RestoreKVError where cells of one name have different values of a fact."""
-    first: dict[Hashable, Result] = {}
+def _pool_seeds(results: Sequence[Result]) -> dict[tuple[Cell, Cell, float], SeedPool]:
+    """Return results by condition, method and ratio; of alike cells the first counts."""
+    compressed = {get_condition(each) for each in results if each.cell.evictor != FULL}
+    seeds: dict[tuple[Cell, Cell, float], dict[str, Result]] = {}
     for result in results:
-        other = first.setdefault(name(result), result)
-        values = [{**each.identity, **each.identity["benchmark"]}[fact] for each in (other, result)]
-        if values[0] != values[1]:
-            raise RestoreKVError(
-                f"{other.folder.name} and {result.folder.name} share a name but were made with "
-                f"different {what} ({fact} {values[0]} and {values[1]}); report them from "
-                "separate folders."
-            )
+        own = get_condition(result)
+        conditions = [own]
+        if result.cell.evictor == FULL:
+            # It holds every pair, so one full cache serves the conditions of all prefix policies.
+            policies = {replace(own, prefix_policy=policy) for policy in ("counted", "free")}
+            conditions = list(compressed & policies) or [own]
+        for condition in conditions:
+            key = condition, get_method(result.cell), result.cell.value
+            seeds.setdefault(key, {}).setdefault(result.identity["benchmark"]["spec"], result)
+
+    pools = {}
+    for condition, method, ratio in sorted(seeds, key=_rank):
+        pool = SeedPool(
+            tuple(result for _, result in sorted(seeds[condition, method, ratio].items()))
+        )
+        if method == FULL_METHOD:
+            pool = replace(pool, left_out=pool.find_tasks_without_loss() if pool.done else ())
+        elif full := pools.get((condition, FULL_METHOD, 1.0)):
+            pool = replace(pool, left_out=full.left_out)
+        pools[condition, method, ratio] = pool
+    return pools
 
 
-def pool_rows(
-    pool: SeedPool,
-    base: SeedPool | None,
-    full: SeedPool | None,
-) -> Iterator[dict[str, object]]:
-    """Yield a row for the whole benchmark and, if the pool is done, for each group and task."""
-    answered, contexts = pool.progress
-    facts = {"done": pool.done, "seeds": len(pool.results), "answered": answered, "of": contexts}
-    stand_ins = ", ".join(sorted(pool.identity["benchmark"].get("stand_ins", ())))
-    sizes: dict[str, object] = {}
-    if pool.lines:
-        sizes = {key: pool.average(key) for key in SIZES}
-        sizes |= {
-            "kept": pool.compute_kept_share(),
-            "kept_with_prefix": pool.compute_kept_share(prefix=True),
-        }
-        if full and full.lines:
-            sizes["of_full"] = pool.average("bytes") / full.average("bytes")
-    left_out = ", ".join(pool.left_out)
-    texts = {"kind": ALL, "part": "", "left_out": left_out, "stand_ins": stand_ins}
-    whole = {**facts, **texts, **sizes}
-    if not pool.done:
-        yield whole
-        return
-    full = full if full and full.done else None
-    if base:
-        whole["as_many_pairs"] = bool((pool.get_values("pairs") == base.get_values("pairs")).all())
-    metrics = {f"metric {name}": value for name, value in pool.average_metrics().items()}
-    yield whole | pool.score_tasks(base=base, full=full) | pool.summarize_fidelity() | metrics
-    for kind, parts in ((GROUP, pool.task_groups), (TASK, {task: (task,) for task in pool.tasks})):
-        for part, members in parts.items():
-            yield {**facts, "kind": kind, "part": part, **pool.score_tasks(members, base, full)}
+def _rank(key: tuple[Cell, Cell, float]) -> tuple:
+    """Order a condition's methods: the full cache, then each evictor's base, restored, variants."""
+    condition, method, ratio = key
+    evictors = (FULL, *METHOD_NAMES)
+    name = method.evictor.partition(":")[0]
+    place = evictors.index(name) if name in evictors else len(evictors)
+    variant = (describe_controls(method), repr(method))
+    return (repr(condition), place, method.evictor, method.restored, *variant, -ratio)
 
 
-def find_base(
-    pools: Mapping[Cell | None, Mapping[float, SeedPool]], method: Cell | None, ratio: float
-) -> SeedPool | None:
-    """Return the base of a restored pool, if it is done and was asked the same seeds."""
-    if method is None or not method.restored:
-        return None
-    base = pools.get(base_of(method), {}).get(ratio)
-    if base is None or not base.done:
-        return None
-    own = [result.identity["benchmark"]["spec"] for result in pools[method][ratio].results]
-    theirs = [result.identity["benchmark"]["spec"] for result in base.results]
-    return base if own == theirs else None
-
-
-def method_of(cell: Cell) -> Cell:
-    """Return what a cell says of how caches are made; a base has nothing of the restore pass."""
-    plain = Cell(model="", benchmark="", evictor="", ratio="")
-    asked = ("model", "benchmark", "ratio", "protocol", "prefix_policy", "max_context", "dtype")
-    method = replace(cell, **{key: getattr(plain, key) for key in asked})
-    return method if method.restored else replace(base_of(method), offset=cell.offset)
-
-
-def base_of(method: Cell) -> Cell:
-    """Return the same eviction with nothing restored."""
-    return replace(method.base, on_small_budget="", offset=0)
-
-
-def condition_of(result: Result) -> Cell:
+def get_condition(result: Result) -> Cell:
     """Return what was asked, and how the chat prefix counts: where scores can be compared."""
     cell = result.cell
+    benchmark = tasks.make_benchmark(result.identity["benchmark"]["spec"])
     return Cell(
         model=cell.model,
-        benchmark=drop_seed(result.identity["benchmark"]["spec"]),
+        benchmark=replace(benchmark, seed=0).spec,
         evictor="",
         ratio="",
         protocol=cell.protocol,
@@ -252,31 +210,50 @@ def condition_of(result: Result) -> Cell:
     )
 
 
-def belongs(result: Result, condition: Cell) -> bool:
-    """Tell whether a cell is of the condition; a full cache is of every prefix policy."""
-    own = condition_of(result)
-    if result.cell.evictor == FULL:
-        own = replace(own, prefix_policy=condition.prefix_policy)
-    return own == condition
+def get_method(cell: Cell) -> Cell:
+    """Return what a cell says of how caches are made; a base has nothing of the restore pass."""
+    if cell.evictor == FULL:
+        return FULL_METHOD
+    asked = {field: getattr(FULL_METHOD, field) for field in (*ASKED, "ratio")}
+    method = replace(cell, **asked)
+    return method if method.restored else replace(get_base(method), offset=cell.offset)
 
 
-def _rank_method(method: Cell) -> tuple:
-    """Order methods: for each evictor the base alone, then restored, each plain before variants."""
-    evictors = list(METHOD_NAMES)
-    name = method.evictor.partition(":")[0]
-    place = evictors.index(name) if name in evictors else len(evictors)
-    return (place, method.evictor, method.restored, describe_controls(method), repr(method))
+def get_base(method: Cell) -> Cell:
+    """Return the same eviction with nothing restored."""
+    return replace(method.base, on_small_budget="", offset=0)
 
 
-def drop_seed(spec: str) -> str:
-    """Return a benchmark's spec without its seed."""
-    name, _, rest = spec.partition(":")
-    settings = ",".join(item for item in rest.split(",") if item and not item.startswith("seed="))
-    return f"{name}:{settings}" if settings else name
+def _label_methods(methods: Sequence[Cell]) -> dict[Cell, str]:
+    """Return labels such as "KVzip + RestoreKV, n = 1": the controls that are not at defaults."""
+    labels = {FULL_METHOD: FULL_CACHE}
+    for method in methods:
+        if method == FULL_METHOD:
+            continue
+        kin = [each for each in methods if get_base(each) == get_base(method) and each.restored]
+        several = len({each.adapter for each in kin}) > 1
+        parts = [
+            name_evictor(method.evictor) + " + RestoreKV" * method.restored,
+            describe_controls(method if several else replace(method, adapter="auto")),
+        ]
+        if method.restored and len({each.on_small_budget for each in kin}) > 1:
+            parts.append(f"{method.on_small_budget} where tight")
+        labels[method] = ", ".join(filter(None, parts))
+    return labels
 
 
-def shorten_path(path: str, others: Collection[str | None]) -> str:
-    """Return the last part of a path or hub id, or all of it where another ends alike."""
-    last = path.rstrip("/").rsplit("/", 1)[-1]
-    alike = [other for other in others if other and other.rstrip("/").rsplit("/", 1)[-1] == last]
-    return path if len(alike) > 1 else last
+def _label_conditions(titles: Mapping[Cell, str]) -> dict[Cell, str]:
+    """Return the title of the benchmark, and what else tells a condition from the others."""
+    labels = {}
+    for condition, title in titles.items():
+        settings = condition.benchmark.partition(":")[2].replace(",", ", ")
+        same_title = {other.benchmark for other in titles if titles[other] == title}
+        parts = [f"{title} ({settings})" if settings and len(same_title) > 1 else title]
+        for field in ("model", "dtype", "protocol", "max_context"):
+            value = getattr(condition, field)
+            if value and len({getattr(other, field) for other in titles}) > 1:
+                parts.append(f"{field.replace('_', ' ')} {value}")
+        if condition.prefix_policy != protocols.make_protocol(condition.protocol).prefix_policy:
+            parts.append(f"prefix policy {condition.prefix_policy}")
+        labels[condition] = ", ".join(parts)
+    return labels

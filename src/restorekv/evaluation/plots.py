@@ -23,7 +23,7 @@ from restorekv.evaluation.charts import (
     plot_map,
     set_ratio_axis,
     set_ticks,
-    styled,
+    with_style,
 )
 from restorekv.evaluation.frame import ALL, FULL_CACHE, GridResults, Row
 from restorekv.evaluation.grid import group_by
@@ -32,12 +32,10 @@ from restorekv.evaluation.survivors import Survivors
 from restorekv.evaluation.tables import format_ratio, make_slug, name_evictor
 
 POSITIONS = 256  # that a line along the context shows at most
-CROWDED = 3  # more evictors than this have a panel each
 SCORES = (
-    "How many points are left when the cache shrinks. Dashed lines with hollow markers are a base "
-    "method alone, solid lines with filled markers are the same method with its restore cache at "
-    "the same budget; one hue and one marker are one method. The dashed black line is the full "
-    "cache."
+    "How many points are left when the cache shrinks. Every evictor has a panel and a hue: a dashed "
+    "line with hollow markers is the evictor alone, a solid line with filled markers the same with "
+    "its restore cache at the same budget. The dashed black line is the full cache."
 )
 NEEDLES = (
     "One sentence is hidden at a depth of a text and asked for: 100 is found every time, 0 never. "
@@ -45,95 +43,84 @@ NEEDLES = (
 )
 
 
-@styled
+@with_style
 def plot_scores(rows: Sequence[Row]) -> Chart | None:
     """Return the scores of one condition against ratio, None where no method is finished yet."""
     whole = [row for row in rows if row["kind"] == ALL]
     done = [row for row in whole if row["done"]]
-    full = next((row for row in done if row["method"] == FULL_CACHE), None)
-    by_evictor = group_by([row for row in done if row is not full], lambda row: row["evictor"])
-    if not by_evictor:
+    compressed = [row for row in done if row["method"] != FULL_CACHE]
+    if not compressed:
         return None
-    crowded = len(by_evictor) > CROWDED
-    several = len(by_evictor) > 1
-    sizes = [(name_evictor(evictor), NARROW, 3.0) for evictor in by_evictor]
-    figure, panels = make_figure(sizes if crowded else [("", WIDE, 3.4)])
-    for turn, own in enumerate(by_evictor.values()):
-        axes = panels[turn] if crowded else panels[0]
-        drawn = {False: 0, True: 0}  # how many methods alone, and restored: each has its own marker
-        for method, points in group_by(own, lambda row: row["method"]).items():
-            restored = points[0]["restored"]
-            marker = MARKERS[(turn + len(by_evictor) * drawn[restored]) % len(MARKERS)]
-            alone = not restored
-            mark = Mark(method, HUES[turn % len(HUES)], marker, dashed=alone, hollow=alone)
-            drawn[restored] += 1
-            # Bars of several methods stand next to each other, not on each other.
-            aside = 1.01 ** (len(axes.lines) - 2) if several else 1
-            ratios = [row["ratio"] * aside for row in points]
-            scores = [row["score"] for row in points]
+    by_evictor = group_by(compressed, lambda row: row["evictor"])
+    figure, panels = make_figure([(name_evictor(each), NARROW, 3.0) for each in by_evictor])
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+    for place, (axes, own) in enumerate(zip(panels, by_evictor.values(), strict=True)):
+        for turn, (method, points) in enumerate(group_by(own, lambda row: row["method"]).items()):
+            alone = not points[0]["restored"]
+            color = HUES[place % len(HUES)]
+            mark = Mark(method, color, MARKERS[turn % len(MARKERS)], dashed=alone, hollow=alone)
             interval = None
             if min(row["contexts"] for row in points) >= FEW:
                 interval = [row["low"] for row in points], [row["high"] for row in points]
-            plot_line(axes, mark, ratios, scores, interval, bars=several)
-    for axes in panels:
-        if full:
-            plot_level(axes, Mark(FULL_CACHE, INK, dashed=True), full["score"])
-        set_ratio_axis(axes, {row["ratio"] for row in done if row is not full})
+            # Bars of several methods stand next to each other, not on each other.
+            ratios = [row["ratio"] * 1.02**turn for row in points]
+            plot_line(axes, mark, ratios, [row["score"] for row in points], interval)
+        if done[0] not in compressed:
+            plot_level(axes, Mark(FULL_CACHE, INK, dashed=True), done[0]["score"])
+        set_ratio_axis(axes, {row["ratio"] for row in compressed})
         axes.set_ylabel("score (points)")
-    for axes in panels[1:]:
-        axes.sharey(panels[0])
-    where = rows[0]["condition"]
-    first = done[-1]
-    waiting = len(whole) - len(done)
-    note = "Bands and bars: 95 % bootstrap intervals over contexts. "
-    note += f"{first['questions']:,} questions on {first['contexts']:,} contexts, "
-    note += f"{first['seeds']} seed{'s' * (first['seeds'] > 1)}."
-    note += f" Not the official data for {first['stand_ins']}." if first["stand_ins"] else ""
-    note += f" Left out of means: {first['left_out']}." if first["left_out"] else ""
-    note += f" Still running and not drawn: {waiting}." if waiting else ""
-    title = f"{where}: score against ratio"
+    first = compressed[0]
+    title = f"{first['condition']}: score against ratio"
+    note = (
+        "Bars: 95 % bootstrap intervals over contexts. "
+        f"{first['questions']:,} questions on {first['contexts']:,} contexts, "
+        f"{first['seeds']} seed{'s' * (first['seeds'] > 1)}."
+    )
+    if first["stand_ins"]:
+        note += f" Not the official data for {first['stand_ins']}."
+    if first["left_out"]:
+        note += f" Left out of means: {first['left_out']}."
+    if len(done) < len(whole):
+        note += f" Still running and not drawn: {len(whole) - len(done)}."
     name = make_slug("accuracy", first["name"])
-    return Chart(name, title, figure, f"{title}. {note}", note, done)
+    return Chart(name, title, figure, alt=f"{title}. {note}", note=note, figures=done)
 
 
-@styled
-def plot_needles(grid: GridResults) -> list[Chart]:
-    """Return a map of the finished caches, for every benchmark of needles and every ratio."""
-    charts = []
-    for condition, pools in grid.pools.items():
-        if condition.benchmark.partition(":")[0] != "needle":
-            continue
-        where = grid.label_condition(condition)
-        methods = {method: grid.label_method(method) for method in grid.methods if method in pools}
-        full = pools.get(None, {}).get(1.0)
-        for ratio in sorted({ratio for method in methods for ratio in pools[method]}):
-            caches = {name: pools[method].get(ratio) for method, name in methods.items()}
-            done = {name: pool for name, pool in caches.items() if pool and pool.done}
-            if not done:
-                continue
-            if full and full.done:
-                done = {FULL_CACHE: full, **done}
-            found = DataFrame(
-                [
-                    {"method": name, "ratio": ratio, **point}
-                    for name, pool in done.items()
-                    for point in find_needles(pool.answers)
-                ]
-            )
-            height = 1.4 + 0.25 * found.depth.nunique()
-            figure, panels = make_figure([(name, NARROW, height) for name in done])
-            for axes, name in zip(panels, done, strict=True):
-                own = found[found.method == name]
-                plot_map(axes, own.pivot_table("score", "depth", "length"), 100)
-                axes.set(xlabel="length of the text (tokens)", ylabel="depth of the needle (%)")
-            title = f"{where}: needles found at {format_ratio(ratio)}"
-            note = "100 times the share of needles found, the mean over seeds."
-            name = make_slug("needle", grid.name_condition(condition), f"{ratio:g}")
-            charts.append(Chart(name, title, figure, title, note, found.to_dict("records")))
-    return charts
+@with_style
+def plot_needles(grid: GridResults) -> Iterator[Chart]:
+    """Yield a map of every finished cache, for every benchmark of needles and every ratio."""
+    needles = [entry for entry in grid.entries if entry.pool.benchmark.name == "needle"]
+    done = [entry for entry in needles if entry.pool.done]
+    compressed = [entry for entry in done if entry.columns["method"] != FULL_CACHE]
+    groups = group_by(compressed, lambda each: (each.columns["name"], each.columns["ratio"]))
+    for (name, ratio), own in groups.items():
+        pools = {entry.columns["method"]: entry.pool for entry in own}
+        if own[0].full and own[0].full.done:
+            pools = {FULL_CACHE: own[0].full, **pools}
+        found = DataFrame(
+            {"method": method, "ratio": ratio, **point}
+            for method, pool in pools.items()
+            for point in _find_needles(pool.answers)
+        )
+        height = 1.4 + 0.25 * found.depth.nunique()
+        figure, panels = make_figure([(method, NARROW, height) for method in pools])
+        for axes, method in zip(panels, pools, strict=True):
+            scores = found[found.method == method].pivot_table("score", "depth", "length")
+            plot_map(axes, scores, 100)
+            axes.set(xlabel="length of the text (tokens)", ylabel="depth of the needle (%)")
+        title = f"{own[0].columns['condition']}: needles found at {format_ratio(ratio)}"
+        yield Chart(
+            make_slug("needle", name, f"{ratio:g}"),
+            title,
+            figure,
+            alt=title,
+            note="100 times the share of needles found, the mean over seeds.",
+            figures=found.to_dict("records"),
+        )
 
 
-def find_needles(answers: Sequence[ScoredAnswer]) -> Iterator[dict[str, float]]:
+def _find_needles(answers: Sequence[ScoredAnswer]) -> Iterator[dict[str, float]]:
     """Yield points by length and depth, means over seeds; questions are called LENGTH-DEPTH."""
     for question, own in group_by(answers, lambda answer: answer.question).items():
         length, _, depth = question.partition("-")
@@ -141,28 +128,31 @@ def find_needles(answers: Sequence[ScoredAnswer]) -> Iterator[dict[str, float]]:
         yield {"length": int(length), "depth": float(depth), "score": score}
 
 
-@styled
+@with_style
 def plot_survivors(survivors: Survivors, title: str) -> Chart:
     """Return what each head, each layer and each stretch of the context keeps."""
     manifest = survivors.manifest
     share = survivors.per_position[survivors.context.prefix :]
     stretches = [float(part.mean()) for part in share.tensor_split(min(POSITIONS, len(share)))]
     kept = np.array(survivors.per_head.tolist()) / max(manifest.tokens, 1)
-    sizes = [("Context tokens kept by each head", NARROW, heads_height(len(kept)))]
-    sizes += [("By layer", NARROW, 3.0), ("By position", WIDE, 3.0)]
-    figure, (heads, layers, positions) = make_figure(sizes)
+    figure, (heads, layers, positions) = make_figure(
+        [
+            ("Context tokens kept by each head", NARROW, get_heads_height(len(kept))),
+            ("By layer", NARROW, 3.0),
+            ("By position", WIDE, 3.0),
+        ]
+    )
     plot_heads(heads, kept)
     plot_layers(layers, {Mark("", BLUE, "o"): survivors.per_layer.tolist()})
     plot_positions(positions, {Mark("", BLUE): stretches})
     tokens = f" + {manifest.restore_tokens} restore tokens" if manifest.restore_tokens else ""
     made = f"{manifest.evictor}{tokens}, {format_ratio(float(Fraction(manifest.ratio)))}"
     held = f"T = {manifest.tokens:,} tokens, {manifest.pairs_held:,} KV pairs held"
-    title = f"{title}: {made}, {held}"
-    return Chart("survivors", title, figure)
+    return Chart("survivors", f"{title}: {made}, {held}", figure)
 
 
-def heads_height(layers: int) -> float:
-    """Return the height of a map of so many layers, in inches."""
+def get_heads_height(layers: int) -> float:
+    """Return the height of a map of that many layers, in inches."""
     return 1.3 + 0.2 * max(layers, 4)
 
 

@@ -50,6 +50,11 @@ class SeedPool:
     def identity(self) -> dict:
         return self.results[0].identity
 
+    @property
+    def specs(self) -> list[str]:
+        """The specs of the benchmark, one for each seed."""
+        return [result.identity["benchmark"]["spec"] for result in self.results]
+
     @cached_property
     def benchmark(self) -> tasks.Benchmark:
         return tasks.make_benchmark(self.results[0].cell.benchmark)
@@ -101,10 +106,6 @@ class SeedPool:
             for name, own in self.benchmark.group_tasks().items()
             if not set(own).isdisjoint(self.tasks)
         }
-
-    def covers(self, members: Iterable[str]) -> bool:
-        """Tells whether the cells are done and asked one of the tasks."""
-        return self.done and (not members or not set(members).isdisjoint(self.tasks))
 
     def find_tasks_without_loss(self) -> tuple[str, ...]:
         """Returns the tasks on which this full cache has nothing to lose."""

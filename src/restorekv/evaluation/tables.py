@@ -46,17 +46,17 @@ RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")
 
 
-def name_method(evictor: str, restored: bool) -> str:
-    """Return what the paper calls a method."""
-    base = METHOD_NAMES.get(evictor, evictor)
-    return RESTORED_NAMES.get(evictor, f"{base} + RestoreKV") if restored else base
-
-
 def name_evictor(spec: str) -> str:
     """Return the paper's name of an evictor, with the evictor's settings."""
     evictor, _, settings = spec.partition(":")
     name = METHOD_NAMES.get(evictor, evictor)
     return f"{name} ({settings})" if settings else name
+
+
+def name_method(spec: str, restored: bool) -> str:
+    """Return what the paper calls a method: KVzip, or RestoreKV for KVzip restored."""
+    name = name_evictor(spec)
+    return RESTORED_NAMES.get(spec, f"{name} + RestoreKV") if restored else name
 
 
 def make_slug(*words: str) -> str:
