@@ -4,13 +4,13 @@ figures.
 
 import sys
 
-from restorekv.cli import invoke, load
+from restorekv.cli import _load_command, invoke
 
 
 def execute(args: list[str]) -> int:
     """Run the command."""
     line = "Measure every table and figure of the paper, beside its own figures."
-    return invoke(load("paper.cli", line, "paper"), args, "python -m paper", {})
+    return invoke(_load_command("paper.cli", line, "paper"), args, "python -m paper", {})
 
 
 if __name__ == "__main__":

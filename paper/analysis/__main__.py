@@ -2,14 +2,17 @@
 
 import sys
 
-from restorekv.cli import invoke, load
+from restorekv.cli import _load_command, invoke
 
 
 def execute(args: list[str]) -> int:
     """Run the command and return its exit code."""
     line = "Show what eviction changes in attention and predictions."
     return invoke(
-        load("paper.analysis.cli", line, "paper.analysis"), args, "python -m paper.analysis", {}
+        _load_command("paper.analysis.cli", line, "paper.analysis"),
+        args,
+        "python -m paper.analysis",
+        {},
     )
 
 

@@ -54,7 +54,7 @@ class RestoreKVWarning(UserWarning):
 
 
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    """Refuses a value that is not known."""
+    """Refuse a value that is not known."""
     if value not in known:
         raise RestoreKVError(f"{name} is one of {', '.join(known)}, not {value!r}.")
 
@@ -87,7 +87,7 @@ def import_extra(name: str, extra: str, what: str = "This") -> ModuleType:
 
 @contextmanager
 def reraise_as(kind: type[RestoreKVError]) -> Iterator[None]:
-    """Raises a RestoreKVError of the block as one of `kind`, with the same sentence."""
+    """Raise a RestoreKVError of the block as one of `kind`, with the same sentence."""
     try:
         yield
     except RestoreKVError as error:
@@ -96,7 +96,7 @@ def reraise_as(kind: type[RestoreKVError]) -> Iterator[None]:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raises an OSError of the block as a RestoreKVError that names the file."""
+    """Raise an OSError of the block as a RestoreKVError that names the file."""
     try:
         yield
     except OSError as error:
@@ -109,7 +109,7 @@ _INTERNAL_PACKAGES = ("restorekv", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
-    """Raises a RestoreKVWarning at the line of the user's code that called the package."""
+    """Raise a RestoreKVWarning at the line of the user's code that called the package."""
     level = 2
     frame = sys._getframe(1)
     while (
@@ -121,14 +121,14 @@ def warn(message: str) -> None:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Returns the start of a library's error message, without its period, to quote in one of ours."""
+    """Return the start of a library's error message, without its period, to quote in one of ours."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     words = lines[0].split(". ")[0].rstrip(".:")
     return "".join(letter if letter.isprintable() else "?" for letter in words)
 
 
 def make_printable(text: object) -> str:
-    """Returns what a file says about itself as part of a sentence: printable, and at most 120
+    """Return what a file says about itself as part of a sentence: printable, and at most 120
     characters of it.
     """
     text = str(text)

@@ -1,4 +1,4 @@
-"""Writes files completely or not at all, locks them between processes, and reads those of
+"""Write files completely or not at all, locks them between processes, and reads those of
 strangers.
 """
 
@@ -39,7 +39,7 @@ SIGNS_OF_BYTES = re.compile(SIGNS.encode(), re.DOTALL)
 
 
 def check_target(path: Path) -> None:
-    """Refuses a path that cannot be written, before hours of work go into the contents."""
+    """Refuse a path that cannot be written, before hours of work go into the contents."""
     if path.is_dir():
         raise RestoreKVError(f"{path} is a folder; give the name of a file.")
     if not path.parent.is_dir():
@@ -61,7 +61,7 @@ def check_target(path: Path) -> None:
 
 @contextmanager
 def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
-    """Yields a temporary file next to `path`; what the block writes there replaces `path`, unless
+    """Yield a temporary file next to `path`; what the block writes there replaces `path`, unless
     the block raises.
 
     `follow`: a symbolic link at `path` stays one, and the file that it leads to is replaced. That
@@ -85,7 +85,7 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
 
 
 def make_temporary_name(path: Path) -> Path:
-    """Returns a name next to `path` for this process alone; removes what killed processes left
+    """Return a name next to `path` for this process alone; removes what killed processes left
     under such names.
     """
     remove_stale_files(path)
@@ -93,7 +93,7 @@ def make_temporary_name(path: Path) -> Path:
 
 
 def make_unique_name(path: Path) -> Path:
-    """Returns a new name that says whose it is, for `remove_stale_files`, and that nobody can guess, to put a
+    """Return a new name that says whose it is, for `remove_stale_files`, and that nobody can guess, to put a
     link there.
     """
     process = f"{HOST}-{os.getpid()}-{next(NUMBERS)}"
@@ -102,7 +102,7 @@ def make_unique_name(path: Path) -> Path:
 
 @contextmanager
 def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Refuses a second process that works in the folder, which is made if there is none."""
+    """Refuse a second process that works in the folder, which is made if there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / name) as acquired:
         if not acquired:
@@ -117,7 +117,7 @@ def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[bool]:
-    """Yields whether the block holds the lock `path` alone; without file locks on this system, that
+    """Yield whether the block holds the lock `path` alone; without file locks on this system, that
     is always true.
 
     The system releases the lock of a process that is killed.
@@ -139,7 +139,7 @@ def file_lock(path: Path) -> Iterator[bool]:
 
 
 def open_without_links(path: Path) -> BinaryIO:
-    """Opens a file of the package's own, to read it and to add to its end; makes it if there is
+    """Open a file of the package's own, to read it and to add to its end; makes it if there is
     none.
 
     Refuses a symbolic link, which a stranger may have put there to have another file changed, and
@@ -158,7 +158,7 @@ def open_without_links(path: Path) -> BinaryIO:
 
 
 def check_not_link(path: Path) -> None:
-    """Refuses a symbolic link at a name that the package chose, which a library or the system would
+    """Refuse a symbolic link at a name that the package chose, which a library or the system would
     follow.
     """
     if path.is_symlink():
@@ -166,7 +166,7 @@ def check_not_link(path: Path) -> None:
 
 
 def remove_stale_files(path: Path) -> None:
-    """Removes temporary files and folders of processes on this machine that were killed while they
+    """Remove temporary files and folders of processes on this machine that were killed while they
     wrote `path`.
 
     Those of other users stay, and so do links: no process of ours makes one.
@@ -189,7 +189,7 @@ def remove_stale_files(path: Path) -> None:
 
 
 def is_process_alive(process: int) -> bool:
-    """Returns whether this process id runs on this machine, or True where that cannot be found out."""
+    """Return whether this process id runs on this machine, or True where that cannot be found out."""
     if os.name != "posix":
         return True
     try:
@@ -202,23 +202,23 @@ def is_process_alive(process: int) -> bool:
 
 
 def find_cache_folder() -> Path | None:
-    """Returns where prepared models and proofs are kept, or None without a home folder."""
+    """Return where prepared models and proofs are kept, or None without a home folder."""
     chosen = os.environ.get("RESTOREKV_CACHE")
     try:
-        return Path(chosen).expanduser() if chosen else default_cache_folder()
+        return Path(chosen).expanduser() if chosen else _default_cache_folder()
     except RuntimeError:
         return None
 
 
-def default_cache_folder() -> Path:
-    """Returns the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home
+def _default_cache_folder() -> Path:
+    """Return the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home
     folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "restorekv"
 
 
 def write_json(path: Path, content: object, follow: bool = True) -> None:
-    """Writes indented UTF-8 JSON; `follow` is that of `replace_file`."""
+    """Write indented UTF-8 JSON; `follow` is that of `replace_file`."""
     with explain_write_errors(path), replace_file(path, follow) as temporary:
         temporary.write_text(
             json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace"
@@ -230,7 +230,7 @@ def write_json(path: Path, content: object, follow: bool = True) -> None:
 
 
 def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = True) -> bytes:
-    """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of
+    """Return the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of
     an error.
 
     `follow`: a symbolic link leads to a file. At a name that the package chose, it is refused.
@@ -244,19 +244,19 @@ def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = Tr
 
 
 def read_json(path: Path, what: str, elements: int = JSON_ELEMENTS) -> Any:
-    """Returns the JSON value of a file; refuses what `parse_json` refuses."""
+    """Return the JSON value of a file; refuses what `parse_json` refuses."""
     return parse_json(read_bytes(path, what), what, elements=elements)
 
 
 def read_record(path: Path, what: str) -> Any:
-    """Returns the JSON value of a record, which has at most as many elements as a header."""
+    """Return the JSON value of a record, which has at most as many elements as a header."""
     return read_json(path, what, HEADER_ELEMENTS)
 
 
 def parse_json(
     text: str | bytes, what: str, limit: int = JSON_BYTES, elements: int = JSON_ELEMENTS
 ) -> Any:
-    """Returns a JSON value; refuses what a program should not compute with.
+    """Return a JSON value; refuses what a program should not compute with.
 
     That is: more than `limit` characters, more than `elements` values and keys, more than DEPTH
     levels, a key twice in an object, NaN and infinity, integers of more than 64 bits, and
@@ -285,12 +285,12 @@ def parse_json(
 
 
 def parse_record(text: str | bytes, what: str) -> Any:
-    """Returns the JSON value of a header, or of a record in one."""
+    """Return the JSON value of a header, or of a record in one."""
     return parse_json(text, what, HEADER_BYTES, HEADER_ELEMENTS)
 
 
 def check_elements(text: str | bytes, what: str, most: int) -> None:
-    """Refuses JSON of more than `most` values and keys before any of them takes memory."""
+    """Refuse JSON of more than `most` values and keys before any of them takes memory."""
     packed = isinstance(text, bytes)
     if sum(text.count(sign.encode() if packed else sign) for sign in "[{,:") < most:
         return
@@ -307,7 +307,7 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
 
 @contextmanager
 def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
-    """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and
+    """Yield a regular file, opened for reading, and its size; a FIFO or a device is refused, and
     never waited for.
 
     Errors of the block, such as those of a disk, become sentences too. `follow` is that of
@@ -325,7 +325,7 @@ def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple
 
 
 def open_regular_file(path: Path, what: str, follow: bool = True) -> BinaryIO:
-    """Opens a regular file for reading; refuses all others at once, whoever may write to them."""
+    """Open a regular file for reading; refuses all others at once, whoever may write to them."""
     try:
         number = os.open(path, os.O_RDONLY | NO_WAITING | BINARY | (0 if follow else NO_FOLLOW))
     except FileNotFoundError as error:
@@ -368,7 +368,7 @@ def _parse_int(text: str) -> int:
 
 
 def check_levels(value: object) -> None:
-    """Refuses deep nesting and texts that are not Unicode."""
+    """Refuse deep nesting and texts that are not Unicode."""
     level = [value]
     for _ in range(DEPTH):
         for text in [each for each in level if isinstance(each, str)]:
@@ -387,7 +387,7 @@ def check_levels(value: object) -> None:
 
 
 def matches_type(value: object, hint: Any) -> bool:
-    """Returns whether a JSON value is of an annotated type: True is no integer, an integer is a
+    """Return whether a JSON value is of an annotated type: True is no integer, an integer is a
     float.
     """
     origin = typing.get_origin(hint)

@@ -144,7 +144,7 @@ def read_sealed(
     _check_kind(metadata, kind, what)
     _check_seal(raw, metadata, kind, what)
     if finite:
-        check_finite(tensors, what, kind.fix)
+        _check_finite(tensors, what, kind.fix)
     return metadata, tensors
 
 
@@ -232,7 +232,7 @@ def has_sizes(tensors: Mapping[str, Tensor], sizes: Sizes) -> bool:
     return found == dict(sizes)
 
 
-def check_finite(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
+def _check_finite(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
     """Refuse numbers that are not finite."""
     for name, tensor in tensors.items():
         if not math.isfinite(largest_number(tensor)):
@@ -248,7 +248,7 @@ def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
             raise RestoreKVError(
                 f"{what} has numbers of the kind {tensor.dtype} in {make_printable(name)}; {fix}."
             )
-    check_finite(tensors, what, fix)
+    _check_finite(tensors, what, fix)
     for name, tensor in tensors.items():
         if largest_number(tensor) > LARGEST_NUMBER:
             raise RestoreKVError(

@@ -21,7 +21,7 @@ _PLACEHOLDERS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"
 
 
 def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
-    """Returns an object of the class that `classes` has under the spec's name; error messages call
+    """Return an object of the class that `classes` has under the spec's name; error messages call
     it `what`.
 
     A digest that `digest_source` made is no part of a spec.
@@ -29,7 +29,7 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
         raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(classes)}.")
-    types = list_settings(classes[name])
+    types = _list_settings(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):
         key, _, value = item.partition("=")
@@ -41,7 +41,7 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
                 f"{name} has no setting {item!r}; {f'give {usage}' if usage else 'it takes none'}."
             )
         try:
-            settings[key] = parse_setting(types[key], value)
+            settings[key] = _parse_setting(types[key], value)
         except (KeyError, ValueError):
             raise RestoreKVError(
                 f"{name} takes {key}={_PLACEHOLDERS[types[key]]}, not {value!r}."
@@ -50,7 +50,7 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
 
 
 def split_specs(text: str) -> list[str]:
-    """Splits specs that commas separate, as in "kvzip,snapkv:window=64,kernel=5,h2o".
+    """Split specs that commas separate, as in "kvzip,snapkv:window=64,kernel=5,h2o".
 
     Settings are separated by commas too: a part with "=" but without a name before it belongs to
     the spec before.
@@ -66,8 +66,8 @@ def split_specs(text: str) -> list[str]:
 
 
 def format_spec(name: str, instance: object) -> str:
-    """Returns the shortest spec of `instance`, which leaves out settings at their defaults."""
-    settable = list_settings(type(instance))
+    """Return the shortest spec of `instance`, which leaves out settings at their defaults."""
+    settable = _list_settings(type(instance))
     changed = [
         f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
         for field in fields(instance)
@@ -76,16 +76,16 @@ def format_spec(name: str, instance: object) -> str:
     return f"{name}:{','.join(changed)}" if changed else name
 
 
-def list_settings(cls: type) -> dict[str, type]:
-    """Returns the fields that a spec can set, with their types."""
+def _list_settings(cls: type) -> dict[str, type]:
+    """Return the fields that a spec can set, with their types."""
     hints = get_type_hints(cls)
     return {
         field.name: hints[field.name] for field in fields(cls) if hints[field.name] in _PLACEHOLDERS
     }
 
 
-def parse_setting(kind: type, value: str) -> Any:
-    """Converts a setting's text to its type; raises KeyError or ValueError."""
+def _parse_setting(kind: type, value: str) -> Any:
+    """Convert a setting's text to its type; raises KeyError or ValueError."""
     if kind is bool:
         return {"true": True, "false": False}[value]
     if not value or (kind is int and not value.isdecimal()):
@@ -94,7 +94,7 @@ def parse_setting(kind: type, value: str) -> Any:
 
 
 def register_entry_points(group: str, classes: dict[str, type]) -> None:
-    """Adds the classes that installed packages name as entry points of a group, each under its own
+    """Add the classes that installed packages name as entry points of a group, each under its own
     `name`.
 
     One that cannot be loaded is left out with a warning.
@@ -111,7 +111,7 @@ def register_entry_points(group: str, classes: dict[str, type]) -> None:
 
 
 def digest_source(cls: type) -> str:
-    """Returns "#" and 12 hex digits of a class's source, for its name stays when it changes;
+    """Return "#" and 12 hex digits of a class's source, for its name stays when it changes;
     nothing for our own.
     """
     if cls.__module__.partition(".")[0] == "restorekv":

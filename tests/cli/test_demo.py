@@ -12,13 +12,13 @@ from restorekv.cli.demo import (
     STORIES,
     STORY,
     WORLD,
-    Answered,
-    Show,
-    answers_table,
-    document,
-    seconds_table,
-    show_for,
-    side_by_side,
+    CacheAnswers,
+    DemoPlan,
+    answer_side_by_side,
+    choose_document,
+    choose_plan,
+    make_answers_table,
+    make_seconds_table,
 )
 from restorekv.evaluation import worker
 from restorekv.model.load import load_tokenizer
@@ -43,7 +43,7 @@ def printed(table) -> str:
 
 
 def test_every_cache_answers_the_same_questions(tiny_tokenizer):
-    tokens, answers = side_by_side(
+    tokens, answers = answer_side_by_side(
         build_model("qwen3"), tiny_tokenizer, SAMPLE, {"knorm": None}, (0.5, 0.25)
     )
     assert [each.title for each in answers] == ["full cache", "Knorm, r = 0.5", "Knorm, r = 0.25"]
@@ -54,31 +54,31 @@ def test_every_cache_answers_the_same_questions(tiny_tokenizer):
 
 
 def test_the_tables_show_questions_answers_bytes_and_seconds():
-    answers = [Answered("full cache", 1000, ["he", "x"], {"ask": 0.5, "prefill": 2.0})]
-    shown = printed(answers_table(SAMPLE, 60, answers))
+    answers = [CacheAnswers("full cache", 1000, ["he", "x"], {"ask": 0.5, "prefill": 2.0})]
+    shown = printed(make_answers_table(SAMPLE, 60, answers))
     assert (
         "who is it?" in shown
         and "Question:" not in shown
         and "he / she" in shown
         and "1,000" in shown
     )
-    assert printed(seconds_table(answers)).index("prefill") < printed(seconds_table(answers)).index(
-        "ask"
-    )
+    assert printed(make_seconds_table(answers)).index("prefill") < printed(
+        make_seconds_table(answers)
+    ).index("ask")
 
 
 def test_each_model_is_shown_what_it_can_read():
-    assert show_for("tiny") is WORLD and show_for("smollm2") is STORIES
+    assert choose_plan("tiny") is WORLD and choose_plan("smollm2") is STORIES
     tokenizer = load_tokenizer("tiny")
-    assert len(document("tiny", tokenizer).questions) == 3
-    story = document("smollm2", tokenizer)
+    assert len(choose_document("tiny", tokenizer).questions) == 3
+    story = choose_document("smollm2", tokenizer)
     assert story.id.startswith(STORY) and story.questions
 
 
 def test_the_demo_loads_its_model_once(monkeypatch):
-    show = Show("tiny:low=100,high=160", ("knorm",), ("0.5",), (0.5,), 1)
-    monkeypatch.setattr(cli_demo, "show_for", lambda model: show)
-    monkeypatch.setattr(cli_demo, "document", lambda *_: SAMPLE)
+    show = DemoPlan("tiny:low=100,high=160", ("knorm",), ("0.5",), (0.5,), 1)
+    monkeypatch.setattr(cli_demo, "choose_plan", lambda model: show)
+    monkeypatch.setattr(cli_demo, "choose_document", lambda *_: SAMPLE)
     loads, load_model = [], worker.load_model
     for module in (session, worker):
         monkeypatch.setattr(

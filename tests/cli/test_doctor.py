@@ -132,7 +132,7 @@ def test_a_device_that_is_wrong_itself_is_a_failure(monkeypatch, tmp_path):
 def test_again_checks_again(monkeypatch, tmp_path):
     """On a device that remembers."""
     fake_device.install(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(diagnosis, "benchmark", lambda target: {"problem": "not now"})
+    monkeypatch.setattr(diagnosis, "time_attention", lambda target: {"problem": "not now"})
     calls, component = [], COMPONENTS["naive"]
 
     def measure(target):
@@ -193,7 +193,7 @@ def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
 def test_common_words_are_not_taken_for_names(monkeypatch):
     monkeypatch.setattr(diagnosis.getpass, "getuser", lambda: "root")
     monkeypatch.setattr(diagnosis.platform, "node", lambda: "localhost")
-    assert diagnosis.clean("the root of localhost") == "the root of localhost"
+    assert diagnosis.remove_private_text("the root of localhost") == "the root of localhost"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_the_hub_is_asked_once_at_most(monkeypatch, offline, word):
     asked = []
     monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: asked.append(1) and False)
-    assert word in diagnosis.hub() and len(asked) == (not offline)
+    assert word in diagnosis.check_hub() and len(asked) == (not offline)
 
 
 def test_a_hub_that_does_not_answer_holds_nothing_up(monkeypatch):
@@ -212,7 +212,7 @@ def test_a_hub_that_does_not_answer_holds_nothing_up(monkeypatch):
     monkeypatch.setattr(diagnosis, "HUB_SECONDS", 0.05)
     monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: gate.wait(30))
     try:
-        assert diagnosis.hub() == "no answer within 0.05 seconds"
+        assert diagnosis.check_hub() == "no answer within 0.05 seconds"
     finally:
         gate.set()
 

@@ -6,7 +6,7 @@ import ast
 import re
 from functools import cache
 
-from restorekv.cli import COMMANDS, load
+from restorekv.cli import COMMANDS, _load_command
 from tests.helpers.source import FILES, MODULES, find_imports, module_name
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -55,7 +55,7 @@ def flags_in(module: str) -> set[str]:
 @cache
 def flags_of(command: str) -> frozenset[str]:
     """The flags of a command and of the commands below it."""
-    found, below = set(), [load(*COMMANDS[command][:2], command)]
+    found, below = set(), [_load_command(*COMMANDS[command][:2], command)]
     while below:
         each = below.pop()
         found |= {

@@ -75,10 +75,10 @@ def of(name: str, *more: object, drop: int = 0) -> Callable[[World, Path], Words
 
 
 def wrong_values() -> Iterator[Kind]:
-    from restorekv.cli import COMMANDS, load
+    from restorekv.cli import COMMANDS, _load_command
 
     for name, (module, line, _) in COMMANDS.items():
-        command = load(module, line, name)
+        command = _load_command(module, line, name)
         parts = {
             f"{name} {each}": part
             for each, part in getattr(command, "commands", {name: command}).items()

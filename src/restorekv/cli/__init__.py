@@ -17,11 +17,11 @@ from restorekv import __version__
 from restorekv.cli.errors import (
     RECEIVED,
     UsageError,
+    explain_usage_error,
     prepare_process,
     print_error,
     report_error,
     show_warnings,
-    usage_message,
 )
 
 USE = "Use"
@@ -98,7 +98,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
 
 
 class Commands(TyperGroup):
-    """Lists every command by its line in `table` and imports only the one that runs."""
+    """List every command by its line in `table` and imports only the one that runs."""
 
     table: dict[str, tuple[str, ...]] = COMMANDS
 
@@ -111,11 +111,11 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, load(*self.table[name][:2], name), rest
+        return name, _load_command(*self.table[name][:2], name), rest
 
 
-def load(path: str, line: str, name: str) -> TyperCommand:
-    """Imports a command; its flags come from the signature of its function, or from the group
+def _load_command(path: str, line: str, name: str) -> TyperCommand:
+    """Import a command; its flags come from the signature of its function, or from the group
     `app`.
     """
     place, _, function = path.partition(":")
@@ -127,7 +127,7 @@ def load(path: str, line: str, name: str) -> TyperCommand:
     return typer.main.get_command(single)
 
 
-def print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"restorekv {__version__}")
         raise typer.Exit()
@@ -140,14 +140,16 @@ app = typer.Typer(cls=Commands, add_completion=False)
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Compress a long context once, restore what eviction lost, ask anything."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs a command and exits with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM)
+    """Run a command and exits with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM)
     or 129 (SIGHUP).
     """
     prepare_process()
@@ -156,12 +158,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def execute(args: list[str]) -> int:
-    """Runs one command of restorekv and returns its exit code."""
+    """Run one command of restorekv and returns its exit code."""
     return invoke(typer.main.get_command(app), args or ["--help"], "restorekv", COMMANDS)
 
 
 def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, object]) -> int:
-    """Runs a command; an error that a user can fix is one sentence on stderr."""
+    """Run a command; an error that a user can fix is one sentence on stderr."""
     show_warnings()
     try:
         # Not group.main(), which would print errors its own way, with a usage page.
@@ -172,7 +174,7 @@ def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, 
         return end.exit_code
     except UsageError as error:
         page = " ".join([name, *(part for part in args[:1] if part in table), "--help"])
-        return print_error(f"{usage_message(error)}; see {page}.", 2)
+        return print_error(f"{explain_usage_error(error)}; see {page}.", 2)
     except BaseException as error:
         return report_error(error)
     return 0

@@ -11,14 +11,14 @@ import typer
 from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.errors import visible
+from restorekv.cli.errors import make_visible
 from restorekv.cli.session import check_outputs_apart, notes, open_documents, output, read_text
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
 from restorekv.many_contexts import ask_many
 
 
-@options.options_of(options.Sampling)
+@options.add_options_of(options.SamplingOptions)
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     questions: Annotated[
@@ -32,7 +32,7 @@ def run(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     json: Annotated[
-        Path | None, options.target("Write questions and answers here, for programs.")
+        Path | None, options.make_output_option("Write questions and answers here, for programs.")
     ] = None,
     **sampling: object,
 ) -> None:
@@ -40,7 +40,7 @@ def run(
     questions = [
         each
         for word in questions[len(files) - 1 :]
-        for each in (typed() if word == "-" else [word])
+        for each in (_read_questions() if word == "-" else [word])
     ]
     if not questions:
         raise RestoreKVError("There is no question after the cache files; ask something.")
@@ -49,13 +49,13 @@ def run(
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     check_outputs_apart([json], (*files, sampling["json_schema"], model))
-    decoding = options.Sampling(**sampling).decoding()
+    decoding = options.SamplingOptions(**sampling).decoding()
     compressed = open_documents(files, model, dtype, device)
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1 and json is None:
         for piece in compressed[0].ask(questions[0], max_new_tokens, stream=True, **decoding):
-            print(visible(piece), end="", flush=True)
+            print(make_visible(piece), end="", flush=True)
         print()
         return
     with notes.status(f"answering {len(rows)} questions"):
@@ -65,14 +65,14 @@ def run(
         lines = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
         write_json(json, {"answers": lines, "seconds": round(time.perf_counter() - start, 4)})
     if len(rows) == 1:
-        print(visible(answers[0]))
+        print(make_visible(answers[0]))
         return
     for row, answer in zip(rows, answers, strict=True):
         title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
-        output.print(Text(visible(title), style="bold"), soft_wrap=True)
-        output.print(Text("  " + visible(answer)), soft_wrap=True)
+        output.print(Text(make_visible(title), style="bold"), soft_wrap=True)
+        output.print(Text("  " + make_visible(answer)), soft_wrap=True)
 
 
-def typed() -> list[str]:
-    """Returns the lines of stdin that are not empty."""
+def _read_questions() -> list[str]:
+    """Return the lines of stdin that are not empty."""
     return [line.strip() for line in read_text("-").split("\n") if line.strip()]

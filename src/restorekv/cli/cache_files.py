@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.compress import summary
+from restorekv.cli.compress import summarize_cache
 from restorekv.cli.session import (
     check_outputs_apart,
     notes,
@@ -47,7 +47,7 @@ def append(
             added, restore=restore, adapter=None if adapter == "none" else adapter
         )
         grown.save(out)
-    print_figures(f"Wrote {out}", summary(grown, out))
+    print_figures(f"Wrote {out}", summarize_cache(grown, out))
 
 
 def compose(
@@ -62,14 +62,16 @@ def compose(
     check_outputs_apart([out], (*files, model))
     whole = compose_documents(open_documents(files, model, dtype, device))
     whole.save(out)
-    print_figures(f"Wrote {out}", summary(whole, out))
+    print_figures(f"Wrote {out}", summarize_cache(whole, out))
 
 
 def export(
     file: Annotated[
         Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")
     ],
-    out: Annotated[Path, options.target("The portable file to write.", "--output", "-o")],
+    out: Annotated[
+        Path, options.make_output_option("The portable file to write.", "--output", "-o")
+    ],
     model: options.OtherModel = None,
 ) -> None:
     check_outputs_apart([out], (file, model))

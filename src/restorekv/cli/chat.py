@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.errors import RECEIVED, report_error, visible
+from restorekv.cli.errors import RECEIVED, make_visible, report_error
 from restorekv.cli.session import notes, open_documents, output
 from restorekv.context import size
 from restorekv.errors import RestoreKVError
@@ -30,7 +30,7 @@ HELP = {
 }
 
 
-@options.options_of(options.Sampling)
+@options.add_options_of(options.SamplingOptions)
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     resume: Annotated[
@@ -47,15 +47,15 @@ def run(
     dtype: options.Dtype = "auto",
     **sampling: object,
 ) -> None:
-    decoding = options.Sampling(**sampling).decoding()
+    decoding = options.SamplingOptions(**sampling).decoding()
     if resume and system:
         raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
     (document,) = open_documents([file], model, dtype, device)
     chat = Chat.load(resume, document) if resume else document.chat(system)
-    talk(chat, max_new_tokens, decoding)
+    run_conversation(chat, max_new_tokens, decoding)
 
 
-def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
+def run_conversation(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
     """Read questions and commands until the input ends."""
     if sys.stdin is None:
         raise RestoreKVError(
@@ -67,20 +67,20 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
     notes.print(
         f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands."
     )
-    for line in lines():
+    for line in read_lines():
         line = line.strip()
         if line.split()[:1] in (["/quit"], ["/exit"]):
             return
-        with going_on("(broken off; the conversation is as it was before)"):
+        with _continue_after_errors("(broken off; the conversation is as it was before)"):
             if line.startswith("/"):
-                command(chat, line)
+                _run_command(chat, line)
             elif line:
-                answer(chat, line, max_new_tokens, decoding)
+                _print_answer(chat, line, max_new_tokens, decoding)
 
 
 @contextmanager
-def going_on(after_ctrl_c: str) -> Iterator[None]:
-    """Says why the block failed, or that Ctrl-C broke it off, and goes on; other signals end the
+def _continue_after_errors(after_ctrl_c: str) -> Iterator[None]:
+    """Say why the block failed, or that Ctrl-C broke it off, and goes on; other signals end the
     command.
     """
     try:
@@ -93,15 +93,15 @@ def going_on(after_ctrl_c: str) -> Iterator[None]:
         report_error(error)
 
 
-def lines() -> Iterable[str]:
-    """Yields what is typed, with a history on a terminal, or the lines of a pipe."""
+def read_lines() -> Iterable[str]:
+    """Yield what is typed, with a history on a terminal, or the lines of a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
     with suppress(ImportError):
         import_module("readline")  # gives input() a history and editing
     while True:
-        with going_on("(Ctrl-D or /quit leaves)"):
+        with _continue_after_errors("(Ctrl-D or /quit leaves)"):
             try:
                 yield input("> ")
             except EOFError:
@@ -109,11 +109,11 @@ def lines() -> Iterable[str]:
                 return
 
 
-def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> None:
-    """Prints an answer while it grows, and what the turn cost."""
+def _print_answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> None:
+    """Print an answer while it grows, and what the turn cost."""
     start = time.perf_counter()
     for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
-        print(visible(piece), end="", flush=True)
+        print(make_visible(piece), end="", flush=True)
     print()
     turn = chat.turns[-1]
     seconds = time.perf_counter() - start
@@ -126,8 +126,8 @@ def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> No
     )
 
 
-def command(chat: Chat, line: str) -> None:
-    """Carries out a command that begins with a slash."""
+def _run_command(chat: Chat, line: str) -> None:
+    """Carry out a command that begins with a slash."""
     name, _, rest = line.partition(" ")
     match name:
         case "/undo":
@@ -138,7 +138,9 @@ def command(chat: Chat, line: str) -> None:
             notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":
             for message in chat.messages:
-                said = Text.assemble((message["role"], "bold"), f": {visible(message['content'])}")
+                said = Text.assemble(
+                    (message["role"], "bold"), f": {make_visible(message['content'])}"
+                )
                 output.print(said, soft_wrap=True)
         case "/fold":
             before = chat.nbytes

@@ -59,7 +59,9 @@ def run(
     dtype: options.Dtype = "auto",
     max_context: options.MaxContext = "refuse",
     yarn: options.Yarn = None,
-    json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
+    json: Annotated[
+        Path | None, options.make_output_option("Write the figures here, for programs.")
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(help="Spread a folder over Ray: local, auto or an address.")
     ] = None,
@@ -82,7 +84,7 @@ def run(
         max_context=max_context,
     )
     make_compressor(evictor, config)  # refuses what could not be done, before a model is loaded
-    recipe = folder.Recipe(
+    recipe = folder.CompressionRecipe(
         model,
         dtype,
         device,
@@ -96,16 +98,18 @@ def run(
         config,
     )
     if file != "-" and Path(file).is_dir():
-        return folder.run(Path(file), out, recipe, ray, workers, json)
+        return folder.compress_folder(Path(file), out, recipe, ray, workers, json)
     if ray:
         raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
     check_target(out)
     check_outputs_apart((out, json), (file, model))
-    compress_file(file, out, recipe, json)
+    _compress_file(file, out, recipe, json)
 
 
-def compress_file(file: str, out: Path, recipe: folder.Recipe, json: Path | None) -> None:
-    """Compresses one text."""
+def _compress_file(
+    file: str, out: Path, recipe: folder.CompressionRecipe, json: Path | None
+) -> None:
+    """Compress one text."""
     text = read_text(file)
     loaded, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
@@ -126,7 +130,7 @@ def compress_file(file: str, out: Path, recipe: folder.Recipe, json: Path | None
             json,
             {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()},
         )
-    print_figures(f"Wrote {out}", summary(compressed, out, seconds))
+    print_figures(f"Wrote {out}", summarize_cache(compressed, out, seconds))
 
 
 def checked(
@@ -136,7 +140,7 @@ def checked(
     preset: str | None,
     storage: str,
 ) -> str:
-    """Returns the evictor's spec; refuses, before a model is loaded, what could not be done."""
+    """Return the evictor's spec; refuses, before a model is loaded, what could not be done."""
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
     if ratio is not None:
@@ -145,10 +149,10 @@ def checked(
     return choose_evictor(evictor, preset)
 
 
-def summary(
+def summarize_cache(
     compressed: CompressedContext, out: Path, seconds: float | None = None
 ) -> dict[str, str]:
-    """Returns what a person wants to know about a new cache; without `seconds`, its phases tell
+    """Return what a person wants to know about a new cache; without `seconds`, its phases tell
     them.
     """
     m = compressed.manifest

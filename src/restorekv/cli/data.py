@@ -30,7 +30,7 @@ app = typer.Typer(
 
 
 @app.command("build")
-@options.options_of(BuildConfig)
+@options.add_options_of(BuildConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the data.")],
     model: options.Model = "tiny",
@@ -68,24 +68,26 @@ def run(
             f"Interrupted; continue with --resume, nothing in {out} is asked twice."
         ) from None
     print_written(out)
-    print_tables(out)
+    _print_tables(out)
 
 
 @app.command("show")
 def show(
     folder: Annotated[Path, typer.Argument(help="Folder of the data.")],
-    json: Annotated[Path | None, options.target("Write the figures and the manifest here.")] = None,
+    json: Annotated[
+        Path | None, options.make_output_option("Write the figures and the manifest here.")
+    ] = None,
 ) -> None:
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""
     read_manifest(folder)
     check_outputs_apart([json], folder.glob("*"))
-    rows, manifest = print_tables(folder)
+    rows, manifest = _print_tables(folder)
     if json:
         write_json(json, {"rows": rows, "manifest": manifest})
 
 
-def print_tables(folder: Path) -> tuple[list[dict], dict]:
-    """Reads the data back, so that only verified data is shown."""
+def _print_tables(folder: Path) -> tuple[list[dict], dict]:
+    """Read the data back, so that only verified data is shown."""
     contexts, manifest = read_mixture(folder)
     rows = compute_figures(contexts, manifest)
     output.print(make_data_table(rows, manifest))

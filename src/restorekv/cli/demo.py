@@ -42,7 +42,7 @@ COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
 
 
 @dataclass(frozen=True)
-class Show:
+class DemoPlan:
     """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document
     at `shown` ratios.
     """
@@ -54,13 +54,15 @@ class Show:
     count: int
 
 
-WORLD = Show("tiny", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
-STORIES = Show("fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 7)
+WORLD = DemoPlan("tiny", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
+STORIES = DemoPlan(
+    "fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 7
+)
 STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is shown
 
 
-def show_for(model: str) -> Show:
-    """Returns what to show: the tiny model knows only its own world, any other model reads stories."""
+def choose_plan(model: str) -> DemoPlan:
+    """Return what to show: the tiny model knows only its own world, any other model reads stories."""
     return WORLD if model == TINY else STORIES
 
 
@@ -69,29 +71,31 @@ def run(
     count: Annotated[
         int | None, typer.Option(min=1, help="Held-out documents; else the model's own number.")
     ] = None,
-    json: Annotated[Path | None, options.target("Write rows and conventions here.")] = None,
+    json: Annotated[
+        Path | None, options.make_output_option("Write rows and conventions here.")
+    ] = None,
 ) -> None:
     start = time.perf_counter()
     model = to_canonical_name(model)
-    show = show_for(model)
+    show = choose_plan(model)
     silence_transformers()
     with notes.status(f"loading {model}"):
         # Stays open for the grid's cells.
         loaded, tokenizer = open_model(model, "auto", "cpu", "kvpress")
-    sample = document(model, tokenizer)
-    tokens, answers = side_by_side(
+    sample = choose_document(model, tokenizer)
+    tokens, answers = answer_side_by_side(
         loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown
     )
-    output.print(answers_table(sample, tokens, answers))
-    output.print(seconds_table(answers))
-    figures = measure(model, show, count or show.count)
+    output.print(make_answers_table(sample, tokens, answers))
+    output.print(make_seconds_table(answers))
+    figures = _measure(model, show, count or show.count)
     output.print(f"{time.perf_counter() - start:.0f} seconds")
     if json:
         write_json(json, figures)
 
 
-def measure(model: str, show: Show, count: int) -> dict:
-    """Prints what the methods keep of the answers to held-out documents; returns rows and
+def _measure(model: str, show: DemoPlan, count: int) -> dict:
+    """Print what the methods keep of the answers to held-out documents; returns rows and
     conventions.
     """
     benchmark = replace(tasks.make_benchmark(show.benchmark), count=count).spec
@@ -111,7 +115,7 @@ def measure(model: str, show: Show, count: int) -> dict:
 
 
 @dataclass(frozen=True)
-class Answered:
+class CacheAnswers:
     """A cache's answers, the bytes it holds, and the seconds of every phase that led to them."""
 
     title: str
@@ -120,8 +124,8 @@ class Answered:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
-    if show_for(model) is WORLD:
+def choose_document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
+    if choose_plan(model) is WORLD:
         drawn = suite.draw_held_out(
             "demo 0", "mixed", 1000, 1100, suite.make_token_counter(tokenizer)
         )
@@ -135,37 +139,41 @@ def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
 
 
 @torch.no_grad()
-def side_by_side(
+def answer_side_by_side(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     sample: tasks.Sample,
     adapters: Mapping[str, str | None],
     ratios: Sequence[float],
-) -> tuple[int, list[Answered]]:
-    """Returns the document's tokens, and the answers of the full cache and of every evictor and
+) -> tuple[int, list[CacheAnswers]]:
+    """Return the document's tokens, and the answers of the full cache and of every evictor and
     ratio.
 
     `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
     """
-    answers: list[Answered] = []
+    answers: list[CacheAnswers] = []
     for evictor, source in adapters.items():
         eviction = Eviction.make(evictor)
         adapter = load_adapter(model, source, eviction)
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
-        for title, cache, seconds in caches(prepared, evictor, ratios, with_full=not answers):
+        for title, cache, seconds in _evict_caches(
+            prepared, evictor, ratios, with_full=not answers
+        ):
             questions, limits = zip(
                 *((each.text, each.max_new_tokens) for each in sample.questions), strict=True
             )
             with timed(seconds, "ask"):
                 texts = ask(model, tokenizer, prepared.context, cache, questions, limits)
-            answers.append(Answered(title, cache.nbytes, [text.strip() for text in texts], seconds))
+            answers.append(
+                CacheAnswers(title, cache.nbytes, [text.strip() for text in texts], seconds)
+            )
     return prepared.context.tokens, answers
 
 
-def caches(
+def _evict_caches(
     prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
 ) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
-    """Yields title, cache and seconds at every ratio, without restoring and, where there is an
+    """Yield title, cache and seconds at every ratio, without restoring and, where there is an
     adapter, with it.
     """
     if with_full:
@@ -181,8 +189,8 @@ def caches(
             yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
 
 
-def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) -> Table:
-    """Returns a block for each question: the reference answers, then every cache's answer with the
+def make_answers_table(sample: tasks.Sample, tokens: int, found: Sequence[CacheAnswers]) -> Table:
+    """Return a block for each question: the reference answers, then every cache's answer with the
     bytes it holds.
     """
     rows: list[list[str]] = []
@@ -202,7 +210,7 @@ def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) 
     return Table("answers", title, columns, rows, left=(0, 2), strong=strong)
 
 
-def seconds_table(found: Sequence[Answered]) -> Table:
+def make_seconds_table(found: Sequence[CacheAnswers]) -> Table:
     phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
     rows = [
         [

@@ -56,8 +56,8 @@ SHORTEST_SECRET = 6
 COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that decide results."""
+def list_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide results."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -67,19 +67,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, str]:
-    """Returns the system, the processor, its threads and the memory."""
+def describe_machine() -> dict[str, str]:
+    """Return the system, the processor, its threads and the memory."""
     return {
         "system": platform.platform(),
-        "processor": processor(),
+        "processor": find_processor(),
         "cores": str(os.cpu_count()),
         "threads of PyTorch": str(torch.get_num_threads()),
-        "memory": memory(),
+        "memory": describe_memory(),
     }
 
 
-def processor() -> str:
-    """Returns the processor's name, as Linux knows it."""
+def find_processor() -> str:
+    """Return the processor's name, as Linux knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -88,8 +88,8 @@ def processor() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
-def memory() -> str:
-    """Returns the bytes of memory of the machine and of those that are free, where the system says."""
+def describe_memory() -> str:
+    """Return the bytes of memory of the machine and of those that are free, where the system says."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return f"{size(page * os.sysconf('SC_PHYS_PAGES'))}, {size(page * os.sysconf('SC_AVPHYS_PAGES'))} free"
@@ -97,8 +97,8 @@ def memory() -> str:
         return "unknown"
 
 
-def all_devices() -> list[torch.device]:
-    """Returns the CPU and every accelerator that PyTorch can use."""
+def _list_all_devices() -> list[torch.device]:
+    """Return the CPU and every accelerator that PyTorch can use."""
     found = [torch.device("cpu")]
     for kind in ("cuda", "xpu"):
         library = getattr(torch, kind, None)
@@ -109,19 +109,19 @@ def all_devices() -> list[torch.device]:
     return found
 
 
-def distinct_devices() -> list[torch.device]:
-    """Returns one device of every kind and name: equal GPUs are checked once."""
+def list_distinct_devices() -> list[torch.device]:
+    """Return one device of every kind and name: equal GPUs are checked once."""
     named = {}
-    for device in all_devices():
+    for device in _list_all_devices():
         known = proofs.identify_device(device)
         named.setdefault((known["kind"], known["name"]), device)
     return list(named.values())
 
 
-def devices() -> list[dict[str, object]]:
-    """Returns every device with its driver, memory and compute capability."""
+def describe_devices() -> list[dict[str, object]]:
+    """Return every device with its driver, memory and compute capability."""
     found = []
-    for device in all_devices():
+    for device in _list_all_devices():
         known = {
             name: value
             for name, value in proofs.identify_device(device).items()
@@ -130,7 +130,7 @@ def devices() -> list[dict[str, object]]:
         if device.type == "cuda":
             known["memory"] = size(torch.cuda.get_device_properties(device).total_memory)
         elif device.type == "cpu":
-            known["name"] = processor()
+            known["name"] = find_processor()
         known["restorekv's code"] = known.get("code", "")
         names = ("name", "driver", "cuda", "capability", "memory", "restorekv's code")
         shown = {name: known[name] for name in names if name in known}
@@ -138,15 +138,15 @@ def devices() -> list[dict[str, object]]:
     return found
 
 
-def places() -> dict[str, str]:
-    """Returns where models, caches and proofs are looked for, and whether the hub answers."""
+def describe_places() -> dict[str, str]:
+    """Return where models, caches and proofs are looked for, and whether the hub answers."""
     folder = find_cache_folder()
     return {
         "models and proofs of restorekv": str(folder)
         if folder
         else "nowhere, there is no home folder",
         "models of the hub": str(constants.HF_HUB_CACHE),
-        "the hub": hub(),
+        "the hub": check_hub(),
         "what ships for models": ", ".join(
             name
             if is_shipping_installed(name)
@@ -156,8 +156,8 @@ def places() -> dict[str, str]:
     }
 
 
-def hub() -> str:
-    """Says whether the hub can be reached, without waiting long for an answer."""
+def check_hub() -> str:
+    """Say whether the hub can be reached, without waiting long for an answer."""
     if constants.HF_HUB_OFFLINE:
         return "not asked: HF_HUB_OFFLINE is set"
     answers: list[bool] = []
@@ -169,8 +169,8 @@ def hub() -> str:
     return "reachable" if answers[0] else "cannot be reached"
 
 
-def extras() -> dict[str, str]:
-    """Returns which optional extras are installed, and the line that installs those that are not."""
+def check_extras() -> dict[str, str]:
+    """Return which optional extras are installed, and the line that installs those that are not."""
     try:
         names = metadata("restorekv").get_all("Provides-Extra") or []
         needed = requires("restorekv") or []
@@ -179,23 +179,23 @@ def extras() -> dict[str, str]:
     parsed = [Requirement(line) for line in needed]
     found = {}
     for name in names:
-        own = [each for each in parsed if each.marker and belongs(each, name)]
+        own = [each for each in parsed if each.marker and _belongs_to_extra(each, name)]
         missing = sorted(
-            {each.name for each in own if each.name != "restorekv" and not is_installed(each.name)}
+            {each.name for each in own if each.name != "restorekv" and not _is_installed(each.name)}
         )
         line = f"pip install 'restorekv[{name}]'"
         found[name] = f"{', '.join(missing)} missing: {line}" if missing else "installed"
     return found
 
 
-def belongs(requirement: Requirement, extra: str) -> bool:
-    """Returns whether this extra brings the requirement on this system."""
+def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
+    """Return whether this extra brings the requirement on this system."""
     return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate(
         {"extra": ""}
     )
 
 
-def is_installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         version(name)
     except PackageNotFoundError:
@@ -203,18 +203,18 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def benchmark(target: Target) -> dict[str, float | str]:
-    """Returns what `time_step` measures, or the problem that a device has with it."""
+def time_attention(target: Target) -> dict[str, float | str]:
+    """Return what `time_step` measures, or the problem that a device has with it."""
     try:
-        return time_step(target)
+        return _time_step(target)
     except (
         Exception
     ) as error:  # of a device that computes wrongly or has too little memory: any kind
         return {"problem": summarize_error(error)}
 
 
-def time_step(target: Target) -> dict[str, float | str]:
-    """Times one layer of a decode step: over a compressed cache as it is used here, and over the
+def _time_step(target: Target) -> dict[str, float | str]:
+    """Time one layer of a decode step: over a compressed cache as it is used here, and over the
     full one with SDPA.
     """
     device = target.device
@@ -242,9 +242,9 @@ def time_step(target: Target) -> dict[str, float | str]:
         grouped = query.unflatten(1, (heads, -1))
         backend = attention.choose_backend(grouped, layer)
         tiles.plan_tiles([layer])
-        ours = seconds(lambda: backend(grouped, layer, None, dim**-0.5), device)
-        dense = seconds(lambda: sdpa(query, *full, enable_gqa=True), device)
-        copying = seconds(lambda: copy.copy_(source), device)
+        ours = measure_seconds(lambda: backend(grouped, layer, None, dim**-0.5), device)
+        dense = measure_seconds(lambda: sdpa(query, *full, enable_gqa=True), device)
+        copying = measure_seconds(lambda: copy.copy_(source), device)
     return {
         "backend": backend.__module__.rpartition(".")[2],
         "tokens": TOKENS,
@@ -256,8 +256,8 @@ def time_step(target: Target) -> dict[str, float | str]:
     }
 
 
-def seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Returns the median of runs that take BENCHMARK_SECONDS together, after one that is not
+def measure_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Return the median of runs that take BENCHMARK_SECONDS together, after one that is not
     counted.
     """
     step()
@@ -271,8 +271,8 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
     return median(took)
 
 
-def sentences(figures: dict) -> dict[str, str]:
-    """Returns the figures of a benchmark as texts."""
+def format_timings(figures: dict) -> dict[str, str]:
+    """Return the figures of a benchmark as texts."""
     if "problem" in figures:
         return {"not measured": figures["problem"]}
     return {
@@ -283,8 +283,8 @@ def sentences(figures: dict) -> dict[str, str]:
     }
 
 
-def model_for_report(name: str) -> str:
-    """Returns a model's name if it is one of ours or a hub id, since a folder's name may be
+def hide_private_name(name: str) -> str:
+    """Return a model's name if it is one of ours or a hub id, since a folder's name may be
     private.
     """
     public = to_canonical_name(name) in NAMES or (
@@ -293,19 +293,19 @@ def model_for_report(name: str) -> str:
     return name if public else "a file or folder of this machine"
 
 
-def without_private_data(value: object) -> object:
-    """Returns JSON values in which no text names the user, a home folder, the machine or a secret."""
+def remove_private_data(value: object) -> object:
+    """Return JSON values in which no text names the user, a home folder, the machine or a secret."""
     if isinstance(value, dict):
         return {
-            without_private_data(name): without_private_data(each) for name, each in value.items()
+            remove_private_data(name): remove_private_data(each) for name, each in value.items()
         }
     if isinstance(value, list | tuple):
-        return [without_private_data(each) for each in value]
-    return clean(value) if isinstance(value, str) else value
+        return [remove_private_data(each) for each in value]
+    return remove_private_text(value) if isinstance(value, str) else value
 
 
-def clean(text: str) -> str:
-    """Returns a text with ~ for home folders, and signs for names and secrets."""
+def remove_private_text(text: str) -> str:
+    """Return a text with ~ for home folders, and signs for names and secrets."""
     for name, secret in os.environ.items():
         if SECRET.search(name) and len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, "<secret>")
@@ -315,14 +315,14 @@ def clean(text: str) -> str:
             text = text.replace(home, "~")
     text = re.sub(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\][^/\\\s:'\",]+", "~", text)
     text = re.sub(r"//[^/@\s]+@", "//", text)  # a name and a password in an address
-    for name, sign in ((user(), "<user>"), (platform.node(), "<machine>")):
+    for name, sign in ((find_user_name(), "<user>"), (platform.node(), "<machine>")):
         if len(name) > 2 and name.lower() not in COMMON:
             text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", sign, text)
     return text
 
 
-def user() -> str:
-    """Returns the user's name, or nothing where the system knows none."""
+def find_user_name() -> str:
+    """Return the user's name, or nothing where the system knows none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):

@@ -52,7 +52,9 @@ def run(
     ] = "auto",
     out: Annotated[
         Path | None,
-        options.target("Write all of it here, to attach to an issue.", "--output", "-o"),
+        options.make_output_option(
+            "Write all of it here, to attach to an issue.", "--output", "-o"
+        ),
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Check everything now, whatever is remembered.")
@@ -60,17 +62,17 @@ def run(
 ) -> None:
     check_dtype(dtype)
     silence_transformers()
-    heads, groups, dim = shape_of(model)
-    devices = [parse_device(device)] if device else diagnosis.distinct_devices()
+    heads, groups, dim = _read_shape(model)
+    devices = [parse_device(device)] if device else diagnosis.list_distinct_devices()
     with notes.status("looking at this machine"):
         report = {
-            "versions": diagnosis.versions(),
-            "machine": diagnosis.machine(),
-            "devices": diagnosis.devices(),
-            "places": diagnosis.places(),
-            "extras": diagnosis.extras(),
+            "versions": diagnosis.list_versions(),
+            "machine": diagnosis.describe_machine(),
+            "devices": diagnosis.describe_devices(),
+            "places": diagnosis.describe_places(),
+            "extras": diagnosis.check_extras(),
             "shape": {
-                "model": diagnosis.model_for_report(model),
+                "model": diagnosis.hide_private_name(model),
                 "heads": heads,
                 "groups": groups,
                 "dim": dim,
@@ -85,10 +87,10 @@ def run(
         )
     report["checks"] = []
     for each in devices:
-        target = Target(each, heads, groups, dim, dtype_for(each, dtype))
+        target = Target(each, heads, groups, dim, _choose_dtype(each, dtype))
         with notes.status(f"checking {each}"):
-            checked = check_device(target, again)
-            figures = diagnosis.benchmark(target)
+            checked = _check_device(target, again)
+            figures = diagnosis.time_attention(target)
         report["checks"].append(
             {
                 "device": str(each),
@@ -97,18 +99,18 @@ def run(
                 "benchmark": figures,
             }
         )
-        output.print(table_of(target, checked))
-        print_figures(f"a decode step's attention on {each}", diagnosis.sentences(figures))
+        output.print(_tabulate_checks(target, checked))
+        print_figures(f"a decode step's attention on {each}", diagnosis.format_timings(figures))
     print_figures("places", report["places"])
     print_figures("optional extras", report["extras"])
     if out:
-        write_json(out, diagnosis.without_private_data(report))
+        write_json(out, diagnosis.remove_private_data(report))
         print_written(out)
-    finish(report["checks"])
+    _report_problems(report["checks"])
 
 
-def shape_of(name: str) -> tuple[int, int, int]:
-    """Returns KV heads, query heads for each and the head dimension of a model, from its config
+def _read_shape(name: str) -> tuple[int, int, int]:
+    """Return KV heads, query heads for each and the head dimension of a model, from its config
     alone.
     """
     if name == SMOLLM2:
@@ -130,8 +132,8 @@ def shape_of(name: str) -> tuple[int, int, int]:
     return shape.heads, shape.groups, shape.head_dim
 
 
-def dtype_for(device: torch.device, name: str) -> torch.dtype:
-    """Returns the dtype to check: the one that was named, or what models usually have on the
+def _choose_dtype(device: torch.device, name: str) -> torch.dtype:
+    """Return the dtype to check: the one that was named, or what models usually have on the
     device.
     """
     if name == "auto":
@@ -139,8 +141,8 @@ def dtype_for(device: torch.device, name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def check_device(target: Target, again: bool) -> list[dict[str, object]]:
-    """Returns a row for each component: whether it is used on the device, and what its proof says."""
+def _check_device(target: Target, again: bool) -> list[dict[str, object]]:
+    """Return a row for each component: whether it is used on the device, and what its proof says."""
     rows = []
     for component in COMPONENTS.values():
         missing = component.missing(target.device, target.dtype)
@@ -154,7 +156,7 @@ def check_device(target: Target, again: bool) -> list[dict[str, object]]:
                 }
             )
             continue
-        found = proof_of(component, target, again)
+        found = _find_proof(component, target, again)
         why = "" if found.right else f"{found.reason()}. {component.instead}"
         row = {
             "component": component.name,
@@ -166,8 +168,8 @@ def check_device(target: Target, again: bool) -> list[dict[str, object]]:
     return rows
 
 
-def proof_of(component: Component, target: Target, again: bool) -> Proof:
-    """Returns what is known of a component or is found out now; on a CPU, whose code is tested,
+def _find_proof(component: Component, target: Target, again: bool) -> Proof:
+    """Return what is known of a component or is found out now; on a CPU, whose code is tested,
     nothing is kept.
     """
     if proofs.needs_proof(target.device):
@@ -175,8 +177,8 @@ def proof_of(component: Component, target: Target, again: bool) -> Proof:
     return proofs.check_component(component, target)
 
 
-def table_of(target: Target, rows: list[dict[str, object]]) -> Table:
-    """Shows the components of a device, each with the trial that came closest to what is allowed."""
+def _tabulate_checks(target: Target, rows: list[dict[str, object]]) -> Table:
+    """Show the components of a device, each with the trial that came closest to what is allowed."""
     shape = (
         f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"
     )
@@ -205,9 +207,9 @@ def table_of(target: Target, rows: list[dict[str, object]]) -> Table:
     return table
 
 
-def finish(checks: list[dict]) -> None:
-    """Says what came of it; fails where nothing right is left to answer."""
-    broken = [each["device"] for each in checks if not right_of(each, PLAIN)]
+def _report_problems(checks: list[dict]) -> None:
+    """Say what came of it; fails where nothing right is left to answer."""
+    broken = [each["device"] for each in checks if not _is_used(each, PLAIN)]
     if broken:
         raise RestoreKVError(
             f"PyTorch's own operations compute attention wrongly on {', '.join(broken)}; use another device, and "
@@ -231,6 +233,6 @@ def finish(checks: list[dict]) -> None:
         output.print("Everything that is used here has proven itself.")
 
 
-def right_of(check: dict, name: str) -> bool:
-    """Returns whether a component has proven itself on a device."""
+def _is_used(check: dict, name: str) -> bool:
+    """Return whether a component has proven itself on a device."""
     return next(row["used"] for row in check["components"] if row["component"] == name)

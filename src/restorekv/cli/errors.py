@@ -1,4 +1,4 @@
-"""Turns an exception into one sentence on stderr and an exit code; bugs keep their traceback."""
+"""Turn an exception into one sentence on stderr and an exit code; bugs keep their traceback."""
 
 import codecs
 import errno
@@ -45,20 +45,20 @@ ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
 
 
-def usage_message(error: Exception) -> str:
-    """Returns a usage error as one clause, with the names that typer suggests in brackets."""
+def explain_usage_error(error: Exception) -> str:
+    """Return a usage error as one clause, with the names that typer suggests in brackets."""
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"
     return re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
 
 
 def report_error(error: BaseException) -> int:
-    """Prints an error that a user can fix and returns the exit code; raises a bug again."""
+    """Print an error that a user can fix and returns the exit code; raises a bug again."""
     if isinstance(error, KeyboardInterrupt):
         return print_error(str(error) or "Interrupted; no half-written file was left.", 130)
     if isinstance(error, RestoreKVError):
         return print_error(str(error), 1)
     if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
-        flush_output()
+        _flush_output()
         return 1
     text = str(error)
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
@@ -72,22 +72,22 @@ def report_error(error: BaseException) -> int:
         return print_error(f"Cannot use {where}: {error.strerror}; {fix}.", 1)
     if isinstance(error, OverflowError) or any(words in text for words in TOO_LARGE):
         return print_error("A number is too large to compute with; give a smaller one.", 1)
-    if isinstance(error, UnicodeEncodeError) and is_broken(error.object):
+    if isinstance(error, UnicodeEncodeError) and _is_broken(error.object):
         return print_error(
             "A text or a name on the command line is not UTF-8; convert or rename it.", 1
         )
     raise error
 
 
-def is_broken(text: str) -> bool:
-    """Returns whether a text has half a character, as bytes that are not UTF-8 become on the
+def _is_broken(text: str) -> bool:
+    """Return whether a text has half a character, as bytes that are not UTF-8 become on the
     command line.
     """
     return any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def prepare_process() -> None:
-    """Refuses a closed stdout, prints signs that the terminal lacks as others, and lets signals end
+    """Refuse a closed stdout, prints signs that the terminal lacks as others, and lets signals end
     like Ctrl-C.
     """
     for number, mode in enumerate(("r", "w", "w")):
@@ -103,7 +103,7 @@ def prepare_process() -> None:
                 "The standard output is closed; send it to a file, for example /dev/null.", 1
             )
         )
-    codecs.register_error("plain", plain)
+    codecs.register_error("plain", _replace_unencodable)
     sys.stdout.reconfigure(errors="plain")
     threading.excepthook = lambda failure: (
         None if failure.exc_type is OSError else threading.__excepthook__(failure)
@@ -111,39 +111,39 @@ def prepare_process() -> None:
     for name in ENDINGS:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores one
-            signal.signal(number, end)
+            signal.signal(number, _end_command)
 
 
-def plain(error: UnicodeError) -> tuple[str, int]:
-    """Replaces what an output cannot show by similar ASCII signs, or by question marks."""
+def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
+    """Replace what an output cannot show by similar ASCII signs, or by question marks."""
     part = error.object[error.start : error.end].translate(PLAIN)
     return part.encode("ascii", "replace").decode(), error.end
 
 
-def visible(text: str) -> str:
-    """Returns a text with signs for control characters other than tabs and line ends, which could
+def make_visible(text: str) -> str:
+    """Return a text with signs for control characters other than tabs and line ends, which could
     act on a terminal.
     """
     return text.translate(CONTROL)
 
 
-def end(number: int, frame: FrameType | None) -> None:
-    """Ends the command as Ctrl-C does, so that nothing half-written stays."""
+def _end_command(number: int, frame: FrameType | None) -> None:
+    """End the command as Ctrl-C does, so that nothing half-written stays."""
     RECEIVED.append(number)
     raise KeyboardInterrupt
 
 
 def print_error(text: str, code: int) -> int:
-    """Prints a text as one line and returns the exit code."""
-    flush_output()
-    text = " ".join(visible(text).split())
+    """Print a text as one line and returns the exit code."""
+    _flush_output()
+    text = " ".join(make_visible(text).split())
     text = re.sub(rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", text)
     print("error:", text, file=sys.stderr)
     return code
 
 
-def flush_output() -> None:
-    """Drops what cannot be written, which Python would otherwise try to write again at its end."""
+def _flush_output() -> None:
+    """Drop what cannot be written, which Python would otherwise try to write again at its end."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -152,7 +152,7 @@ def flush_output() -> None:
 
 
 def show_warnings() -> None:
-    """Prints our warnings as one line each on stderr and hides those of libraries."""
+    """Print our warnings as one line each on stderr and hides those of libraries."""
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", RestoreKVWarning)
     warnings.showwarning = lambda message, *_, **__: print("warning:", message, file=sys.stderr)

@@ -81,7 +81,8 @@ def run(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of Ray workers.")] = 2,
     json: Annotated[
-        Path | None, options.target("Also write rows, conventions and every answer here.")
+        Path | None,
+        options.make_output_option("Also write rows, conventions and every answer here."),
     ] = None,
 ) -> None:
     common = {
@@ -115,7 +116,7 @@ def run(
 
 
 def open_pool(ray: str | None, workers: int, device: str) -> AbstractContextManager[WorkerPool]:
-    """Returns this process, or a Ray cluster that ends with the block."""
+    """Return this process, or a Ray cluster that ends with the block."""
     return nullcontext(LocalPool(device)) if ray is None else RayPool(workers, ray, device)
 
 

@@ -43,7 +43,7 @@ EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CompressionRecipe:
     """The model and how texts are compressed; `options` and `config` are those of `compress`."""
 
     model: str
@@ -55,7 +55,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Made:
+class DocumentResult:
     """What became of a document: `done` is "wrote" or "kept", or "failed" with the reason."""
 
     done: str
@@ -64,15 +64,15 @@ class Made:
     reason: str = ""
 
 
-class Maker:
-    """Compresses documents with a model that it opens once."""
+class DocumentCompressor:
+    """Compress documents with a model that it opens once."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: CompressionRecipe) -> None:
         self.recipe = recipe
         self.opened = None
 
     def open(self) -> None:
-        """Opens the model and finds out what decides every cache file."""
+        """Open the model and finds out what decides every cache file."""
         if self.opened:
             return
         recipe = self.recipe
@@ -107,21 +107,21 @@ class Maker:
         self.facts = json.dumps(facts, sort_keys=True, default=str)
         self.opened = (model, tokenizer)
 
-    def make(self, source: str, name: str, target: str) -> Made:
-        """Writes the cache file of a document, unless it is there already."""
+    def make(self, source: str, name: str, target: str) -> DocumentResult:
+        """Write the cache file of a document, unless it is there already."""
         try:
             return self.made(Path(source), name, Path(target))
         except EXPECTED as error:
             reason = str(error) if isinstance(error, RestoreKVError) else summarize_error(error)
-            return Made("failed", reason=reason or type(error).__name__)
+            return DocumentResult("failed", reason=reason or type(error).__name__)
 
-    def made(self, source: Path, name: str, target: Path) -> Made:
+    def made(self, source: Path, name: str, target: Path) -> DocumentResult:
         """See `make`; raises what is wrong with the document."""
         self.open()
         content = read_bytes(source, name, TEXT_BYTES)
-        record = record_of(target)
+        record = _locate_record(target)
         digest = hashlib.sha256(self.facts.encode() + content).hexdigest()
-        if (there := existing(target, record, digest)) is not None:
+        if (there := _find_existing(target, record, digest)) is not None:
             return there
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
@@ -138,15 +138,15 @@ class Maker:
         write_json(
             record, {"of": digest, "file": digest_file(target), "seconds": seconds}, follow=False
         )
-        return Made("wrote", plain.bytes_held, plain.bytes_full)
+        return DocumentResult("wrote", plain.bytes_held, plain.bytes_full)
 
 
-def record_of(target: Path) -> Path:
+def _locate_record(target: Path) -> Path:
     return target.parent / ".made" / f"{target.name}.json"
 
 
-def existing(target: Path, record: Path, digest: str) -> Made | None:
-    """Returns what is there if it is whole and made of the same; old records do not name the file's
+def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | None:
+    """Return what is there if it is whole and made of the same; old records do not name the file's
     bytes.
     """
     if not target.exists() or not record.exists():
@@ -160,11 +160,11 @@ def existing(target: Path, record: Path, digest: str) -> Made | None:
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
         return None
-    return Made("kept", manifest.bytes_held, manifest.bytes_full)
+    return DocumentResult("kept", manifest.bytes_held, manifest.bytes_full)
 
 
-def documents_of(folder: Path) -> list[Path]:
-    """Returns the documents below a folder, relative to it, in order."""
+def _list_documents(folder: Path) -> list[Path]:
+    """Return the documents below a folder, relative to it, in order."""
     below = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     found = [
         path
@@ -178,11 +178,16 @@ def documents_of(folder: Path) -> list[Path]:
     return found
 
 
-def run(
-    folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, figures: Path | None
+def compress_folder(
+    folder: Path,
+    out: Path,
+    recipe: CompressionRecipe,
+    ray: str | None,
+    workers: int,
+    figures: Path | None,
 ) -> None:
-    """Compresses every document of a folder; raises RestoreKVError at the end if some could not be."""
-    names = documents_of(folder)
+    """Compress every document of a folder; raises RestoreKVError at the end if some could not be."""
+    names = _list_documents(folder)
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is not a folder; the documents of a folder go into one.")
     out.mkdir(parents=True, exist_ok=True)
@@ -196,8 +201,11 @@ def run(
     check_outputs_apart(
         [figures], [each for source, _, target in work for each in (source, target)]
     )
-    made: list[Made] = []
-    with makers(recipe, ray, workers) as each, show_progress_share("compressing") as update:
+    made: list[DocumentResult] = []
+    with (
+        _open_compressors(recipe, ray, workers) as each,
+        show_progress_share("compressing") as update,
+    ):
         update(str(names[0]), 0.0)
         for number, (name, one) in enumerate(zip(names, each(work), strict=True), 1):
             made.append(one)
@@ -227,17 +235,17 @@ def run(
 
 
 @contextmanager
-def makers(recipe: Recipe, ray: str | None, workers: int) -> Iterator[Any]:
-    """Yields a function that takes (source, name, target) of every document and yields what became
+def _open_compressors(recipe: CompressionRecipe, ray: str | None, workers: int) -> Iterator[Any]:
+    """Yield a function that takes (source, name, target) of every document and yields what became
     of each.
     """
     if ray is None:
-        maker = Maker(recipe)
+        maker = DocumentCompressor(recipe)
         maker.open()
         yield lambda work: (maker.make(*each) for each in work)
         return
-    from restorekv.cli.ray_folder import RayMakers  # Ray is an optional extra
+    from restorekv.cli.ray_folder import RayCompressorPool  # Ray is an optional extra
 
-    with RayMakers(recipe, workers, ray) as pool:
+    with RayCompressorPool(recipe, workers, ray) as pool:
         next(pool.run_calls([("open", ())]))  # a model that cannot be opened ends all
         yield lambda work: pool.run_calls([("make", arguments) for arguments in work])

@@ -20,9 +20,9 @@ from restorekv.train.examples import make_tiny_examples, read_contexts
 from restorekv.train.gate import GateConfig, train_gate
 
 
-@options.options_of(GateConfig)
+@options.add_options_of(GateConfig)
 def train(
-    out: Annotated[Path, options.target("The gate file to write.")],
+    out: Annotated[Path, options.make_output_option("The gate file to write.")],
     data: Annotated[
         list[str],
         typer.Option(
@@ -88,7 +88,7 @@ def convert(
             help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}."
         ),
     ],
-    out: Annotated[Path, options.target("The gate file to write.", "--output", "-o")],
+    out: Annotated[Path, options.make_output_option("The gate file to write.", "--output", "-o")],
     model: options.Model = "tiny",
     dtype: options.Dtype = "auto",
 ) -> None:

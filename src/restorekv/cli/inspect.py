@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cli import options
-from restorekv.cli.errors import visible
+from restorekv.cli.errors import make_visible
 from restorekv.cli.session import check_outputs_apart, describe_method, output, print_figures
 from restorekv.context import size
 from restorekv.errors import ModelError
@@ -32,9 +32,11 @@ GONE = "·"
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     plot: Annotated[
-        Path | None, options.target("Draw the same as a picture: .png, .pdf or .svg.")
+        Path | None, options.make_output_option("Draw the same as a picture: .png, .pdf or .svg.")
     ] = None,
-    json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
+    json: Annotated[
+        Path | None, options.make_output_option("Write the figures here, for programs.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Whose tokenizer shows the text; one that ships unless given."),
@@ -45,26 +47,26 @@ def run(
         check_plot_path(plot)
     check_outputs_apart((plot, json), (file, model))
     survivors = Survivors.load(file)
-    tokenizer = find_tokenizer(survivors, model)
+    tokenizer = _find_tokenizer(survivors, model)
     if plot:
         save_plot(survivors, plot, file.name)
     if json:
         write_json(
             json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.to_json()}
         )
-    print_figures(str(file), facts(survivors))
-    output.print(heads(survivors))
-    output.print(positions(survivors))
+    print_figures(str(file), _list_facts(survivors))
+    output.print(tabulate_heads(survivors))
+    output.print(draw_positions(survivors))
     if tokenizer is None:
         output.print("The text is not shown: name the model with --model for its tokenizer.")
     else:
-        output.print(reading(survivors, tokenizer, tokens))
+        output.print(show_text(survivors, tokenizer, tokens))
     if plot:
         output.print(f"Drew {plot}", soft_wrap=True, markup=False)
 
 
-def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
-    """Returns the tokenizer asked for, or that of a model that ships, if its template fits; the
+def _find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
+    """Return the tokenizer asked for, or that of a model that ships, if its template fits; the
     file names no other.
     """
     if model is not None:
@@ -79,8 +81,8 @@ def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
     return None
 
 
-def facts(survivors: Survivors) -> dict[str, str]:
-    """Returns how the file was made and what it holds."""
+def _list_facts(survivors: Survivors) -> dict[str, str]:
+    """Return how the file was made and what it holds."""
     m = survivors.manifest
     full = survivors.keep.numel()
     return {
@@ -94,8 +96,8 @@ def facts(survivors: Survivors) -> dict[str, str]:
     }
 
 
-def heads(survivors: Survivors) -> Table:
-    """Shows the context tokens that each head keeps, shaded, and each layer's share of all of them."""
+def tabulate_heads(survivors: Survivors) -> Table:
+    """Show the context tokens that each head keeps, shaded, and each layer's share of all of them."""
     counts = survivors.per_head
     shares = survivors.per_layer
     most = max(int(counts.max()), 1)
@@ -112,9 +114,9 @@ def heads(survivors: Survivors) -> Table:
     table.add_column("share of all")
     for layer, row in enumerate(counts.tolist()):
         cells = (
-            [f"{n:,} {shade(n / most)}" for n in row]
+            [f"{n:,} {_choose_shade(n / most)}" for n in row]
             if numbered
-            else ["".join(shade(n / most) for n in row)]
+            else ["".join(_choose_shade(n / most) for n in row)]
         )
         bar = "█" * round(16 * float(shares[layer] / shares.max().clamp(min=1e-9)))
         table.add_row(
@@ -123,8 +125,8 @@ def heads(survivors: Survivors) -> Table:
     return table
 
 
-def positions(survivors: Survivors) -> Text:
-    """Shows the share of heads that keep each stretch of the context, as one line of bars."""
+def draw_positions(survivors: Survivors) -> Text:
+    """Show the share of heads that keep each stretch of the context, as one line of bars."""
     share = survivors.per_position[survivors.context.prefix :]
     width = min(64, len(share))
     parts = [float(part.mean()) for part in share.tensor_split(width)]
@@ -136,8 +138,8 @@ def positions(survivors: Survivors) -> Text:
     return text.append(f"start │{line}│ end\n", style="not bold")
 
 
-def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
-    """Shows the text as the cache has it: the brighter a token, the more heads keep it; a dot where
+def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
+    """Show the text as the cache has it: the brighter a token, the more heads keep it; a dot where
     none does.
     """
     start = survivors.context.prefix
@@ -147,7 +149,7 @@ def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
         "The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n"
     )
     ids = survivors.context.ids[0, start : start + limit].tolist()
-    for piece, part in characters(tokenizer, ids, share.tolist()):
+    for piece, part in _split_characters(tokenizer, ids, share.tolist()):
         if part == 0:
             blank = piece[: len(piece) - len(piece.lstrip())]
             text.append(blank + GONE, style="not bold grey50")
@@ -158,20 +160,20 @@ def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     return text
 
 
-def characters(
+def _split_characters(
     tokenizer: Tokenizer, ids: Sequence[int], shares: Sequence[float]
 ) -> Iterator[tuple[str, float]]:
-    """Yields pieces of whole characters, each the text of as many tokens as it takes, with their
+    """Yield pieces of whole characters, each the text of as many tokens as it takes, with their
     highest share.
     """
     start = 0
     for end in range(1, len(ids) + 1):
         piece = tokenizer.decode(ids[start:end])
         if end == len(ids) or not piece.endswith("\ufffd"):
-            yield visible(piece), max(shares[start:end])
+            yield make_visible(piece), max(shares[start:end])
             start = end
 
 
-def shade(part: float) -> str:
-    """Returns a character from blank (0) to full (1)."""
+def _choose_shade(part: float) -> str:
+    """Return a character from blank (0) to full (1)."""
     return SHADES[math.ceil(4 * part)]

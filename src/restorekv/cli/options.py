@@ -18,19 +18,19 @@ from restorekv.generation.sampling import Decoding
 from restorekv.pipeline import DEFAULT
 
 
-def writable(path: Path | None) -> Path | None:
-    """Refuses a file that cannot be written, before hours of work go into its contents."""
+def _check_output(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before hours of work go into its contents."""
     if path is not None:
         check_target(path)
     return path
 
 
-def target(help: str, *names: str) -> Any:
-    """Returns an option that names a file to write, which is checked when the command is read."""
-    return typer.Option(*names, help=help, callback=writable)
+def make_output_option(help: str, *names: str) -> Any:
+    """Return an option that names a file to write, which is checked when the command is read."""
+    return typer.Option(*names, help=help, callback=_check_output)
 
 
-CacheFile = Annotated[Path, target("The cache file to write.", "--output", "-o")]
+CacheFile = Annotated[Path, make_output_option("The cache file to write.", "--output", "-o")]
 EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 
 Evictor = Annotated[
@@ -117,7 +117,7 @@ RestoreTokens = Annotated[
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How `ask` and `chat` write answers; see `Decoding`."""
 
     temperature: float = field(
@@ -147,7 +147,7 @@ class Sampling:
     )
 
     def decoding(self) -> dict[str, Any]:
-        """Returns the options of `Decoding`; checks them and reads the schema."""
+        """Return the options of `Decoding`; checks them and reads the schema."""
         options = {name: value for name, value in vars(self).items() if value is not None}
         if self.json_schema is not None:
             options["json_schema"] = json.dumps(read_json(self.json_schema, str(self.json_schema)))
@@ -155,8 +155,8 @@ class Sampling:
         return options
 
 
-def options_of(config: type) -> Callable[[Callable], Callable]:
-    """Decorates a command that takes `**settings`: every field of the dataclass becomes an option
+def add_options_of(config: type) -> Callable[[Callable], Callable]:
+    """Decorate a command that takes `**settings`: every field of the dataclass becomes an option
     with its help.
 
     Tuples are written with commas between, literals as text; a field's metadata holds `help`.

@@ -69,7 +69,7 @@ def run(
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
         stored = replace(stored, lora=lora, card=replace(stored.card, dtype=dtype))
     path = folder / adapter_file.README
-    readme = None if model_card.is_generated_card(path) else own_card(path)
+    readme = None if model_card.is_generated_card(path) else _read_own_card(path)
     if dry_run:
         typer.echo(publish.prepare_upload(repo, stored, license, readme)[1], nl=False)
         return
@@ -80,7 +80,7 @@ def run(
     output.print(f"Published {address}", markup=False)
 
 
-def own_card(path: Path) -> str:
-    """Returns the model card that a person wrote."""
+def _read_own_card(path: Path) -> str:
+    """Return the model card that a person wrote."""
     with reraise_as(AdapterError):
         return read_bytes(path, str(path), publish.README_LIMIT).decode("utf-8", "replace")

@@ -23,7 +23,7 @@ BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@options.options_of(RayOptions)
+@options.add_options_of(RayOptions)
 def run(
     model: options.Model = "smollm2",
     preset: Annotated[
@@ -70,21 +70,21 @@ def run(
     spread = RayOptions(**spread)
     if spread.ray and engine != "embedded":
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
-    keys = read_keys(api_key_file) if api_key_file else ()
-    server = loaded_server(host, keys)
+    keys = _read_keys(api_key_file) if api_key_file else ()
+    server = _import_server(host, keys)
     store = store or Path("restorekv-store")
     shared = shared or (str((store / "shared").resolve()) if spread.ray else None)
     own = {
         "url": vllm_url,
         "folder": vllm_store,
-        "options": vllm_options and object_of("--vllm-options", vllm_options),
+        "options": vllm_options and _parse_json_object("--vllm-options", vllm_options),
     }
     settings = server.Settings(
         store,
         model,
         f"{model}:{preset}-{ratio}",
-        size_of("--memory", memory),
-        size_of("--disk", disk),
+        _parse_size("--memory", memory),
+        _parse_size("--disk", disk),
         shared,
         keys,
         server.Limits(tokens=max_tokens, waiting=waiting),
@@ -98,7 +98,7 @@ def run(
     with ExitStack() as lasting:
         # Before the model is loaded, which takes seconds, so that nobody takes the port meanwhile.
         listeners = open_listeners(host, port, lasting)
-        lock_store(store, lasting)
+        _lock_store(store, lasting)
         if spread.ray:
             engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
@@ -110,14 +110,14 @@ def run(
             app = server.build_app(*open_model(model, dtype, device), settings)
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listeners[0].getsockname()[1]}"
-        say(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
+        _print_note(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
         server.serve_app(app, listeners)
-        say(f"Stopped; the documents stay in {store}.")
+        _print_note(f"Stopped; the documents stay in {store}.")
         server.exit_after_signal(app)
 
 
-def lock_store(store: Path, lasting: ExitStack) -> None:
-    """Refuses a second server at a store for as long as `lasting` lasts.
+def _lock_store(store: Path, lasting: ExitStack) -> None:
+    """Refuse a second server at a store for as long as `lasting` lasts.
 
     A disk that is full or read-only may have no room for the lock file; then the lock of the
     store's index does it.
@@ -127,19 +127,19 @@ def lock_store(store: Path, lasting: ExitStack) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or not store.is_dir():
             raise
-        say(
+        _print_note(
             f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until it can."
         )
 
 
-def say(text: str) -> None:
-    """Prints for whoever started the server; a log on a full disk keeps no server from answering."""
+def _print_note(text: str) -> None:
+    """Print for whoever started the server; a log on a full disk keeps no server from answering."""
     with suppress(OSError):
         notes.print(text, highlight=False)
 
 
-def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
-    """Returns the module that serves; warns where a server without keys can be reached from
+def _import_server(host: str, keys: tuple[str, ...]) -> ModuleType:
+    """Return the module that serves; warns where a server without keys can be reached from
     elsewhere.
     """
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
@@ -151,7 +151,7 @@ def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
 
 
 def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.socket]:
-    """Returns sockets that listen at every address of a host, until `lasting` closes them.
+    """Return sockets that listen at every address of a host, until `lasting` closes them.
 
     Whoever connects before the server answers waits. A port of 0 is one that is free, the same at
     all addresses. Raises RestoreKVError where nothing can listen.
@@ -193,7 +193,7 @@ def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.sock
     return listeners
 
 
-def size_of(name: str, text: str) -> int:
+def _parse_size(name: str, text: str) -> int:
     """4G -> 4 * 2^30."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if not parts:
@@ -201,8 +201,8 @@ def size_of(name: str, text: str) -> int:
     return int(float(parts[1]) * UNITS[parts[2].upper()])
 
 
-def object_of(name: str, text: str) -> dict:
-    """Reads a JSON object."""
+def _parse_json_object(name: str, text: str) -> dict:
+    """Read a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -214,8 +214,8 @@ def object_of(name: str, text: str) -> dict:
     return found
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Returns the keys of a file, one a line."""
+def _read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one a line."""
     text = read_bytes(path, f"The file {path}").decode("utf-8", "replace")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or min(map(len, keys)) < 16:

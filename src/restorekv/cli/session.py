@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import TEXT_BYTES
-from restorekv.cli.errors import visible
+from restorekv.cli.errors import make_visible
 from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
@@ -38,20 +38,20 @@ from restorekv.storage.cache_file import Manifest, read
 
 
 class Terminal(Console):
-    """Prints texts of others: no `:name:` becomes an emoji, and no character commands the terminal."""
+    """Print texts of others: no `:name:` becomes an emoji, and no character commands the terminal."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)
 
     def status(self, status: str, **settings: Any) -> Status:
-        """Shows a line while the block works, in which the names of files and models are no markup."""
+        """Show a line while the block works, in which the names of files and models are no markup."""
         return super().status(Text(status), **settings)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else visible(text), style, control)
+            yield Segment(text if control else make_visible(text), style, control)
 
 
 output = Terminal()
@@ -59,7 +59,7 @@ notes = Terminal(stderr=True)
 
 
 def read_text(name: str) -> str:
-    """Returns the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
+    """Return the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
     "-".
     """
     if name == "-":
@@ -80,27 +80,27 @@ def read_text(name: str) -> str:
 def check_outputs_apart(
     outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()
 ) -> None:
-    """Refuses to write a file that the command reads, or one file twice; None names none, and "-"
+    """Refuse to write a file that the command reads, or one file twice; None names none, and "-"
     stdin.
     """
     others = [each for each in inputs if each not in (None, "-")]
     for path in filter(None, outputs):
-        if any(is_same_file(path, other) for other in others):
+        if any(_is_same_file(path, other) for other in others):
             raise RestoreKVError(
                 f"{path} is also another file of this command; choose another name for the output."
             )
         others.append(path)
 
 
-def is_same_file(path: Path | str, other: Path | str) -> bool:
-    """Returns whether two names, of files that may not exist yet, stand for one file."""
+def _is_same_file(path: Path | str, other: Path | str) -> bool:
+    """Return whether two names, of files that may not exist yet, stand for one file."""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
 
 
 def silence_transformers() -> None:
-    """Keeps transformers' remarks and progress bars from the terminal."""
+    """Keep transformers' remarks and progress bars from the terminal."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -111,7 +111,7 @@ def open_model(
     device: str = "cpu",
     rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """Calls `load_model` without the remarks that transformers prints."""
+    """Call `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
     silence_transformers()
     with notes.status(f"loading {name}"):
@@ -121,7 +121,7 @@ def open_model(
 def open_documents(
     files: Sequence[Path], model: str | None, dtype: str | None, device: str
 ) -> list[CompressedContext]:
-    """Reads cache files of one model, which wrong files are refused before, and loads them.
+    """Read cache files of one model, which wrong files are refused before, and loads them.
 
     Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those
     that ship.
@@ -129,30 +129,30 @@ def open_documents(
     stored = [read(each) for each in files]
     first = stored[0].manifest
     dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
-    name = model or find_model_of_file(files[0], first.model)
-    loaded, tokenizer = open_model(name, dtype, device, extract_yarn(first.rope))
+    name = model or _find_model_of_file(files[0], first.model)
+    loaded, tokenizer = open_model(name, dtype, device, _extract_yarn(first.rope))
     return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
 
 
-def find_model_of_file(file: Path, name: str) -> str:
-    """Returns the model that a file was made with, if it ships; refuses to open any other because a
+def _find_model_of_file(file: Path, name: str) -> str:
+    """Return the model that a file was made with, if it ships; refuses to open any other because a
     file says so.
     """
     if known := find_shipped_name(name):
         return known
     raise RestoreKVError(
-        f"{file} says that its model is {quote(name)}, and a file's word alone opens no model; if you know it, give "
+        f"{file} says that its model is {_quote(name)}, and a file's word alone opens no model; if you know it, give "
         "its folder, GGUF file or hub id with --model."
     )
 
 
-def quote(text: str) -> str:
-    """Returns what a file says in quotation marks: printable and not long."""
+def _quote(text: str) -> str:
+    """Return what a file says in quotation marks: printable and not long."""
     return f"'{make_printable(text)}'"
 
 
-def extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the YaRN that a cache was made with, for `load_model`, or None."""
+def _extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the YaRN that a cache was made with, for `load_model`, or None."""
     names = ("rope_type", "factor", "original_max_position_embeddings")
     return (
         {name: rope[name] for name in names if name in rope}
@@ -163,7 +163,7 @@ def extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows a progress bar on a terminal's stderr; the block gets the callback (done, total,
+    """Show a progress bar on a terminal's stderr; the block gets the callback (done, total,
     what=title).
 
     With `lines`, prints a line now and then elsewhere.
@@ -193,7 +193,7 @@ def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[...,
 
 @contextmanager
 def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
-    """Shows a progress bar for work of unequal parts; the block gets the callback (current part,
+    """Show a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
     """
     parts = (
@@ -219,7 +219,7 @@ def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
 
 
 def describe_method(m: Manifest) -> str:
-    """Names the evictor, the adapter and every setting that is not the default."""
+    """Name the evictor, the adapter and every setting that is not the default."""
     plain = CompressionConfig()
     facts = [
         m.evictor,
@@ -240,12 +240,12 @@ def describe_method(m: Manifest) -> str:
 
 
 def print_written(path: Path) -> None:
-    """Says what was written, on one line however long the name."""
+    """Say what was written, on one line however long the name."""
     output.print(f"Wrote {path}", soft_wrap=True, markup=False)
 
 
 def print_figures(title: str, rows: dict[str, str]) -> None:
-    """Prints a table with names on the left and values on the right."""
+    """Print a table with names on the left and values on the right."""
     # As Text, in which brackets and backslashes of names stay what they are; `escape` of rich keeps
     # only some of them.
     table = Table(title=Text(title), show_header=False, title_justify="left", title_style="bold")

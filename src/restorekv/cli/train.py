@@ -29,7 +29,7 @@ DATA_HELP = (
 )
 
 
-@options.options_of(TrainConfig)
+@options.add_options_of(TrainConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
     data: Annotated[list[str], typer.Option(help=DATA_HELP)] = ("tiny",),
@@ -87,14 +87,16 @@ def run(
         if sharing:
             shard_model(loaded, own)
         world = count, config.seed, shortest, longest
-        examples = [each for name in data for each in read_data(name, loaded, tokenizer, world)]
+        examples = [
+            each for name in data for each in read_examples_of(name, loaded, tokenizer, world)
+        ]
         kept = {
             "store": store,
             "store_prefill": store_prefill,
             "group": group,
             "notice": notes.print,
         }
-        with naming_the_way_on(out), show_progress_bar("training") as show:
+        with _explain_resume(out), show_progress_bar("training") as show:
             train_adapter(
                 loaded,
                 tokenizer,
@@ -102,7 +104,7 @@ def run(
                 config,
                 out,
                 resume,
-                reporter(show, config.checkpoint_every),
+                _make_reporter(show, config.checkpoint_every),
                 **kept,
             )
     print_written(out / "adapter")
@@ -113,8 +115,10 @@ def check_lengths(shortest: int, longest: int) -> None:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
 
 
-def read_data(name: str, model, tokenizer, world: tuple[int, int, int, int]) -> list[Example]:
-    """Returns the examples of one --data; `world` is count, seed, shortest and longest of the tiny
+def read_examples_of(
+    name: str, model, tokenizer, world: tuple[int, int, int, int]
+) -> list[Example]:
+    """Return the examples of one --data; `world` is count, seed, shortest and longest of the tiny
     world's.
     """
     return (
@@ -125,8 +129,8 @@ def read_data(name: str, model, tokenizer, world: tuple[int, int, int, int]) -> 
 
 
 @contextmanager
-def naming_the_way_on(out: Path) -> Iterator[None]:
-    """Lets Ctrl-C say how to continue."""
+def _explain_resume(out: Path) -> Iterator[None]:
+    """Let Ctrl-C say how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -139,8 +143,8 @@ def naming_the_way_on(out: Path) -> Iterator[None]:
         raise KeyboardInterrupt(f"Interrupted; {way}.") from None
 
 
-def reporter(show: Progress, every: int) -> Progress:
-    """Returns the progress callback: the bar on a terminal, a line every `every` steps elsewhere."""
+def _make_reporter(show: Progress, every: int) -> Progress:
+    """Return the progress callback: the bar on a terminal, a line every `every` steps elsewhere."""
     begun = time.monotonic()
     done = 0
 

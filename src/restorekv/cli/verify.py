@@ -29,7 +29,7 @@ def run(
     refused = 0
     for path in files:
         try:
-            what = describe(path)
+            what = _describe(path)
         except RestoreKVError as error:
             refused += 1
             output.print(Text(f"refused  {error}"), soft_wrap=True)
@@ -39,7 +39,7 @@ def run(
         raise RestoreKVError(f"{refused} of {len(files)} cannot be loaded; see above why.")
 
 
-def describe(path: Path) -> str:
+def _describe(path: Path) -> str:
     """Return what a file or folder is; refuse what would not load."""
     if path.is_dir():
         for file, describe_folder in FOLDERS.items():
@@ -54,35 +54,35 @@ def describe(path: Path) -> str:
         return FILES[name](path)
     for kind in OF_TRAINING:
         if name == kind.format:
-            return describe_training(path, kind)
+            return _describe_training(path, kind)
     raise RestoreKVError(
         f"{path} is a safetensors file of the format '{make_printable(name)}', which restorekv does not seal; "
         "of an adapter, name the folder."
     )
 
 
-def describe_cache(path: Path) -> str:
+def _describe_cache(path: Path) -> str:
     m = cache_file.read(path).manifest
     return f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, {m.pairs_held:,} pairs"
 
 
-def describe_portable(path: Path) -> str:
+def _describe_portable(path: Path) -> str:
     stored = portable.load_portable(path)
     m = stored.manifest
     return f"a portable cache of {m.tokens:,} tokens as {stored.tokens:,} positions for {m.model}, {stored.name}"
 
 
-def describe_gate(path: Path) -> str:
+def _describe_gate(path: Path) -> str:
     card = gate_file.read_gate(path).card
     return f"a gate of kind {card.kind} for {card.model}"
 
 
-def describe_training(path: Path, kind: FileKind) -> str:
+def _describe_training(path: Path, kind: FileKind) -> str:
     _, tensors = read_sealed(path, kind, finite=True)
     return f"{kind.name}, of {len(tensors)} tensors"
 
 
-def describe_adapter(folder: Path) -> str:
+def _describe_adapter(folder: Path) -> str:
     stored = adapter_file.read_adapter(folder)
     card = stored.card
     known = (
@@ -93,19 +93,19 @@ def describe_adapter(folder: Path) -> str:
     return f"a restore adapter of {len(stored.embeddings)} tokens {known}"
 
 
-def describe_data(folder: Path) -> str:
+def _describe_data(folder: Path) -> str:
     contexts, manifest = read_mixture(folder)
     return f"training data of {len(contexts):,} contexts from {len(manifest['sources'])} sources"
 
 
-def describe_results(folder: Path) -> str:
+def _describe_results(folder: Path) -> str:
     cells = results.load_results(folder)
     answers = sum(len(cell.answers) for cell in cells)  # reads and checks them all
     done = sum(bool(cell.summary) for cell in cells if cell.done)
     return f"results of {len(cells)} cells, {done} of them done, with {answers:,} answers"
 
 
-def describe_run(folder: Path) -> str:
+def _describe_run(folder: Path) -> str:
     metadata, tensors = read_sealed(
         folder / checkpoint.CHECKPOINT_FILE, checkpoint.KIND, finite=True
     )
@@ -114,13 +114,13 @@ def describe_run(folder: Path) -> str:
 
 OF_TRAINING = (checkpoint.KIND, teacher_cache.KIND, features.KIND)
 FILES: dict[str, Callable[[Path], str]] = {
-    cache_file.KIND.format: describe_cache,
-    portable.KIND.format: describe_portable,
-    gate_file.FILE.format: describe_gate,
+    cache_file.KIND.format: _describe_cache,
+    portable.KIND.format: _describe_portable,
+    gate_file.FILE.format: _describe_gate,
 }
 FOLDERS: dict[str, Callable[[Path], str]] = {
-    adapter_file.CONFIG: describe_adapter,
-    data_manifest.MANIFEST_FILE: describe_data,
-    f"{results.CELLS}/*/{results.CELL}": describe_results,
-    checkpoint.CHECKPOINT_FILE: describe_run,
+    adapter_file.CONFIG: _describe_adapter,
+    data_manifest.MANIFEST_FILE: _describe_data,
+    f"{results.CELLS}/*/{results.CELL}": _describe_results,
+    checkpoint.CHECKPOINT_FILE: _describe_run,
 }
