@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.compress_cost import measure_apart, text_of
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import encode_question, make_context
 
@@ -54,7 +54,7 @@ class Options:
     shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        exact_ratio(self.ratio)
+        parse_ratio(self.ratio)
         if not self.tokens or min(self.tokens) < WARM_UP:
             raise RestoreKVError(
                 f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}."
@@ -94,7 +94,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
         "machine": describe_machine(threads),
-        "ratio": float(exact_ratio(options.ratio)),
+        "ratio": float(parse_ratio(options.ratio)),
         "repeat": options.repeat,
         "decoded": options.decode,
         "kvpress": found,
@@ -120,7 +120,7 @@ def job_of(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
         "text": text,
         "context_ids": context.ids[0].tolist(),
         "question_ids": encode_question(tokenizer, context, QUESTION)[0].tolist(),
-        "ratio": float(exact_ratio(options.ratio)),
+        "ratio": float(parse_ratio(options.ratio)),
         "warm_up": WARM_UP,
         "decode": options.decode,
         "seed": options.seed,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks import operations
 from benchmarks.compare import KVPRESS, OURS
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.evaluation.tables import Table, format_ratio
 
 
@@ -63,13 +63,13 @@ def quantities(r: str) -> dict[str, Callable[[dict], str]]:
         "restore pass, s": restore,
         "compress, all of it, s": lambda side: f"{side['seconds']['total']:.2f}",
         "peak memory above weights": lambda side: (
-            "unknown" if side["peak"] is None else size(side["peak"])
+            "unknown" if side["peak"] is None else format_bytes(side["peak"])
         ),
         f"pairs held, {r}": lambda side: (
             f"{side['held']['pairs']:,} of {side['held']['pairs_full']:,}"
         ),
-        f"bytes held, {r}": lambda side: size(side["held"]["bytes"]),
-        "bytes held, r = 1": lambda side: size(side["held"]["bytes_full"]),
+        f"bytes held, {r}": lambda side: format_bytes(side["held"]["bytes"]),
+        "bytes held, r = 1": lambda side: format_bytes(side["held"]["bytes_full"]),
         f"question, {r}, ms": lambda side: milliseconds(side["small"], "question"),
         "question, r = 1, ms": lambda side: milliseconds(side["full"], "question"),
         f"token, {r}, ms": lambda side: milliseconds(side["small"], "token"),

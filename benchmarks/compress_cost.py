@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.measure import Peak, serve
-from restorekv.compression.adapters import shipped_adapter
-from restorekv.compression.compressor import timed
+from restorekv.compression.adapters import find_shipped_adapter
+from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
@@ -89,7 +89,7 @@ def compress(
 ) -> dict[str, float]:
     prepared = eviction.prepare(model, tokenizer, context)
     seconds = dict(prepared.seconds)
-    with torch.no_grad(), timed(seconds, "evict"):
+    with torch.no_grad(), time_phase(seconds, "evict"):
         prepared.evict(ratio)
     return seconds
 
@@ -138,7 +138,7 @@ def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, s
     """Return the adapter that ships for this scorer, or a random one: shapes decide time and
     memory.
     """
-    shipped = shipped_adapter(get_model_name(model), evictor)
+    shipped = find_shipped_adapter(get_model_name(model), evictor)
     if shipped:
         return RestoreAdapter.from_pretrained(model, shipped), "shipped"
     return RestoreAdapter.create(model, RESTORE_TOKENS, rank=RANK), "random"

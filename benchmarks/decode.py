@@ -42,9 +42,9 @@ from benchmarks.passes import Step, clocked, copying, each
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import allocate
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.generation.generate import next_logits
+from restorekv.generation.decoding import compute_next_logits
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.offload import trim_heap
@@ -75,7 +75,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for ratio in self.ratios:
-            exact_ratio(ratio)
+            parse_ratio(ratio)
         if (
             not self.ratios
             or min(self.tokens, self.repeat, self.answer - 3) < 1
@@ -152,8 +152,8 @@ def compressed(full: DynamicCache, ratio: float, seed: int, consume: bool = Fals
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(layers, heads, tokens, generator=generator)
     scores += torch.randn(layers, heads, 1, generator=generator)
-    count = int(exact_ratio(ratio) * scores.numel()) - RESTORE * layers * heads
-    keep = allocate.make("global")(scores, max(count, 0))
+    count = int(parse_ratio(ratio) * scores.numel()) - RESTORE * layers * heads
+    keep = allocate.make_allocation("global")(scores, max(count, 0))
     restored = [
         [torch.randn(1, heads, RESTORE, width).bfloat16() for _ in range(2)] for _ in range(layers)
     ]
@@ -262,7 +262,7 @@ def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     """
     ids = torch.tensor([[0]])
     position = torch.tensor([[tokens]])
-    return lambda: next_logits(model, ids, None, position, cache).max(-1).indices
+    return lambda: compute_next_logits(model, ids, None, position, cache).max(-1).indices
 
 
 def in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:

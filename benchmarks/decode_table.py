@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from benchmarks.compare import KVPRESS, OURS
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.evaluation.tables import Table, format_ratio
 
 
@@ -20,8 +20,8 @@ def tables(result: dict) -> Iterator[Table | str]:
     machine = result["machine"]
     if held:
         yield (
-            f"Memory held at {format_ratio(held['ratio'])}: {size(held['bytes'])} by the process, "
-            f"{held['share']:.3f} of {size(held['pairs'])} of pairs and {size(held['tail'])} of tail."
+            f"Memory held at {format_ratio(held['ratio'])}: {format_bytes(held['bytes'])} by the process, "
+            f"{held['share']:.3f} of {format_bytes(held['pairs'])} of pairs and {format_bytes(held['tail'])} of tail."
         )
     if result["answers"]:
         yield answers(result["answers"])

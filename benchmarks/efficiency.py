@@ -26,7 +26,7 @@ from benchmarks.compress_cost import REFUSED, adapter_for, context_of, measure_a
 from benchmarks.measure import processor
 from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
@@ -73,7 +73,7 @@ class CostOptions:
 
     def __post_init__(self) -> None:
         for ratio in (self.ratio, *self.ratios):
-            exact_ratio(ratio)
+            parse_ratio(ratio)
         if self.tokens < 64 or self.repeat < 1 or self.steps < 1:
             raise RestoreKVError("Measure at least 64 tokens, 1 repetition and 1 step.")
         if self.latency_context not in CONTEXTS:

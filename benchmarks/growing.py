@@ -26,7 +26,7 @@ from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.evaluation.tables import Table
 from restorekv.generation.chat import Chat
-from restorekv.generation.generate import answer_ids
+from restorekv.generation.decoding import generate_ids
 from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
@@ -112,7 +112,7 @@ def compared(
         for question in asked
     ]
     limits = [question.max_new_tokens for question in asked]
-    answers = answer_ids(model, tokenizer, full.cache, prompts, limits)
+    answers = generate_ids(model, tokenizer, full.cache, prompts, limits)
     reference = FullAnswers.from_answers(model, full.cache, prompts, answers)
     sizes = [len(answer) for answer in answers]
     del full

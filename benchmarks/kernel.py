@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.passes import Step, clocked, copying, each
 from benchmarks.workload import describe_machine
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.attention import naive, tiles
@@ -60,7 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for ratio in self.ratios:
-            exact_ratio(ratio)
+            parse_ratio(ratio)
         counts = {
             name: value for name, value in asdict(self).items() if name not in ("ratios", "seed")
         }
@@ -155,7 +155,7 @@ def random_layer(options: Options, ratio: float, generator: torch.Generator) -> 
     tokens = options.tokens
     width = options.width
     device = generator.device
-    count = int(exact_ratio(ratio) * heads * tokens)
+    count = int(parse_ratio(ratio) * heads * tokens)
     means = torch.randn(heads, 1, generator=generator, device=device)
     scores = torch.randn(heads, tokens, generator=generator, device=device) + means
     kept = scores.flatten().topk(count).indices.sort().values

@@ -36,7 +36,7 @@ from benchmarks.measure import REFERENCES, resident, serve
 from benchmarks.memory_on_paper import PART, SCORES
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv import evictors
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
@@ -69,7 +69,7 @@ class Options:
     shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        exact_ratio(self.ratio)
+        parse_ratio(self.ratio)
         evictors.make_evictor(self.evictor)
         if not self.tokens or min(self.tokens) < WARM_UP:
             raise RestoreKVError(
@@ -130,7 +130,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
         "machine": describe_machine(threads),
         "evictor": options.evictor,
-        "ratio": float(exact_ratio(options.ratio)),
+        "ratio": float(parse_ratio(options.ratio)),
         "filled": options.filled,
         "part": options.streamed,
         "rows": rows,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.model.prefill import CHUNK, MASK
 
 RATIO = 0.05
@@ -97,6 +97,6 @@ def table() -> str:
                 model.scores(tokens),
                 model.workspace(tokens),
             )
-            cells = [model.name, f"{tokens:,}", *map(size, (*parts, *model.peaks(tokens)))]
+            cells = [model.name, f"{tokens:,}", *map(format_bytes, (*parts, *model.peaks(tokens)))]
             text += f"| {' | '.join(cells)} |\n"
     return text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks import operations
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.evaluation.tables import Table, format_ratio
 
 
@@ -45,18 +45,19 @@ def memory_table(mode: str, rows: Sequence[dict]) -> Table:
     lines = []
     for row in rows:
         peaks = [
-            size(row["phases"][name]["peak"]) if name in row["phases"] else "" for name in names
+            format_bytes(row["phases"][name]["peak"]) if name in row["phases"] else ""
+            for name in names
         ]
         over = max(row["peak"] - bound(row), 0)
         whole = row["before"] + row["peak"]
         lines.append(
             [
                 f"{row['tokens']:,}",
-                size(row["full"]),
-                size(bound(row)),
+                format_bytes(row["full"]),
+                format_bytes(bound(row)),
                 *peaks,
-                size(over),
-                size(whole),
+                format_bytes(over),
+                format_bytes(whole),
             ]
         )
     return Table(f"{mode}-memory", "Memory", [*head, "workspace", "whole process"], lines)

@@ -16,7 +16,7 @@ from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
-from restorekv.generation import generate
+from restorekv.generation import decoding
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -87,8 +87,8 @@ def tokens(
     model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int
 ) -> Iterator[object]:
     """So many tokens of every answer, which no EOS ends."""
-    batch = generate.padded(model, caches, prompts)
-    return generate.decode(model, fork_caches(caches), batch, [count] * len(prompts), set())
+    batch = decoding.pad_prompts(model, caches, prompts)
+    return decoding.decode_batch(model, fork_caches(caches), batch, [count] * len(prompts), set())
 
 
 def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:

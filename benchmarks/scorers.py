@@ -26,9 +26,9 @@ from benchmarks.compress_cost import LEARNED, WARM_UP, random_gate, text_of
 from benchmarks.each import each
 from benchmarks.measure import Peak
 from restorekv import pipeline
-from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import timed
-from restorekv.context import size
+from restorekv.compression.budget import parse_ratio
+from restorekv.compression.compressor import time_phase
+from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.model.prefill import prefill
@@ -52,7 +52,7 @@ class Options:
     shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        exact_ratio(self.ratio)
+        parse_ratio(self.ratio)
         if self.tokens < WARM_UP or self.threads < 0:
             raise RestoreKVError(
                 f"Measure at least {WARM_UP} tokens with 0 or more threads, not {self.tokens} tokens."
@@ -98,7 +98,7 @@ def measured(
     prepare(text_of(WARM_UP, options.seed))
     text = text_of(options.tokens, options.seed)
     seconds: dict[str, float] = {}
-    with timed(seconds, "prefill"):
+    with time_phase(seconds, "prefill"):
         full = prefill(model, make_context(tokenizer, text).ids)
     del full
     gc.collect()
@@ -125,7 +125,7 @@ def preparer(
         prepared = made.prepare(model, tokenizer, text)
         seconds = dict(prepared.seconds)
         if method == AM:
-            with timed(seconds, "fit"):
+            with time_phase(seconds, "fit"):
                 prepared.evict(options.ratio)
             seconds["score"] += seconds["fit"]
         return seconds
@@ -145,6 +145,6 @@ def markdown(result: dict) -> str:
     )
     return head + "".join(
         f"| {row['method']} | {row['prefill']:.1f} | {row['own_prefill']:.1f} | {row['score']:.2f} |"
-        f" {row['multiple']:.2f} | {'unknown' if row['peak'] is None else size(row['peak'])} |\n"
+        f" {row['multiple']:.2f} | {'unknown' if row['peak'] is None else format_bytes(row['peak'])} |\n"
         for row in sorted(result["rows"], key=lambda row: row["multiple"])
     )

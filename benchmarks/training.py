@@ -29,9 +29,9 @@ from benchmarks.compress_cost import text_of
 from benchmarks.each import each
 from benchmarks.measure import Peak
 from benchmarks.timing import timed
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.full_cache import ScoredContext
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.prompt import make_context
@@ -77,7 +77,7 @@ class Options:
     shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        exact_ratio(self.ratio)
+        parse_ratio(self.ratio)
         if self.tokens < WARM_UP or min(self.questions, self.answer) < 1 or self.threads < 0:
             raise RestoreKVError(
                 f"Measure at least {WARM_UP} tokens, 1 question, 1 answer id and 0 or more threads."
@@ -143,7 +143,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "tokens": options.tokens,
         "questions": options.questions,
         "answer": options.answer,
-        "ratio": float(exact_ratio(options.ratio)),
+        "ratio": float(parse_ratio(options.ratio)),
         "rows": rows,
     }
 
@@ -239,7 +239,7 @@ def markdown(result: dict) -> str:
             *seconds,
             shown(row["peak"]),
             shown(row["graph"]),
-            size(row["stored"]),
+            format_bytes(row["stored"]),
         ]
         rows.append(f"| {' | '.join(cells)} |\n")
     return head + "".join(rows)
@@ -247,4 +247,4 @@ def markdown(result: dict) -> str:
 
 def shown(count: int | None) -> str:
     """Bytes, or that this system does not tell."""
-    return "unknown" if count is None else size(count)
+    return "unknown" if count is None else format_bytes(count)

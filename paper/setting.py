@@ -12,7 +12,7 @@ from paper.experiment import OWN, Place, Row
 from paper.recipe import ABLATIONS, CONTEXTS, LONGEST
 from paper.training import Setup, Training
 from restorekv import tasks
-from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.model.names import TINY
@@ -153,7 +153,7 @@ class Setting:
                 return None
         if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():
             return str((Path(self.adapters) / evictor).absolute())
-        if shipped_adapter(self.model, evictor):
+        if find_shipped_adapter(self.model, evictor):
             return "auto" if used == evictor else f"{self.model}:{evictor}"
         return None if self.tiny else self.folder_of(self.training({"evictor": evictor}, 0))
 

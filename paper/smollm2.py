@@ -11,7 +11,7 @@ from pathlib import Path
 from paper.setting import SEEDS, Bench, Setting, check_adapters
 from paper.training import Setup
 from restorekv import tasks
-from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import RestoreKVError
 from restorekv.model.names import SMOLLM2
 from restorekv.restore import adapter_file
@@ -126,7 +126,9 @@ def settings(adapters: str | None) -> TrainConfig:
     where none tells.
     """
     given = Path(adapters or "") / METHOD
-    folder = given if (given / adapter_file.CARD).exists() else shipped_adapter(SMOLLM2, METHOD)
+    folder = (
+        given if (given / adapter_file.CARD).exists() else find_shipped_adapter(SMOLLM2, METHOD)
+    )
     card = adapter_file.read_adapter(folder).card if folder else None
     if card is None:
         return TrainConfig()

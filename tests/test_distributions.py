@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import GateError, ModelError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.model import names
@@ -56,7 +56,7 @@ def test_an_installed_distribution_is_found_without_importing_it(tmp_path, monke
 
 def test_without_its_distribution_auto_restores_nothing_and_says_so(nothing_installed):
     with pytest.warns(RestoreKVWarning, match="smollm2 are not installed, so nothing is restored"):
-        assert shipped_adapter("smollm2", "kvzip") is None
+        assert find_shipped_adapter("smollm2", "kvzip") is None
     with pytest.raises(ModelError, match="pip install restorekv-tiny"):
         load_model("tiny")
 

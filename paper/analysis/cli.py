@@ -14,7 +14,7 @@ from restorekv import tasks
 from restorekv.cli import options
 from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
 from restorekv.compression.adapters import load_adapter
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
@@ -52,7 +52,7 @@ def run(
     chosen = choose(what)
     rules = protocols.make_protocol(protocol)
     documents = tasks.make_benchmark(benchmark)
-    ratios = sorted(map(str, ratio), key=exact_ratio, reverse=True)
+    ratios = sorted(map(str, ratio), key=parse_ratio, reverse=True)
     policy = prefix_policy or rules.prefix_policy
     conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
     name, source = parse_method(evictor)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paper.analysis.case import FULL, Case, DocumentFigures, plain
-from restorekv.generation.generate import answer_ids
+from restorekv.generation.decoding import generate_ids
 from restorekv.train.loss import compute_answer_logits, compute_divergence
 
 PLACES = ("first", "answer")
@@ -37,7 +37,9 @@ def measure(case: Case) -> dict:
     limits = [question.max_new_tokens for question in case.sample.questions]
     full = case.caches[FULL]
     may_stop = case.protocol.first_may_stop
-    answers = answer_ids(model, case.tokenizer, full, case.prompts, limits, first_may_stop=may_stop)
+    answers = generate_ids(
+        model, case.tokenizer, full, case.prompts, limits, first_may_stop=may_stop
+    )
     figures: dict[str, list] = {name: [] for name in case.caches if name != FULL}
     for prompt, answer in zip(case.prompts, answers, strict=True):
         rows = [torch.cat([prompt[0], answer])]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from paper.analysis import attention_mass, divergence, restore_attention, survivors
 from paper.analysis.case import Case, DocumentFigures
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import AskingProtocol
@@ -127,10 +127,10 @@ def analyze(
     contexts = [protocol.make_context(name, tokenizer, sample.context)[0] for sample in samples]
     eviction = protocol.adapt_method(eviction, contexts[0].prefix)
     settings = settings_of(eviction, model, protocol, benchmark, samples) | {
-        "ratios": [float(exact_ratio(ratio)) for ratio in ratios],
+        "ratios": [float(parse_ratio(ratio)) for ratio in ratios],
         "interval": "95 %, bootstrap over documents",
     }
-    keys = {f"{float(exact_ratio(ratio)):g}": ratio for ratio in ratios}
+    keys = {f"{float(parse_ratio(ratio)):g}": ratio for ratio in ratios}
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     journals = [Journal.open(each, label, out / FOLDER, settings) for each in what]
     done = {journal.what: set(journal.lines()) for journal in journals}

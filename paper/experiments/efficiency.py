@@ -9,7 +9,7 @@ from benchmarks import efficiency_page as charts
 from paper.scores import FAILS, HOLDS, MISSING, Judged
 from paper.setting import Setting
 from paper.study import Study, Tell, read
-from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.report import Block
@@ -48,7 +48,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
 
 def label(setting: Setting) -> str:
     """Of the file; figures with adapters of random weights are not in the way of later ones."""
-    lacking = [scorer for scorer in cost.SCORERS if not shipped_adapter(setting.model, scorer)]
+    lacking = [scorer for scorer in cost.SCORERS if not find_shipped_adapter(setting.model, scorer)]
     return make_label(
         setting.model, setting.setup.device, *(["without", *lacking] if lacking else [])
     )

@@ -41,7 +41,7 @@ from restorekv.data.made import make_document
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.evaluation.stats import bootstrap_ratio
-from restorekv.generation.generate import answer_ids
+from restorekv.generation.decoding import generate_ids
 from restorekv.model.load import load_model
 from restorekv.model.names import shipped_path
 from restorekv.model.prompt import BETWEEN, encode_question, make_context
@@ -108,7 +108,7 @@ class Case:
     name: str
     text: str
     questions: tuple[str, ...]
-    answer_ids: tuple[tuple[int, ...], ...]
+    generate_ids: tuple[tuple[int, ...], ...]
 
 
 class Bench:
@@ -397,7 +397,7 @@ def answered(bench: Bench, document: SourceDocument) -> dict:
         encode_question(bench.tokenizer, context, question, empty=True)[0] for question in questions
     ]
     choosers = [GreedyUntilLoop(LOOP) for _ in prompts]
-    ids = answer_ids(bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, rows=choosers)
+    ids = generate_ids(bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, rows=choosers)
     print(document.name, flush=True)
     return {
         "name": document.name,

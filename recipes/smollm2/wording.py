@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from restorekv.compression.full_cache import ScoredContext
-from restorekv.generation.generate import answer_ids, answer_text, stop_ids
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -108,8 +108,10 @@ def scores(model, tokenizer, passage: Passage) -> list[float]:
         for wording, opening in WORDINGS
         for each in asked
     ]
-    answers = answer_ids(model, tokenizer, cache, prompts, NEW_TOKENS)
-    said = [answer_text(tokenizer, ids.tolist(), stop_ids(model, tokenizer)) for ids in answers]
+    answers = generate_ids(model, tokenizer, cache, prompts, NEW_TOKENS)
+    said = [
+        decode_answer(tokenizer, ids.tolist(), get_stop_ids(model, tokenizer)) for ids in answers
+    ]
     best = [
         max(token_f1(text, answer) for answer in each["answers"])
         for text, each in zip(said, asked * len(WORDINGS), strict=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.generation.answers import Answer
     from restorekv.generation.chat import Chat
+    from restorekv.generation.sampling import SamplingConfig
     from restorekv.many_contexts import ask_many, compose
     from restorekv.model.load import load_model
     from restorekv.pipeline import compress
@@ -35,6 +36,7 @@ __all__ = [
     "RestoreAdapter",
     "RestoreKVError",
     "RestoreKVWarning",
+    "SamplingConfig",
     "ask_many",
     "compose",
     "compress",
@@ -53,6 +55,7 @@ HOMES = {
     "RestoreAdapter": "restore.adapter",
     "RestoreKVError": "errors",
     "RestoreKVWarning": "errors",
+    "SamplingConfig": "generation.sampling",
     "ask_many": "many_contexts",
     "compose": "many_contexts",
     "compress": "pipeline",

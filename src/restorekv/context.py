@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.growing import Growth
 from restorekv.errors import CacheFileError, RestoreKVError, warn
-from restorekv.generation import answers, generate
+from restorekv.generation import answers, decoding
 from restorekv.generation.answers import Answer
 from restorekv.generation.chat import Chat
-from restorekv.generation.sampling import Decoding, DecodingOptions, FiniteLogits
+from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions
 from restorekv.model import attention, support
 from restorekv.model.prompt import Context, check_token_ids, encode_text, hash_template
 from restorekv.model.rope import count_positions
@@ -57,61 +57,156 @@ class CompressedContext:
         attention.plan_kernels(self.cache.layers)
         self.cache.lock()
 
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[True],
+        answer_prefix: str = ...,
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[str]: ...
+
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[False] = ...,
+        answer_prefix: str = ...,
+        graph: bool = ...,
+        details: Literal[False] = ...,
+        **options: Unpack[SamplingOptions],
+    ) -> str: ...
+
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[False] = ...,
+        answer_prefix: str = ...,
+        graph: bool = ...,
+        details: Literal[True],
+        **options: Unpack[SamplingOptions],
+    ) -> Answer: ...
+
+    @overload
+    def ask(
+        self,
+        question: list[str] | tuple[str, ...],
+        max_new_tokens: int | Sequence[int] = ...,
+        *,
+        stream: Literal[False] = ...,
+        answer_prefix: str = ...,
+        graph: bool = ...,
+        details: Literal[False] = ...,
+        **options: Unpack[SamplingOptions],
+    ) -> list[str]: ...
+
+    @overload
+    def ask(
+        self,
+        question: list[str] | tuple[str, ...],
+        max_new_tokens: int | Sequence[int] = ...,
+        *,
+        stream: Literal[False] = ...,
+        answer_prefix: str = ...,
+        graph: bool = ...,
+        details: Literal[True],
+        **options: Unpack[SamplingOptions],
+    ) -> list[Answer]: ...
+
+    @overload
+    def ask(
+        self,
+        question: str | list[str] | tuple[str, ...],
+        max_new_tokens: int | Sequence[int] = ...,
+        *,
+        samples: int,
+        answer_prefix: str = ...,
+        details: bool = ...,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Any]: ...
+
     def ask(
         self,
         question: str | Sequence[str],
         max_new_tokens: int | Sequence[int] = 128,
+        *,
         stream: bool = False,
         answer_prefix: str = "",
         graph: bool = False,
         details: bool = False,
-        **options: Unpack[DecodingOptions],
-    ) -> str | list | Answer | Iterator[str]:
-        """Returns one answer for one question, a list for a list, whose questions are answered in
-        one batch.
+        **options: Any,
+    ) -> str | list[Any] | Answer | Iterator[str]:
+        """Answer one question, or a list of questions in one batch.
 
-        Answers are greedy unless `options`, those of `Decoding`, say otherwise; with samples=N
-        every question has a list of N answers. stream=True returns an iterator over the pieces of
-        one answer. details=True returns `Answer` objects, with ids and log-probabilities.
-        graph=True makes every step the same work, which a GPU replays as a CUDA graph.
+        With samples=N, N above 1, the answer to each question is a list of N.
 
         >>> small.ask("What is the code of the market?", max_new_tokens=16)
         'market 46.'
         >>> "".join(small.ask("What is the trade of Agnes?", stream=True, temperature=0.3, seed=1))
         'Agnes teacher.'
+
+        Args:
+            question: A question, or a list of questions.
+            max_new_tokens: How long an answer may be: one limit, or one for each question.
+            stream: Return the pieces of one answer as they are written.
+            answer_prefix: What every answer begins with.
+            graph: Make every step the same work, which a GPU replays as a CUDA graph.
+            details: Return `Answer` objects, with ids and log-probabilities.
+            **options: How tokens are chosen: the fields of `SamplingConfig`, greedily unless given,
+                or `config`, a `SamplingConfig` or transformers' `GenerationConfig`.
+
+        Returns:
+            A text for one question, a list for a list, an iterator with stream=True.
         """
-        decoding = Decoding.make(**options)
+        sampling = SamplingConfig.make(**options)
         single = isinstance(question, str)
-        asked = [(self.context, self.cache, each) for each in answers.listed(question)]
+        asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
         if stream:
             if not single or details or graph:
                 raise RestoreKVError(
-                    "Only the text of a single answer can be streamed; ask other questions one by one."
+                    "Only the text of a single answer can be streamed; ask other questions one "
+                    "by one."
                 )
-            return answers.stream(
-                self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, decoding
+            return answers.stream_answer(
+                self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, sampling
             )
-        how = max_new_tokens, answer_prefix, graph, decoding
-        written = answers.ask_each(self.model, self.tokenizer, asked, *how)
-        said = [answers.shown(each, details, decoding.samples) for each in written]
-        return said[0] if single else said
+        written = answers.answer_questions(
+            self.model,
+            self.tokenizer,
+            asked,
+            max_new_tokens,
+            answer_prefix=answer_prefix,
+            graph=graph,
+            sampling=sampling,
+        )
+        results = [answers.to_result(each, details, sampling.samples) for each in written]
+        return results[0] if single else results
 
     async def ask_async(
         self,
         question: str | Sequence[str],
         max_new_tokens: int | Sequence[int] = 128,
         **options: Any,
-    ) -> str | list | Answer:
-        """Answers as `ask` does, with its options, while other tasks of the event loop go on.
+    ) -> Any:
+        """Answer as `ask` does, with its options, while other tasks of the event loop continue.
 
         Cancelling the task ends the answers, too.
         """
         if options.get("stream"):
             raise RestoreKVError("Use stream_async to get the pieces of an answer.")
-        return await generate.in_thread(partial(self.ask, question, max_new_tokens, **options))
+        return await decoding.run_in_thread(partial(self.ask, question, max_new_tokens, **options))
 
     async def stream_async(self, question: str, **options: Any) -> AsyncIterator[str]:
-        """Yields the pieces of an answer, as `ask` with stream=True does, while other tasks go on."""
+        """Yield the pieces of an answer as they are written, while other tasks of the event loop
+        continue. The options are those of `ask`.
+        """
         pieces = self.ask(question, stream=True, **options)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
@@ -119,7 +214,7 @@ class CompressedContext:
     @property
     def digest(self) -> str:
         """16 hex digits of a SHA-256 over everything that a cache file would hold of the text."""
-        return cache_file.digest(self.cache, self.context)
+        return cache_file.hash_cache(self.cache, self.context)
 
     def chat(self, system: str | None = "") -> Chat:
         """Starts a conversation; `system` is said between the text and the first question.
@@ -183,7 +278,7 @@ class CompressedContext:
         context = growth.whole if between is None else replace(growth.whole, between=between)
         attention.store_context(cache, m.storage, CacheShape.from_model(self.model).groups)
         seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
-        manifest = m.of_other(
+        manifest = m.for_other_cache(
             context,
             cache,
             seconds=seconds,
@@ -207,7 +302,7 @@ class CompressedContext:
                 scoring=True,
                 adapter=made.adapter if adapter == "auto" else None,
             )
-        name = evictor or without_gate(m.evictor)
+        name = evictor or drop_gate(m.evictor)
         how = make_compressor(name)
         if not isinstance(how, Eviction):
             raise RestoreKVError(
@@ -254,7 +349,8 @@ class CompressedContext:
         """
         asked = self.tokenizer, self.context, self.cache, question, answer_prefix, plain
         return {
-            name: x.to(self.model.device) for name, x in answers.generate_inputs(*asked).items()
+            name: x.to(self.model.device)
+            for name, x in answers.make_generate_inputs(*asked).items()
         }
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
@@ -264,7 +360,7 @@ class CompressedContext:
         otherwise.
         """
         inputs = self.inputs(question, answer_prefix)
-        stops = generate.stop_ids(self.model, self.tokenizer)
+        stops = decoding.get_stop_ids(self.model, self.tokenizer)
         config = options.get("generation_config")
         usual = {} if config else {"do_sample": False, "max_new_tokens": 128}
         own = LogitsProcessorList([*(options.pop("logits_processor", None) or ()), FiniteLogits()])
@@ -281,17 +377,17 @@ class CompressedContext:
         with torch.no_grad():
             result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
         written = result[0, inputs["input_ids"].shape[1] :].tolist()
-        return generate.answer_text(self.tokenizer, written, stops).lstrip()
+        return decoding.decode_answer(self.tokenizer, written, stops).lstrip()
 
     def portable(self) -> Portable:
         """Returns the cache as an ordinary prefix of m tokens for other engines; needs
         allocation="per-head".
         """
-        return portable.portable(self.model, self.context, self.cache, self.manifest)
+        return portable.make_portable(self.model, self.context, self.cache, self.manifest)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file; the previous one stays if anything goes wrong."""
-        cache_file.write(path, self.cache, self.context, self.manifest)
+        cache_file.write_cache(path, self.cache, self.context, self.manifest)
 
     @classmethod
     def load(
@@ -302,8 +398,8 @@ class CompressedContext:
         Refuses a damaged one, one that contradicts itself, and a model that is not the one it was
         made with.
         """
-        stored = file if isinstance(file, CacheFile) else cache_file.read(file)
-        check(stored, model, tokenizer)
+        stored = file if isinstance(file, CacheFile) else cache_file.read_cache(file)
+        check_fit(stored, model, tokenizer)
         support.prepare_model(model)
         return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)
 
@@ -316,12 +412,12 @@ class CompressedContext:
             f"CompressedContext({what}, r = {float(Fraction(m.ratio)):g}, prefix {m.prefix_policy})\n"
             f"  tokens   T = {m.tokens:,}, chat prefix S = {m.prefix:,}\n"
             f"  pairs    {m.pairs:,} budgeted, {m.pairs_held:,} held of {full:,}\n"
-            f"  bytes    {size(m.bytes_held)} held of {size(m.bytes_full)}\n"
+            f"  bytes    {format_bytes(m.bytes_held)} held of {format_bytes(m.bytes_full)}\n"
             f"  seconds  {phases}"
         )
 
 
-def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Refuses a model other than the one that the cache was computed with."""
     path = stored.path
     manifest = stored.manifest
@@ -344,7 +440,7 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
         warn(f"{path} was made with another chat template; answers may suffer.")
 
 
-def without_gate(spec: str) -> str:
+def drop_gate(spec: str) -> str:
     """Returns an evictor's spec as a file may choose it: without a gate, whose file only the user
     names.
     """
@@ -355,7 +451,7 @@ def without_gate(spec: str) -> str:
     return f"{name}:{','.join(kept)}" if kept else name
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """1536 -> '1.5 KB'."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1024 or unit == "GB":

@@ -7,16 +7,50 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Unpack
+from typing import Any, Literal, Unpack, overload
 
-from restorekv.compression.growing import composed
+from restorekv.compression.growing import compose_caches
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.generation import answers
-from restorekv.generation.sampling import Decoding, DecodingOptions
+from restorekv.generation.sampling import SamplingConfig, SamplingOptions
 from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
+
+Questions = list[str] | tuple[str, ...]
+
+
+@overload
+def ask_many(
+    asked: Iterable[tuple[CompressedContext, str]],
+    max_new_tokens: int = ...,
+    answer_prefix: str = ...,
+    details: Literal[False] = ...,
+    **options: Unpack[SamplingOptions],
+) -> list[str]: ...
+
+
+@overload
+def ask_many(
+    asked: Iterable[tuple[CompressedContext, Questions]],
+    max_new_tokens: int = ...,
+    answer_prefix: str = ...,
+    details: Literal[False] = ...,
+    **options: Unpack[SamplingOptions],
+) -> list[list[str]]: ...
+
+
+@overload
+def ask_many(
+    asked: Iterable[tuple[CompressedContext, str | Questions]],
+    max_new_tokens: int = ...,
+    answer_prefix: str = ...,
+    details: bool = ...,
+    *,
+    samples: int = ...,
+    **options: Unpack[SamplingOptions],
+) -> list[Any]: ...
 
 
 def ask_many(
@@ -24,37 +58,54 @@ def ask_many(
     max_new_tokens: int = 128,
     answer_prefix: str = "",
     details: bool = False,
-    **options: Unpack[DecodingOptions],
-) -> list:
-    """Answers the questions of several compressed contexts in one batch: one answer for one
-    question, a list for a list, as `ask` gives them alone, whose options these are.
+    **options: Any,
+) -> list[Any]:
+    """Answer the questions of several compressed contexts in one batch.
 
-    The contexts may differ in all but the model and its chat template; one may come up more than
-    once. Raises RestoreKVError for what is no pair of a context and its questions.
+    The answers are those that `ask` gives to each context alone. The contexts may differ in all but
+    the model and its chat template; one may come up more than once.
+
+    Args:
+        asked: Pairs of a compressed context and its question, or a list of its questions.
+        max_new_tokens: How long an answer may be.
+        answer_prefix: What every answer begins with.
+        details: Return `Answer` objects, with ids and log-probabilities.
+        **options: How tokens are chosen, as `ask` takes it.
+
+    Returns:
+        For each pair, one answer for one question, a list for a list.
+
+    Raises:
+        RestoreKVError: Something is not a pair of a context and its questions, or the contexts have
+            several models or chat templates.
     """
-    decoding = Decoding.make(**options)
-    asked = [(*pair, answers.listed(pair[1])) for pair in pairs_of(asked)]
-    rows = [
-        (each.context, each.cache, question)
-        for each, _, questions in asked
-        for question in questions
-    ]
+    sampling = SamplingConfig.make(**options)
+    pairs = _check_pairs(asked)
+    questions_of = [answers.list_questions(questions) for _, questions in pairs]
+    rows = []
+    for (context, _), questions in zip(pairs, questions_of, strict=True):
+        rows += [(context.context, context.cache, question) for question in questions]
     if not rows:
-        return [[] for _ in asked]
-    first = one_model([each for each, _, _ in asked])
-    how = max_new_tokens, answer_prefix, False, decoding
-    written = iter(answers.ask_each(first.model, first.tokenizer, rows, *how))
-    said = [
-        [answers.shown(next(written), details, decoding.samples) for _ in questions]
-        for _, _, questions in asked
-    ]
-    return [
-        own[0] if isinstance(given, str) else own
-        for own, (_, given, _) in zip(said, asked, strict=True)
-    ]
+        return [[] for _ in pairs]
+    first = _check_one_model([context for context, _ in pairs])
+    written = answers.answer_questions(
+        first.model,
+        first.tokenizer,
+        rows,
+        max_new_tokens,
+        answer_prefix=answer_prefix,
+        sampling=sampling,
+    )
+    # The answers come in the order of the rows: first those of the first pair, then the next.
+    remaining = iter(written)
+    results = []
+    for (_, asked_as), questions in zip(pairs, questions_of, strict=True):
+        own = [answers.to_result(next(remaining), details, sampling.samples) for _ in questions]
+        results.append(own[0] if isinstance(asked_as, str) else own)
+    return results
 
 
-def pairs_of(asked: object) -> list[tuple[CompressedContext, str | Sequence[str]]]:
+def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[str]]]:
     """Returns pairs of a compressed context and its questions as a list; refuses anything else."""
     pairs = list(asked) if isinstance(asked, Iterable) else [asked]
     for each in pairs:
@@ -89,7 +140,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     contexts = list(contexts)
     if not contexts:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
-    first = one_model(contexts)
+    first = _check_one_model(contexts)
     records = [each.manifest for each in contexts]
     for name in (
         "evictor",
@@ -105,11 +156,11 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
             raise RestoreKVError(
                 f"The contexts differ in {name}; compress them alike to compose them."
             )
-    context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
+    context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
     attention.store_context(cache, records[0].storage, CacheShape.from_model(first.model).groups)
     ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
     seconds = {"compose": round(time.perf_counter() - start, 4)}
-    manifest = records[0].of_other(
+    manifest = records[0].for_other_cache(
         context,
         cache,
         ratio=str(ratio),
@@ -123,7 +174,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     )
 
 
-def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
+def _check_one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
     """Returns the first of them; refuses several models or chat templates."""
     first = contexts[0]
     for each in contexts:

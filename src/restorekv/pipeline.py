@@ -23,8 +23,8 @@ from restorekv import __version__
 from restorekv.bounds import TEXT_BYTES
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
-from restorekv.compression.budget import Budget, exact_ratio
-from restorekv.compression.compressor import Compressor, PreparedContext, Progress, timed
+from restorekv.compression.budget import Budget, parse_ratio
+from restorekv.compression.compressor import Compressor, PreparedContext, Progress, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.context import CompressedContext
@@ -43,7 +43,7 @@ from restorekv.model.prompt import (
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import decode_utf8
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.storage.cache_checks import sums
+from restorekv.storage.cache_checks import count_pairs_and_bytes
 from restorekv.storage.cache_file import Manifest
 
 DEFAULT = "kvzip"
@@ -117,10 +117,12 @@ def compress(
         if progress and prepared.full is not None:
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
-        with timed(seconds, "evict"):
+        with time_phase(seconds, "evict"):
             attention.store_context(cache, config.storage, CacheShape.from_model(model).groups)
         seconds = prepared.seconds | seconds
-        manifest = describe(identity, compressor, prepared, budget, cache, seconds, cut, system)
+        manifest = make_manifest(
+            identity, compressor, prepared, budget, cache, seconds, cut, system
+        )
     del prepared  # and the rest of the full cache
     trim_heap()
     return CompressedContext(model, tokenizer, parsed, cache, manifest, compressor)
@@ -135,7 +137,7 @@ def choose_ratio(
     if ratio is not None:
         raise BudgetError("compression_ratio is 1 - ratio; give one of them, not both.")
     try:
-        return exact_ratio(1 - Fraction(str(compression_ratio)))
+        return parse_ratio(1 - Fraction(str(compression_ratio)))
     except (ValueError, ZeroDivisionError, BudgetError):
         raise BudgetError(
             "compression_ratio is the share that goes, at least 0 and below 1, "
@@ -201,7 +203,7 @@ def make_budget(
     )
 
 
-def describe(
+def make_manifest(
     identity: ModelIdentity,
     compressor: Compressor,
     prepared: PreparedContext,
@@ -235,7 +237,7 @@ def describe(
         **config.to_json(),
         evictor=compressor.identity(model),
         adapter=adapter and adapter.identity(),
-        **sums(cache, context.prefix, context.positions, config.prefix_policy),
+        **count_pairs_and_bytes(cache, context.prefix, context.positions, config.prefix_policy),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
         storage=config.storage,

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import vllm
 from benchmarks.vllm import Options, tables
 from restorekv.model.load import load_model
-from restorekv.storage.portable import MARK, mark
+from restorekv.storage.portable import MARK, make_mark
 from tests.helpers.pages import ROOT
 
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-22-vllm-cpu.json").read_text())
@@ -72,7 +72,7 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
     )
     assert len(whole[0]) == len(compressed[0]) == 2 and whole[2] == 64
     assert compressed[2] < 64 < len(whole[0][0][0])
-    assert compressed[0][0][0][:MARK] == mark(512) != whole[0][0][0][:MARK]
+    assert compressed[0][0][0][:MARK] == make_mark(512) != whole[0][0][0][:MARK]
     assert sorted(path.name for path in (tmp_path / "store-0.5").iterdir()) == [
         "0.safetensors",
         "1.safetensors",

@@ -12,7 +12,7 @@ import restorekv
 from restorekv import ask_many, compress
 from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.generation import generate
+from restorekv.generation import decoding
 from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.compressing import compress_with
@@ -55,7 +55,7 @@ def test_every_document_answers_as_it_does_alone(made):
         (made[2], QUESTIONS[:2]),
         (made[0], [QUESTIONS[3]]),
     ]
-    with patch.object(generate, "fork_caches", wraps=fork_caches) as batches:
+    with patch.object(decoding, "fork_caches", wraps=fork_caches) as batches:
         found = ask_many(asked, max_new_tokens=12)
     assert len(batches.call_args_list) == 1  # one batch
     assert found == [each.ask(given, 12) for each, given in asked]
@@ -81,9 +81,9 @@ def test_rows_end_on_their_own(made, tiny_tokenizer):
     prompts = [encode_question(tiny_tokenizer, each.context, question) for each, question in rows]
     caches, limits = [each.cache for each, _ in rows], [9, 1, 2, 2, 5, 9]
     model.generation_config.eos_token_id = 319
-    together = generate.answer_ids(model, tiny_tokenizer, caches, prompts, limits)
+    together = decoding.generate_ids(model, tiny_tokenizer, caches, prompts, limits)
     for row, limit in enumerate(limits):
-        alone = generate.answer_ids(
+        alone = decoding.generate_ids(
             model, tiny_tokenizer, caches[row], prompts[row : row + 1], limit
         )[0]
         assert together[row].tolist() == alone.tolist()

@@ -48,8 +48,8 @@ def test_inspect_shows_a_character_that_is_cut_and_one_that_replaces(world, tmp_
 
 def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
     said = [[answers.Answer(HOSTILE, (1,), "stop", 1)]] * 2
-    monkeypatch.setattr(answers, "stream", lambda *_: iter([HOSTILE]))
-    monkeypatch.setattr(answers, "ask_each", lambda *_: said)
+    monkeypatch.setattr(answers, "stream_answer", lambda *_: iter([HOSTILE]))
+    monkeypatch.setattr(answers, "answer_questions", lambda *_: said)
     ask = ("ask", world.cache, "--model", world.model)
     assert cli(*ask, QUESTION).out == f"{SHOWN}\n"
     both = cli(*ask, QUESTION, HOSTILE, "--json", tmp_path / "answers.json")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restorekv.compression import allocate
-from restorekv.compression.allocate import ALLOCATIONS, exact_top
+from restorekv.compression.allocate import ALLOCATIONS, mark_highest
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import pin_columns
 
@@ -28,7 +28,7 @@ def test_the_best_and_of_equals_the_first(data, shape, fraction):
     count = shape[0] * shape[1] * shape[2]
     values = data.draw(st.lists(VALUES, min_size=count, max_size=count))
     pairs = round(fraction * count)
-    keep = exact_top(torch.tensor(values).view(shape), pairs)
+    keep = mark_highest(torch.tensor(values).view(shape), pairs)
     order = sorted(range(count), key=lambda index: (-values[index], index))
     assert keep.shape == shape and keep.dtype == torch.bool
     assert keep.flatten().nonzero().flatten().tolist() == sorted(order[:pairs])
@@ -36,17 +36,17 @@ def test_the_best_and_of_equals_the_first(data, shape, fraction):
 
 def test_float32_neighbours_are_told_apart():
     scores = torch.rand(4, 4, 1000, generator=torch.Generator().manual_seed(0))
-    keep = exact_top(scores, 777)
+    keep = mark_highest(scores, 777)
     assert keep.sum() == 777 and scores[keep].min() >= scores[~keep].max()
 
 
 def test_impossible_counts_and_scores_are_refused():
     with pytest.raises(ValueError):
-        exact_top(torch.zeros(1, 1, 4), 5)
+        mark_highest(torch.zeros(1, 1, 4), 5)
     with pytest.raises(ValueError):
-        exact_top(torch.zeros(1, 1, 4), -1)
+        mark_highest(torch.zeros(1, 1, 4), -1)
     with pytest.raises(RestoreKVError, match="NaN"):
-        exact_top(torch.tensor([[[0.0, float("nan")]]]), 1)
+        mark_highest(torch.tensor([[[0.0, float("nan")]]]), 1)
 
 
 SPECS = [*ALLOCATIONS, "adakv:safeguard=0", "adakv:safeguard=0.5", "adakv:safeguard=1"]
@@ -64,9 +64,9 @@ def drawn(data, shape, values=VALUES):
 def test_every_allocation_keeps_exactly_the_budget(spec, data, shape):
     scores = drawn(data, shape)
     pairs = data.draw(st.integers(0, scores.numel()))
-    keep = allocate.make(spec)(scores, pairs)
+    keep = allocate.make_allocation(spec)(scores, pairs)
     assert keep.shape == shape and keep.dtype == torch.bool and int(keep.sum()) == pairs
-    assert keep.equal(allocate.make(spec)(scores.clone(), pairs))
+    assert keep.equal(allocate.make_allocation(spec)(scores.clone(), pairs))
 
 
 def best(group, count):
@@ -85,7 +85,7 @@ def test_uniform_allocations_are_a_ranking_in_every_part(name, data, shape):
     scores = drawn(data, shape)
     pairs = data.draw(st.integers(0, scores.numel()))
     parts = scores.flatten(1) if name == "per-layer" else scores.flatten(0, 1)
-    keep = allocate.make(name)(scores, pairs).view_as(parts)
+    keep = allocate.make_allocation(name)(scores, pairs).view_as(parts)
     for part, kept, count in zip(parts, keep, shares(pairs, len(parts)), strict=True):
         assert kept.nonzero().flatten().tolist() == best(part.tolist(), count)
 
@@ -95,7 +95,7 @@ def test_uniform_allocations_are_a_ranking_in_every_part(name, data, shape):
 def test_adakv_secures_a_share_and_ranks_the_rest(data, shape, safeguard):
     scores = drawn(data, shape)
     pairs = data.draw(st.integers(0, scores.numel()))
-    keep = allocate.make(f"adakv:safeguard={safeguard}")(scores, pairs)
+    keep = allocate.make_allocation(f"adakv:safeguard={safeguard}")(scores, pairs)
     for layer, kept, count in zip(scores, keep, shares(pairs, shape[0]), strict=True):
         sure = int(Fraction(str(safeguard)) * (count // shape[1]))
         secured = {
@@ -124,17 +124,19 @@ def test_window_and_sinks_stay(spec, data, shape):
     columns = [*range(min(sinks, tokens - window)), *range(tokens - window, tokens)]
     scores = pin_columns(drawn(data, shape, finite), columns)
     pairs = data.draw(st.integers(len(columns) * layers * heads, scores.numel()))
-    assert allocate.make(spec)(scores, pairs)[..., columns].all()
+    assert allocate.make_allocation(spec)(scores, pairs)[..., columns].all()
 
 
 def test_the_safeguard_is_the_decimal_that_was_written():
     scores = torch.arange(200.0).view(1, 2, 100)
-    assert allocate.make("adakv:safeguard=0.29")(scores, 100)[0, 0].sum() == 14  # 0.29 * 50 = 14.5
+    assert (
+        allocate.make_allocation("adakv:safeguard=0.29")(scores, 100)[0, 0].sum() == 14
+    )  # 0.29 * 50 = 14.5
     # In floats 28.999999999999996.
-    assert allocate.make("adakv:safeguard=0.58")(scores, 100)[0, 0].sum() == 29
+    assert allocate.make_allocation("adakv:safeguard=0.58")(scores, 100)[0, 0].sum() == 29
     scores = torch.arange(400.0).view(1, 2, 200)
     # In floats 28.999999999999996.
-    assert allocate.make("adakv:safeguard=0.29")(scores, 200)[0, 0].sum() == 29
+    assert allocate.make_allocation("adakv:safeguard=0.29")(scores, 200)[0, 0].sum() == 29
 
 
 @pytest.mark.parametrize("highest", [0.0, -5.0, 3e7, 1e30, 1e-30])
@@ -150,10 +152,10 @@ def test_pinned_columns_stand_above_scores_of_any_size(highest):
 def test_a_global_ranking_may_empty_a_head():
     scores = torch.zeros(2, 2, 10)
     scores[1, 0] = 1
-    keep = allocate.make("global")(scores, 10)
+    keep = allocate.make_allocation("global")(scores, 10)
     assert keep[1, 0].all() and not keep[0].any() and not keep[1, 1].any()
-    assert allocate.make("adakv")(scores, 20)[1].sum(-1).tolist() == [9, 1]
-    assert allocate.make("per-head")(scores, 8).sum(-1).eq(2).all()
+    assert allocate.make_allocation("adakv")(scores, 20)[1].sum(-1).tolist() == [9, 1]
+    assert allocate.make_allocation("per-head")(scores, 8).sum(-1).eq(2).all()
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -161,14 +163,14 @@ def test_no_allocation_takes_nan(spec):
     scores = torch.zeros(2, 2, 4)
     scores[1, 1, 2] = float("nan")
     with pytest.raises(RestoreKVError, match="NaN"):
-        allocate.make(spec)(scores, 4)
+        allocate.make_allocation(spec)(scores, 4)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_impossible_counts_are_refused_everywhere(spec):
     for pairs in (-1, 17):
         with pytest.raises(ValueError):
-            allocate.make(spec)(torch.zeros(2, 2, 4), pairs)
+            allocate.make_allocation(spec)(torch.zeros(2, 2, 4), pairs)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_impossible_counts_are_refused_everywhere(spec):
 )
 def test_wrong_specs_are_refused(spec):
     with pytest.raises(RestoreKVError):
-        allocate.make(spec)
+        allocate.make_allocation(spec)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +193,9 @@ def test_many_scores_are_selected_by_their_digits(monkeypatch, values):
     if values:
         scores = torch.tensor(values)[torch.randint(len(values), (403,), generator=generator)]
     expected = [scores.kthvalue(len(scores) - count + 1).values for count in range(1, 404)]
-    masks = [exact_top(scores, count) for count in range(404)]
+    masks = [mark_highest(scores, count) for count in range(404)]
     monkeypatch.setattr(allocate, "BLOCK", 100)
     for count, value in enumerate(expected, 1):
-        found = allocate.nth_highest(scores, count)
+        found = allocate.find_nth_highest(scores, count)
         assert found.dtype == torch.float32 and found.shape == () and found == value
-    assert all(exact_top(scores, count).equal(mask) for count, mask in enumerate(masks))
+    assert all(mark_highest(scores, count).equal(mask) for count, mask in enumerate(masks))

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from restorekv import CompressionConfig
 from restorekv.compression import allocate
-from restorekv.compression.allocate import HeadShares, share_out
+from restorekv.compression.allocate import HeadShares, split_by_shares
 from restorekv.compression.attention_matching import method as attention_matching
 from restorekv.compression.attention_matching.matching import (
-    box_least_squares,
-    fit,
-    least_squares,
-    observe,
+    fit_head,
+    observe_layer,
+    solve_in_box,
+    solve_least_squares,
 )
-from restorekv.compression.attention_matching.method import AttentionMatching, subset
+from restorekv.compression.attention_matching.method import AttentionMatching, sample_numbers
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import CompressedContext
@@ -123,7 +123,7 @@ def test_targets_are_those_of_the_whole_matrix(tiny_tokenizer, block):
     context = make_context(tiny_tokenizer, TEXT)
     query, key, value = (torch.tensor(x[0]) for x in reference(model, tiny_tokenizer, context))
     logits = query @ key.transpose(1, 2) * 0.25
-    targets, scores = observe(query.float(), key.float(), value.float(), 0.25, block)
+    targets, scores = observe_layer(query.float(), key.float(), value.float(), 0.25, block)
     torch.testing.assert_close(
         targets.highest.double() + targets.mass.double().log(), logits.logsumexp(-1)
     )
@@ -158,7 +158,7 @@ def test_everything_kept_is_the_full_cache(tiny_tokenizer):
         assert layer.context_values.equal(full.values[0].flatten(0, 1))
     for layer, targets in zip(made.layers, prepared.targets, strict=True):  # and so do the fits
         keys = layer.context_keys[prepared.context.prefix : layer.bounds[1]]
-        bias, values = fit(targets, 0, keys, 2, 3.0)
+        bias, values = fit_head(targets, 0, keys, 2, 3.0)
         logits = targets.query[0] @ keys.T * targets.scale + bias
         output = logits.softmax(-1) @ values
         assert (output - targets.output[0]).norm() < 1e-3 * targets.output[0].norm()
@@ -174,7 +174,7 @@ def test_the_box_is_kept_and_every_step_helps(seed, count, steps):
     matrix, target = torch.tensor(exact).float(), torch.tensor(wanted).float()
     loss = lambda factors: np.linalg.norm(exact @ np.asarray(factors) - wanted)  # noqa: E731
     found, longer, best = (
-        box_least_squares(matrix, target, count, 3.0) for count in (steps, steps + 1, 400)
+        solve_in_box(matrix, target, count, 3.0) for count in (steps, steps + 1, 400)
     )
     assert (found >= 1 / E3 * 0.999).all() and (found <= E3 * 1.001).all()
     assert loss(longer) <= loss(found) * (1 + 1e-5)
@@ -194,7 +194,9 @@ def test_least_squares_without_full_rank(rows):
     matrix, target = torch.rand(rows, 8), torch.randn(rows, 2)
     (matrix[:, 3] if rows > 8 else matrix[3]).zero_()
     wanted = np.linalg.lstsq(matrix.double().numpy(), target.double().numpy(), rcond=None)[0]
-    np.testing.assert_allclose(least_squares(matrix, target).numpy(), wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        solve_least_squares(matrix, target).numpy(), wanted, rtol=1e-3, atol=1e-3
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -206,7 +208,7 @@ def test_least_squares_without_full_rank(rows):
 def test_shares_give_the_exact_total(weights, most, data):
     pairs = data.draw(st.integers(0, most * len(weights)))
     shares = tuple(Fraction(weight, sum(weights)) for weight in weights)
-    counts = share_out(pairs, shares, most)
+    counts = split_by_shares(pairs, shares, most)
     assert sum(counts) == pairs and all(0 <= count <= most for count in counts)
     floors = [min(floor(share * pairs), most) for share in shares]
     assert all(count >= low for count, low in zip(counts, floors, strict=True))
@@ -214,7 +216,7 @@ def test_shares_give_the_exact_total(weights, most, data):
     if all(share * pairs <= most for share in shares):
         assert all(count <= low + 1 for count, low in zip(counts, floors, strict=True))
     if len(set(weights)) == 1:
-        assert counts == allocate.even(pairs, len(weights), most * len(weights))
+        assert counts == allocate.split_evenly(pairs, len(weights), most * len(weights))
 
 
 @settings(max_examples=15, deadline=None)
@@ -289,9 +291,11 @@ def test_reading_in_pieces_or_from_a_subset(tiny_tokenizer, monkeypatch):
     pieces = AttentionMatching().prepare(model, tiny_tokenizer, TEXT)
     few_pieces = AttentionMatching(queries=100).prepare(model, tiny_tokenizer, TEXT)
     pool = whole.targets[0].query.shape[1]
-    chosen = subset(pool, 100, 0)
+    chosen = sample_numbers(pool, 100, 0)
     assert (
-        len(chosen) == 100 and (chosen.diff() > 0).all() and not chosen.equal(subset(pool, 100, 1))
+        len(chosen) == 100
+        and (chosen.diff() > 0).all()
+        and not chosen.equal(sample_numbers(pool, 100, 1))
     )
     for one, two, three, four in zip(
         whole.targets, pieces.targets, few.targets, few_pieces.targets, strict=True

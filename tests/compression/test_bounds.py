@@ -12,8 +12,8 @@ import torch
 from restorekv import CompressedContext, compress, load_model
 from restorekv.bounds import LARGEST_NUMBER
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.generation import generate
-from restorekv.generation.sampling import Decoding, Row
+from restorekv.generation import decoding
+from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.model.prompt import make_context
 from restorekv.storage.cache_checks import ContradictionError, check_scales
 from tests.helpers.compressing import compress_with
@@ -237,16 +237,17 @@ def test_logits_that_are_no_numbers_give_a_sentence_and_no_token(broken, way):
 
 def test_a_step_of_fixed_work_marks_what_it_cannot_choose(opened):
     logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [1.0, float("inf")]])
-    ids, marked = generate.likeliest(logits)
+    ids, marked = decoding.find_likeliest(logits)
     assert marked.tolist() == [[1], [-1], [-1]] and ids.min() >= 0
     with pytest.raises(RestoreKVError, match="not finite"):
-        generate.finite_ids(marked)
+        decoding.to_finite_ids(marked)
 
 
 def test_one_row_without_numbers_fails_alone(tiny_tokenizer):
     """So the server ends its question, and no other of the batch."""
     rows = [
-        Row(Decoding(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0) for _ in range(2)
+        TokenChooser(SamplingConfig(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0)
+        for _ in range(2)
     ]
     assert rows[0].choose(torch.tensor([0.0, 1.0])) == 1
     with pytest.raises(RestoreKVError, match="not finite"):

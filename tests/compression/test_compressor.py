@@ -14,7 +14,7 @@ import torch
 from restorekv import CompressionConfig
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction, make_compressor
-from restorekv.context import CompressedContext, size
+from restorekv.context import CompressedContext, format_bytes
 from restorekv.errors import (
     AdapterError,
     BudgetError,
@@ -22,12 +22,12 @@ from restorekv.errors import (
     RestoreKVError,
     RestoreKVWarning,
 )
-from restorekv.generation.answers import ask
+from restorekv.generation.answers import answer_greedily
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.pipeline import PRESETS, choose_evictor, compress
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.storage.cache_file import read
+from restorekv.storage.cache_file import read_cache
 from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, compress_with, make_adapter
 from tests.helpers.models import ONE_FAMILY, build_model
 
@@ -209,15 +209,15 @@ def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
     for part in [
         f"T = {m.tokens}",
         f"{m.pairs:,}",
-        size(m.bytes_full),
-        size(m.bytes_held),
+        format_bytes(m.bytes_full),
+        format_bytes(m.bytes_held),
         "prefill",
         "score",
     ]:
         assert part in shown
     assert set(m.seconds) == {"prefill", "score", "restore", "evict"}
     made.save(tmp_path / "doc.rkv")
-    assert read(tmp_path / "doc.rkv").manifest == m
+    assert read_cache(tmp_path / "doc.rkv").manifest == m
 
 
 def test_streaming(case):
@@ -460,7 +460,7 @@ def test_contexts_may_come_ready_made(case):
     model, tokenizer, text = case
     context = make_context(tokenizer, text, BETWEEN)
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
-    answers = ask(model, tokenizer, context, prepared.evict(0.2), QUESTIONS, 8)
+    answers = answer_greedily(model, tokenizer, context, prepared.evict(0.2), QUESTIONS, 8)
     assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)
 
 

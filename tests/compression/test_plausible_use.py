@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from restorekv import CompressedContext, compress, load_model
-from restorekv.compression.adapters import ADAPTERS, load_adapter, shipped_adapter
+from restorekv.compression.adapters import ADAPTERS, find_shipped_adapter, load_adapter
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.model.names import tiny_path
@@ -41,7 +41,8 @@ def test_at_ratio_1_everything_stays(tiny):
     )
     assert small(tiny, ratio=1, restore_tokens=2).kept.all()
     assert (
-        small(tiny, ratio=1, adapter=shipped_adapter("tiny", "snapkv")).manifest.restore_tokens == 3
+        small(tiny, ratio=1, adapter=find_shipped_adapter("tiny", "snapkv")).manifest.restore_tokens
+        == 3
     )
 
 
@@ -52,7 +53,7 @@ def test_auto_restores_at_ratios_of_the_training_alone(tiny):
     assert small(tiny).manifest.restore_tokens == 3
     assert small(tiny, ratio="0.251").manifest.adapter is None
     assert small(tiny, ratio=None, tokens_per_head=200).manifest.adapter is None
-    shipped = shipped_adapter("tiny", "snapkv")
+    shipped = find_shipped_adapter("tiny", "snapkv")
     for asked in {"restore_tokens": 3}, {"restore_from": "evicted"}, {"adapter": shipped}:
         assert small(tiny, ratio=0.5, **asked).manifest.restore_tokens == 3
 
@@ -65,7 +66,7 @@ def test_where_the_shipped_adapter_does_not_fit_nothing_is_restored(how):
     assert made.manifest.adapter is None and made.ask(QUESTION, 4)
     if "dtype" in how:
         with pytest.raises(RestoreKVError, match="load it in float32 or bfloat16"):
-            small(model, adapter=shipped_adapter("tiny", "snapkv"))
+            small(model, adapter=find_shipped_adapter("tiny", "snapkv"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -85,7 +86,7 @@ def test_another_dtype_is_named_before_another_model(tiny, tmp_path):
 
 
 def test_a_loaded_cache_goes_on_as_its_record_says(tiny, tmp_path):
-    own = RestoreAdapter.from_pretrained(tiny[0], shipped_adapter("tiny", "snapkv"))
+    own = RestoreAdapter.from_pretrained(tiny[0], find_shipped_adapter("tiny", "snapkv"))
     small(tiny, evictor="knorm", adapter=own).save(tmp_path / "a.rkv")
     loaded = CompressedContext.load(tmp_path / "a.rkv", *tiny)
     with pytest.raises(RestoreKVError, match="not at hand; give its folder, or adapter=None"):

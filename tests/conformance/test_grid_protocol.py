@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.evaluation import protocols
-from restorekv.generation.generate import answer_ids, answer_text, stop_ids
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.tasks import Question
@@ -74,18 +74,18 @@ def test_the_first_id_of_an_answer_ends_nothing(both):
     prompt = KVPRESS.make_prompt(tokenizer, context, asked)
     cache = RaggedCache.from_full_cache(prefill(model, context.ids))
     lengths = set()
-    for stop in dict.fromkeys(answer_ids(model, tokenizer, cache, [prompt], 6)[0].tolist()):
+    for stop in dict.fromkeys(generate_ids(model, tokenizer, cache, [prompt], 6)[0].tolist()):
         model.generation_config.eos_token_id = pipeline.model.generation_config.eos_token_id = stop
         wanted = pipeline(
             TEXT, question=asked.text, answer_prefix=asked.answer_prefix, max_new_tokens=6
         )["answer"]
-        found = answer_ids(
+        found = generate_ids(
             model, tokenizer, cache, [prompt], 6, first_may_stop=KVPRESS.first_may_stop
         )[0].tolist()
         # kvpress's pipeline leaves the EOS id in what it decodes, where it is a special token in
         # practice
         assert tokenizer.decode(found, skip_special_tokens=True) == wanted
-        said = answer_text(tokenizer, KVPRESS.trim_answer(found), stop_ids(model, tokenizer))
+        said = decode_answer(tokenizer, KVPRESS.trim_answer(found), get_stop_ids(model, tokenizer))
         assert wanted.startswith(said)
         lengths.add(len(found))
     assert 1 not in lengths and len(lengths) > 2

@@ -24,10 +24,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.allocate import exact_top
+from restorekv.compression.allocate import mark_highest
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
-from restorekv.generation.answers import ask
+from restorekv.generation.answers import answer_greedily
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
@@ -157,7 +157,7 @@ def test_scores_and_kept_pairs(folder, template, chunk, plus, worst):
         budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads)
         assert count - budget.total in (0, 1)
         assert kept_by(theirs, (layers, heads, context.positions)).equal(
-            exact_top(prepared.competing_scores(), count)
+            mark_highest(prepared.competing_scores(), count)
         )
 
 
@@ -204,7 +204,7 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         theirs_cache = press_once(press, theirs, context)
         pairs = layers * heads * context.positions
         count = pairs - int(pairs * min(1.0, compression + TOKENS / context.positions))
-        keep = exact_top(prepared.competing_scores(), count)
+        keep = mark_highest(prepared.competing_scores(), count)
         assert kept_by(theirs, keep.shape).equal(keep)
         ours_cache = RaggedCache.from_dense(prepared.full, keep, prepared.restore_cache)
         assert (
@@ -226,7 +226,7 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         pipeline = kvpress.KVPressTextGenerationPipeline(model=theirs, tokenizer=tokenizer)
         press = RestoreKV(compression, kvzip_plus_normalization=plus)
         answers = pipeline(TEXT, questions=QUESTIONS, press=press, max_new_tokens=16)["answers"]
-        assert ask(model, tokenizer, context, ours_cache, QUESTIONS, 16) == [
+        assert answer_greedily(model, tokenizer, context, ours_cache, QUESTIONS, 16) == [
             answer.lstrip() for answer in answers
         ]
         assert all(answers)
@@ -254,7 +254,7 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
     )
     layers, heads, _ = prepared.scores.shape
     pairs = layers * heads * context.positions
-    keep = exact_top(
+    keep = mark_highest(
         prepared.competing_scores(), pairs - int(pairs * (0.9 + TOKENS / context.positions))
     )
     assert kept_by(theirs, keep.shape).equal(keep)

@@ -12,11 +12,11 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from restorekv import evictors
-from restorekv.compression.allocate import exact_top
+from restorekv.compression.allocate import mark_highest
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
-from restorekv.generation.answers import ask
+from restorekv.generation.answers import answer_greedily
 from restorekv.model import attention
 from restorekv.model.prompt import Context
 
@@ -130,7 +130,7 @@ def test_streaming_keeps_the_same_pairs(tiny_model, compression, sinks, worst):
     context, press = make_context(), kvpress.StreamingLLMPress(max(compression, 1e-9), n_sink=sinks)
     exact = press_scores(press, tiny_model, context).bool()
     found = Eviction.make(f"streaming:sinks={sinks}").prepare(tiny_model, None, context).scores
-    keep = exact_top(found, int(exact.sum()))
+    keep = mark_highest(found, int(exact.sum()))
     kind = f"{tiny_model.config.model_type} streaming, pairs kept otherwise"
     worst[kind] = worst.get(kind, 0) + int((keep != exact).sum())
     assert keep.equal(exact)
@@ -170,7 +170,7 @@ def test_the_bridge_from_text_to_answers(tiny_model, tiny_tokenizer, name):
         assert all(
             a.positions.equal(b.positions) for a, b in zip(cache.layers, ours.layers, strict=True)
         )
-    assert ask(tiny_model, tiny_tokenizer, prepared.context, cache, ["Which code?"], 8)
+    assert answer_greedily(tiny_model, tiny_tokenizer, prepared.context, cache, ["Which code?"], 8)
 
 
 def test_attention_is_the_same_under_kvpresss_wrapper(tiny_model, tiny_tokenizer, monkeypatch):

@@ -18,7 +18,7 @@ from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.rows import make_payload, make_rows
 from restorekv.evaluation.run import run_grid
-from restorekv.generation.generate import answer_ids
+from restorekv.generation.decoding import generate_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
 from tests.helpers.compressing import compress_with
@@ -97,7 +97,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
                 encode_question(tokenizer, small.context, asked.text)[0]
                 for asked in sample.questions
             ]
-            answers = answer_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
+            answers = generate_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
             for prompt, answer, recorded in zip(prompts, answers, line["answers"], strict=True):
                 ids = torch.cat([small.context.ids[0], prompt, answer])
                 pair = [
@@ -135,7 +135,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
     assert small.cache.restore_length == 3
     for asked, recorded in zip(sample.questions, result.lines[0]["answers"], strict=True):
         prompt = encode_question(tokenizer, full.context, asked.text)[0]
-        (answer,) = answer_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
+        (answer,) = generate_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
         logits_of_both = []
         for cache, first in ((full.cache.fork(), 0), (small.cache.fork(), 3)):
             logits, position = [], full.context.positions + first

@@ -19,7 +19,7 @@ from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import LOCK, run_grid
 from restorekv.evictors.kvzip import KVzip
 from restorekv.files import file_lock
-from restorekv.generation.generate import answer_ids, answer_text, stop_ids
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
@@ -102,7 +102,10 @@ def test_answers_are_those_of_compress(world, tmp_path):
         model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3"), (None, str(world / "adapter"))
     )
     model, tokenizer = load_model(model_of(world))
-    samples, stops = list(Plain().load_samples(tokenizer, "kvpress")), stop_ids(model, tokenizer)
+    samples, stops = (
+        list(Plain().load_samples(tokenizer, "kvpress")),
+        get_stop_ids(model, tokenizer),
+    )
     for result in run_grid(cells, tmp_path):
         cell = result.cell
         how = {"evictor": "knorm", "adapter": None} if cell.evictor == "full" else vars(cell)
@@ -118,10 +121,10 @@ def test_answers_are_those_of_compress(world, tmp_path):
                 encode_question(tokenizer, compressed.context, asked.text)
                 for asked in sample.questions
             ]
-            ids_of_answers = answer_ids(
+            ids_of_answers = generate_ids(
                 model, tokenizer, compressed.cache, prompts, 4, first_may_stop=False
             )
-            said = [answer_text(tokenizer, ids.tolist(), stops) for ids in ids_of_answers]
+            said = [decode_answer(tokenizer, ids.tolist(), stops) for ids in ids_of_answers]
             assert [answer["prediction"] for answer in line["answers"]] == said
             assert (
                 line["pairs_with_prefix"] == compressed.cache.pairs

@@ -9,7 +9,7 @@ import torch
 
 from restorekv import Chat, CompressedContext, compress
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.generation.generate import stop_ids
+from restorekv.generation.decoding import get_stop_ids
 from tests.helpers.compressing import QUESTIONS, TEXT, make_small
 
 
@@ -90,7 +90,7 @@ def test_an_eos_is_read_once(small):
     assert chat.turns[0].answer.ids == (first,) and chat.turns[0].answer.finish == "stop"
     ids = chat.question_ids("And?")
     # <|im_end|>, of the template.
-    assert first in stop_ids(small.model, small.tokenizer) and ids[0] == 2
+    assert first in get_stop_ids(small.model, small.tokenizer) and ids[0] == 2
 
 
 def test_undo_and_fork(small):

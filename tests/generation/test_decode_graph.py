@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.generation.answers import ask, ask_each
-from restorekv.generation.generate import Steps
+from restorekv.generation.answers import answer_greedily, answer_questions
+from restorekv.generation.decoding import FixedSteps
 from restorekv.model import attention
 from restorekv.model.prompt import encode_question, make_context
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
@@ -26,10 +26,12 @@ def case(tiny_model, tiny_tokenizer):
 @pytest.mark.parametrize("limits", [20, [1, 7, 20], [1, 1, 1]])
 def test_answers_are_those_of_growing_tails(case, limits):
     questions = QUESTIONS[:3]
-    plain = ask(*case, questions, limits)
-    assert ask(*case, questions, limits, graph=True) == plain
-    assert ask(*case, questions[:1], 20, graph=True) == ask(*case, questions[:1], 20)
-    assert ask(*case, questions, limits) == plain  # the cache itself is as it was
+    plain = answer_greedily(*case, questions, limits)
+    assert answer_greedily(*case, questions, limits, graph=True) == plain
+    assert answer_greedily(*case, questions[:1], 20, graph=True) == answer_greedily(
+        *case, questions[:1], 20
+    )
+    assert answer_greedily(*case, questions, limits) == plain  # the cache itself is as it was
 
 
 def test_rows_that_have_ended_go_on_unheard(case):
@@ -51,8 +53,8 @@ def test_documents_of_different_tails(tiny_model, tiny_tokenizer):
         context = make_context(tiny_tokenizer, text)
         made.append((context, make_cache(tiny_model, context, restore)))
     rows = [(*each, question) for each in made for question in QUESTIONS[:2]]
-    plain = ask_each(tiny_model, tiny_tokenizer, rows, 12)
-    assert ask_each(tiny_model, tiny_tokenizer, rows, 12, graph=True) == plain
+    plain = answer_questions(tiny_model, tiny_tokenizer, rows, 12)
+    assert answer_questions(tiny_model, tiny_tokenizer, rows, 12, graph=True) == plain
 
 
 class Told(TorchDispatchMode):
@@ -80,7 +82,9 @@ def meta_steps(model):
         )
         layers.append(RaggedLayer(*context, offsets, offsets.to("meta"), 30, *restored).fork(2))
     ids = torch.zeros(2, 1, dtype=torch.long, device="meta")
-    return Steps(model, RaggedCache(layers), ids, ids + 34, ids.new_ones(2, 4, dtype=torch.bool), 5)
+    return FixedSteps(
+        model, RaggedCache(layers), ids, ids + 34, ids.new_ones(2, 4, dtype=torch.bool), 5
+    )
 
 
 def test_a_step_reads_nothing_on_the_host(monkeypatch):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from restorekv.errors import RestoreKVError
-from restorekv.generation.answers import ask, generate_inputs, stream
-from restorekv.generation.generate import answer_ids, stop_ids
+from restorekv.generation.answers import answer_greedily, make_generate_inputs, stream_answer
+from restorekv.generation.decoding import generate_ids, get_stop_ids
 from restorekv.model.prompt import encode_question, make_context
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model
@@ -22,7 +22,7 @@ def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
     context = make_context(tiny_tokenizer, TEXT)
     cache = make_cache(tiny_model, context, restore)
     for question in QUESTIONS:
-        inputs = generate_inputs(tiny_tokenizer, context, cache, question)
+        inputs = make_generate_inputs(tiny_tokenizer, context, cache, question)
         result = tiny_model.generate(
             **inputs,
             past_key_values=cache.fork(),
@@ -32,33 +32,37 @@ def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
         )
         theirs = result[0, inputs["input_ids"].shape[1] :].tolist()
         asked = encode_question(tiny_tokenizer, context, question)
-        assert answer_ids(tiny_model, tiny_tokenizer, cache, [asked], 20)[0].tolist() == theirs
+        assert generate_ids(tiny_model, tiny_tokenizer, cache, [asked], 20)[0].tolist() == theirs
 
 
 def test_order_and_batches_do_not_matter(case):
-    together = ask(*case, QUESTIONS, 20)
-    assert ask(*case, QUESTIONS[::-1], 20) == together[::-1]
-    assert [ask(*case, [question], 20)[0] for question in QUESTIONS] == together
+    together = answer_greedily(*case, QUESTIONS, 20)
+    assert answer_greedily(*case, QUESTIONS[::-1], 20) == together[::-1]
+    assert [answer_greedily(*case, [question], 20)[0] for question in QUESTIONS] == together
     many = [f"{question} {number}" for number in range(5) for question in QUESTIONS]
-    assert ask(*case, many, 3) == [ask(*case, [question], 3)[0] for question in many]
+    assert answer_greedily(*case, many, 3) == [
+        answer_greedily(*case, [question], 3)[0] for question in many
+    ]
     assert case[3].get_seq_length() == case[2].positions + 4  # the cache itself never grew
 
 
 def test_first_token_can_end_the_answer(case):
     model, tokenizer, context, cache = case
     prompt = encode_question(tokenizer, context, QUESTIONS[0])
-    first = int(answer_ids(model, tokenizer, cache, [prompt], 1)[0])
+    first = int(generate_ids(model, tokenizer, cache, [prompt], 1)[0])
     model.generation_config.eos_token_id = [5, first]
-    assert stop_ids(model, tokenizer) == {5, first}
-    assert answer_ids(model, tokenizer, cache, [prompt], 20)[0].tolist() == [first]
-    assert ask(model, tokenizer, context, cache, QUESTIONS[:1], 20) == [""]
+    assert get_stop_ids(model, tokenizer) == {5, first}
+    assert generate_ids(model, tokenizer, cache, [prompt], 20)[0].tolist() == [first]
+    assert answer_greedily(model, tokenizer, context, cache, QUESTIONS[:1], 20) == [""]
 
 
 def test_each_question_may_have_its_own_limit(case):
     model, tokenizer, context, cache = case
     prompts = [encode_question(tokenizer, context, question) for question in QUESTIONS]
     model.generation_config.eos_token_id = 319
-    lengths = [len(answer) for answer in answer_ids(model, tokenizer, cache, prompts, [1, 5, 2, 7])]
+    lengths = [
+        len(answer) for answer in generate_ids(model, tokenizer, cache, prompts, [1, 5, 2, 7])
+    ]
     assert (
         all(found <= limit for found, limit in zip(lengths, [1, 5, 2, 7], strict=True))
         and max(lengths) > 2
@@ -67,18 +71,18 @@ def test_each_question_may_have_its_own_limit(case):
 
 def test_stream_gives_the_answer_in_pieces(case):
     model, tokenizer, context, cache = case
-    pieces = list(stream(model, tokenizer, (context, cache, QUESTIONS[0]), 20))
-    assert "".join(pieces) == ask(*case, QUESTIONS[:1], 20)[0] and len(pieces) > 1
+    pieces = list(stream_answer(model, tokenizer, (context, cache, QUESTIONS[0]), 20))
+    assert "".join(pieces) == answer_greedily(*case, QUESTIONS[:1], 20)[0] and len(pieces) > 1
 
 
 @pytest.mark.parametrize("limit", [0, -1, [1], [1, 2, 3, 0]])
 def test_refused_limits(case, limit):
     with pytest.raises(RestoreKVError, match="max_new_tokens"):
-        ask(*case, QUESTIONS, limit)
+        answer_greedily(*case, QUESTIONS, limit)
 
 
 def test_no_questions_no_answers(case):
-    assert ask(*case, [], 5) == []
+    assert answer_greedily(*case, [], 5) == []
 
 
 def test_generating_in_batches_and_with_beams(tiny_tokenizer):
@@ -86,7 +90,9 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
     model = build_model("qwen3")
     context = make_context(tiny_tokenizer, TEXT)
     cache = make_cache(model, context)
-    made = [generate_inputs(tiny_tokenizer, context, cache, question) for question in QUESTIONS]
+    made = [
+        make_generate_inputs(tiny_tokenizer, context, cache, question) for question in QUESTIONS
+    ]
     past, width = cache.get_seq_length(), max(one["input_ids"].shape[1] for one in made)
     ids, mask = (
         torch.zeros(len(made), width, dtype=torch.long),
@@ -102,7 +108,7 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
         input_ids=ids, attention_mask=mask, past_key_values=cache.fork(4), **tiny
     )[:, width:]
     prompts = [encode_question(tiny_tokenizer, context, question) for question in QUESTIONS]
-    alone = answer_ids(model, tiny_tokenizer, cache, prompts, 6)
+    alone = generate_ids(model, tiny_tokenizer, cache, prompts, 6)
     assert [row[: len(one)].tolist() for row, one in zip(result, alone, strict=True)] == [
         x.tolist() for x in alone
     ]

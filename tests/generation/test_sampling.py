@@ -14,7 +14,7 @@ from transformers.generation import StoppingCriteria
 
 from restorekv import ask_many, compress
 from restorekv.errors import RestoreKVError
-from restorekv.generation.sampling import Decoding, DecodingOptions, Row
+from restorekv.generation.sampling import SamplingConfig, SamplingOptions, TokenChooser
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
@@ -52,7 +52,9 @@ def test_scores_are_those_of_generate(small, options):
         output_logits=True,
         **config,
     )
-    ours = Decoding.make(**options).warpers()(inputs["input_ids"], result.logits[0].float().clone())
+    ours = SamplingConfig.make(**options).warpers()(
+        inputs["input_ids"], result.logits[0].float().clone()
+    )
     assert torch.equal(ours.isinf(), result.scores[0].isinf())
     torch.testing.assert_close(ours, result.scores[0])
 
@@ -60,10 +62,10 @@ def test_scores_are_those_of_generate(small, options):
 def test_draws_follow_the_distribution():
     """A chi-squared test of 10,000 first tokens, each with a seed of its own."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -8.0])
-    decoding = Decoding(temperature=0.8, top_k=6)
+    sampling = SamplingConfig(temperature=0.8, top_k=6)
     counts = torch.zeros(7)
     for seed in range(10_000):
-        counts[Row(decoding, None, torch.tensor([[0]]), seed).choose(logits)] += 1
+        counts[TokenChooser(sampling, None, torch.tensor([[0]]), seed).choose(logits)] += 1
     expected = (logits[:6] / 0.8).softmax(-1) * 10_000
     assert counts[6] == 0
     assert ((counts[:6] - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: p = 0.001
@@ -119,9 +121,9 @@ def test_a_generation_config_is_understood(small):
     config = GenerationConfig(
         do_sample=True, temperature=0.7, top_p=0.9, top_k=11, num_return_sequences=2
     )
-    made = Decoding.make(config=config, seed=4)
-    assert made == Decoding(temperature=0.7, top_p=0.9, top_k=11, samples=2, seed=4)
-    assert Decoding.make(config=GenerationConfig(repetition_penalty=1.2)) == Decoding(
+    made = SamplingConfig.make(config=config, seed=4)
+    assert made == SamplingConfig(temperature=0.7, top_p=0.9, top_k=11, samples=2, seed=4)
+    assert SamplingConfig.make(config=GenerationConfig(repetition_penalty=1.2)) == SamplingConfig(
         repetition_penalty=1.2
     )
     with pytest.raises(RestoreKVError, match="num_beams"):
@@ -174,8 +176,8 @@ def test_unknown_options_are_refused_by_name(small):
 
 
 def test_the_options_of_ask_are_those_of_decoding():
-    names = {each.name for each in fields(Decoding)}
-    assert set(get_type_hints(DecodingOptions)) == names | {"config"}
+    names = {each.name for each in fields(SamplingConfig)}
+    assert set(get_type_hints(SamplingOptions)) == names - {"samples"} | {"config"}
 
 
 @pytest.mark.slow

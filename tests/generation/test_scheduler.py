@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from restorekv.generation import generate
-from restorekv.generation.sampling import Decoding, rows_of
+from restorekv.generation import decoding
+from restorekv.generation.sampling import SamplingConfig, make_choosers
 from restorekv.generation.scheduler import AnswerTask, Scheduler
 from restorekv.model.prompt import encode_question
 from tests.helpers.compressing import compress_with
@@ -55,20 +55,20 @@ class Asked:
         self.question = " ".join(words)
         self.limit = limit
         self.options = options
-        self.decoding = Decoding.make(**options)
+        self.sampling = SamplingConfig.make(**options)
         self.cancelled = False
-        self.tokens = [[] for _ in range(self.decoding.samples)]
+        self.tokens = [[] for _ in range(self.sampling.samples)]
         self.done = None
         self.error = None
 
     def task(self):
         prompt = encode_question(self.tokenizer, self.document.context, self.question)[0]
         read = torch.cat([self.document.context.ids[0], prompt])[None]
-        samples = self.decoding.samples
-        seeds = [self.decoding.seed + number for number in range(samples)]
-        stops = generate.stop_ids(self.model, self.tokenizer)
-        self.rows = rows_of(
-            self.decoding, self.tokenizer, [read] * samples, seeds, stops, always=True
+        samples = self.sampling.samples
+        seeds = [self.sampling.seed + number for number in range(samples)]
+        stops = decoding.get_stop_ids(self.model, self.tokenizer)
+        self.rows = make_choosers(
+            self.sampling, self.tokenizer, [read] * samples, seeds, stops, always=True
         )
         self.made = AnswerTask(
             self.document.cache,
@@ -128,7 +128,7 @@ def run(engine, arriving, each_step=lambda step: None, longest=2000):
 def test_answers_are_the_librarys_own_whatever_joins_and_leaves(world, seed):
     chance = random.Random(seed)
     most, piece = chance.choice((1, 2, 4, 16)), chance.choice((8, 40, 256))
-    engine = Scheduler(world[0], generate.stop_ids(*world[:2]), most, piece)
+    engine = Scheduler(world[0], decoding.get_stop_ids(*world[:2]), most, piece)
     arriving, every = {}, []
     for _ in range(9):
         every.append(random_question(world, chance, 90))

@@ -10,8 +10,8 @@ import torch
 from restorekv import CompressionConfig
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import attend, pass_trials
-from restorekv.generation import generate, step_trials
-from restorekv.generation.answers import ask
+from restorekv.generation import decoding, step_trials
+from restorekv.generation.answers import answer_greedily
 from restorekv.model import attention, offload
 from restorekv.model.attention import blocked, naive, proofs, trials
 from restorekv.model.attention.proofs import Target
@@ -85,24 +85,26 @@ REPLAYS = [stale, part_of(0, -4), part_of(4, None), of_the_capture]
 
 
 def test_graphs_that_are_right_are_used(fake, case):
-    plain = ask(*case, QUESTIONS[:3], [4, 20, 20])
-    assert ask(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
+    plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20])
+    assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
     assert FakeGraph.captured == 3  # two trials, and the model
-    assert case[0] in generate.GRAPHED
-    assert ask(*case, QUESTIONS[:2], 9, graph=True) == ask(*case, QUESTIONS[:2], 9)
+    assert case[0] in decoding.GRAPHED
+    assert answer_greedily(*case, QUESTIONS[:2], 9, graph=True) == answer_greedily(
+        *case, QUESTIONS[:2], 9
+    )
     assert FakeGraph.captured == 4
 
 
 @pytest.mark.parametrize("replay", REPLAYS)
 def test_a_graph_that_is_wrong_is_not_used(fake, case, replay):
-    plain = ask(*case, QUESTIONS[:3], [4, 20, 20])
+    plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20])
     fake.setattr(FakeGraph, "replay", replay)
     with pytest.warns(RestoreKVWarning, match="CUDA graphs cannot be used on Fake 9000") as told:
-        assert ask(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
+        assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
     assert len(told) == 1 and FakeGraph.captured == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ask(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
+        assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
     assert FakeGraph.captured == 1
 
 
@@ -110,21 +112,24 @@ def test_a_graph_that_is_wrong_is_not_used(fake, case, replay):
 def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
     """The small decoder's graphs are right, and this model's are not."""
     assert proofs.check_component(proofs.COMPONENTS["graph"], TARGET).right
-    fake.setattr(generate, "can_graph", lambda model, device: True)
-    plain = ask(*case, QUESTIONS[:3], 20)
+    fake.setattr(decoding, "can_graph", lambda model, device: True)
+    plain = answer_greedily(*case, QUESTIONS[:3], 20)
     fake.setattr(FakeGraph, "replay", replay)
     with pytest.warns(
         RestoreKVWarning, match="Qwen3ForCausalLM is not run as a CUDA graph"
     ) as told:
-        assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
-    assert len(told) == 1 and case[0] in generate.NEVER_GRAPHED
+        assert answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
+    assert len(told) == 1 and case[0] in decoding.NEVER_GRAPHED
     captured = FakeGraph.captured
-    assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain and FakeGraph.captured == captured
+    assert (
+        answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
+        and FakeGraph.captured == captured
+    )
 
 
 def test_a_model_whose_second_replay_is_stale_is_found(fake, case):
-    fake.setattr(generate, "can_graph", lambda model, device: True)
-    plain, count, right = ask(*case, QUESTIONS[:3], 20), [0], FakeGraph.replay
+    fake.setattr(decoding, "can_graph", lambda model, device: True)
+    plain, count, right = answer_greedily(*case, QUESTIONS[:3], 20), [0], FakeGraph.replay
 
     def replay(self):
         count[0] += 1
@@ -133,27 +138,27 @@ def test_a_model_whose_second_replay_is_stale_is_found(fake, case):
 
     fake.setattr(FakeGraph, "replay", replay)
     with pytest.warns(RestoreKVWarning, match="not run as a CUDA graph"):
-        assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+        assert answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
     assert count == [2]
 
 
 def test_a_model_that_cannot_be_captured_steps_as_usual(fake, case):
-    fake.setattr(generate, "can_graph", lambda model, device: True)
-    plain = ask(*case, QUESTIONS[:3], 20)
+    fake.setattr(decoding, "can_graph", lambda model, device: True)
+    plain = answer_greedily(*case, QUESTIONS[:3], 20)
 
     def refused(self):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     with fake.context() as capturing:
-        capturing.setattr(generate.Steps, "capture", refused)
+        capturing.setattr(decoding.FixedSteps, "capture", refused)
         with pytest.warns(
             RestoreKVWarning, match=r"cannot be captured \(RuntimeError: CUDA error: operation not"
         ) as told:
-            assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+            assert answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+        assert answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
     assert not FakeGraph.captured
 
 

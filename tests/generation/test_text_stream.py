@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from restorekv.generation.answers import Growing, held_back
-from restorekv.generation.generate import answer_text
-from restorekv.generation.sampling import Decoding, Row, first_stop
+from restorekv.generation.answers import GrowingText, count_uncertain
+from restorekv.generation.decoding import decode_answer
+from restorekv.generation.sampling import SamplingConfig, TokenChooser, find_first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
 from restorekv.model.tokenize import TextStream, _can_stream
@@ -102,7 +102,7 @@ def tokenizer(request: pytest.FixtureRequest) -> object:
 
 
 class Naive:
-    """What `Growing` says, from decoding the whole answer for every id."""
+    """What `GrowingText` says, from decoding the whole answer for every id."""
 
     def __init__(self, tokenizer: object, stops: set[int], stop: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
@@ -116,15 +116,15 @@ class Naive:
         text = self.text()
         if text.endswith("\ufffd"):
             return ""
-        return self.upto(text, len(text) - held_back(text, self.stop))
+        return self.upto(text, len(text) - count_uncertain(text, self.stop))
 
     def rest(self) -> str:
         text = self.text()
         return self.upto(text, len(text))
 
     def text(self) -> str:
-        whole = answer_text(self.tokenizer, self.ids, self.stops)
-        return whole[: first_stop(self.stop, whole)].lstrip()
+        whole = decode_answer(self.tokenizer, self.ids, self.stops)
+        return whole[: find_first_stop(self.stop, whole)].lstrip()
 
     def upto(self, text: str, end: int) -> str:
         start = self.sent
@@ -162,7 +162,7 @@ def test_pieces_together_are_the_answer(tokenizer):
     @given(ids=tokenizer.ids, stop=st.sampled_from(STOPS))
     def check(ids: list[int], stop: tuple[str, ...]) -> None:
         stops = {tokenizer.eos_token_id}
-        ours = Growing(tokenizer, stops, stop)
+        ours = GrowingText(tokenizer, stops, stop)
         naive = Naive(tokenizer, stops, stop)
         pieces = [(ours.push(token), naive.push(token)) for token in ids]
         pieces.append((ours.rest(), naive.rest()))
@@ -180,10 +180,10 @@ def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):
     @settings(max_examples=300, deadline=None)
     @given(ids=tokenizer.ids, stop=st.sampled_from([*STOPS[1:], ("\x20",)]))
     def check(ids: list[int], stop: tuple[str, ...]) -> None:
-        row = Row(Decoding(stop=stop), tokenizer, None, 0)
+        row = TokenChooser(SamplingConfig(stop=stop), tokenizer, None, 0)
         for token in ids:
             row.answer.append(token)
-            assert row.ends() == (first_stop(stop, tokenizer.decode(row.answer)) is not None)
+            assert row.ends() == (find_first_stop(stop, tokenizer.decode(row.answer)) is not None)
 
     check()
 
@@ -197,8 +197,8 @@ def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
         TextStream, "decode_all", lambda self: decoded.append(self.ids[-1]) or decode_all(self)
     )
     ids = tokenizer("the red house, und das gr\u00fcne; ", add_special_tokens=False).input_ids * 10
-    text = Growing(tokenizer, {tokenizer.eos_token_id})
-    row = Row(Decoding(stop=["never"]), tokenizer, None, 0)
+    text = GrowingText(tokenizer, {tokenizer.eos_token_id})
+    row = TokenChooser(SamplingConfig(stop=["never"]), tokenizer, None, 0)
     for token in ids:
         text.push(token)
     assert not decoded

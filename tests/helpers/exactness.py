@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.generation import generate
+from restorekv.generation import decoding
 from restorekv.model.prompt import Context
 from restorekv.model.shape import get_backbone
 from tests.helpers.models import build_tokenizer
@@ -70,7 +70,7 @@ def compare(
         keep = cache.keep_mask(text)
         expected = plain(input_ids=ids).logits if ratio == 1 else oracle(plain, ids, keep)
         problems += differences(f"logits at ratio {ratio}", own, expected[:, text:])
-        written = generate.answer_ids(model, TOKENIZER, cache, [asked], answer)[0].tolist()
+        written = decoding.generate_ids(model, TOKENIZER, cache, [asked], answer)[0].tolist()
         wanted = greedy_ids(plain, ids, answer, None if ratio == 1 else keep)
         if written != wanted[: len(written)] or len(written) < min(answer, len(wanted)):
             problems.append(f"the answer at ratio {ratio} is {written}, not {wanted}")
@@ -156,10 +156,10 @@ def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: i
         cache = prepared.evict(1)
         asked = ids[:, text : text + question]
         longer = ids[:, text : text + question + 1]
-        calls["a longer question"] = lambda: generate.answer_ids(
+        calls["a longer question"] = lambda: decoding.generate_ids(
             model, TOKENIZER, cache, [longer], answer
         )
-        calls["a longer answer"] = lambda: generate.answer_ids(
+        calls["a longer answer"] = lambda: decoding.generate_ids(
             model, TOKENIZER, cache, [asked], answer + 1
         )
     return [what for what, call in calls.items() if not refuses(call)]

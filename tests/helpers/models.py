@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from restorekv.cache.multi_context import fork_caches
-from restorekv.generation import generate
+from restorekv.generation import decoding
 from restorekv.model import attention
 
 VOCABULARY = 320
@@ -82,8 +82,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]]:
     """The likeliest ids of each row, a cache and a prompt of ids (q,), with the EOS that ended it."""
     answers = [[] for _ in prompts]
-    batch = generate.padded(model, caches, prompts)
-    for row, token in generate.decode(
+    batch = decoding.pad_prompts(model, caches, prompts)
+    for row, token in decoding.decode_batch(
         model, fork_caches(caches), batch, limits, stops, graph=graph
     ):
         answers[row].append(token)

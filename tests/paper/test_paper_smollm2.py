@@ -15,7 +15,7 @@ from paper.experiments import EXPERIMENTS, FURTHER, chosen, mechanism
 from paper.setting import ASKED, SEEDS
 from paper.smollm2 import smollm2
 from restorekv import tasks
-from restorekv.compression.adapters import load_adapter, shipped_adapter
+from restorekv.compression.adapters import find_shipped_adapter, load_adapter
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import CELLS, load_results
@@ -181,11 +181,11 @@ def test_given_adapters_come_first(tmp_path, package):
 
 def test_a_name_of_the_package_is_an_adapter_wherever_it_lies(tmp_path, package):
     model = adapter(package / "adapters" / "snapkv", "snapkv", 2)
-    assert shipped_adapter("smollm2", "snapkv") == package / "adapters" / "snapkv"
+    assert find_shipped_adapter("smollm2", "snapkv") == package / "adapters" / "snapkv"
     assert (
-        shipped_adapter("smollm2", "")
-        is shipped_adapter("smollm2", "kvzip")
-        is shipped_adapter("me/it", "x")
+        find_shipped_adapter("smollm2", "")
+        is find_shipped_adapter("smollm2", "kvzip")
+        is find_shipped_adapter("me/it", "x")
         is None
     )
     with pytest.warns(match="trained with the evictor snapkv"):

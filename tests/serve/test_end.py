@@ -17,7 +17,7 @@ import pytest
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
-from restorekv.generation import generate  # noqa: E402
+from restorekv.generation import decoding  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import questions, run  # noqa: E402
 from restorekv.serve.engine import ENDING  # noqa: E402
@@ -57,7 +57,7 @@ def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
     model, tiny_tokenizer, tmp_path, monkeypatch, slow_steps
 ):
     monkeypatch.setattr(questions, "GRACE", 0.2)
-    monkeypatch.setattr(generate, "stop_ids", lambda *_: set())  # only the limit ends an answer
+    monkeypatch.setattr(decoding, "get_stop_ids", lambda *_: set())  # only the limit ends an answer
     begun = threading.Barrier(5)
 
     def stream(url: str, path: str, body: dict) -> list[str]:

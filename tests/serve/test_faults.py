@@ -19,7 +19,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv.context import CompressedContext  # noqa: E402
 from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
-from restorekv.generation.generate import BATCH  # noqa: E402
+from restorekv.generation.decoding import BATCH  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import caches, service, shared  # noqa: E402
 from restorekv.serve.caches import CacheEngine  # noqa: E402

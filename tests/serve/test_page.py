@@ -37,7 +37,7 @@ def adapter_folder(model, tmp_path_factory):
 def url(model, tiny_tokenizer, tmp_path_factory, adapter_folder):
     """A server whose model has an adapter that ships."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapters, "shipped_adapter", lambda *_: adapter_folder)
+        patch.setattr(adapters, "find_shipped_adapter", lambda *_: adapter_folder)
         with serving(model, tiny_tokenizer, tmp_path_factory.mktemp("store")) as url:
             yield url
 

@@ -22,7 +22,7 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
     )
 
 from restorekv.errors import RestoreKVError  # noqa: E402
-from restorekv.generation.sampling import Decoding  # noqa: E402
+from restorekv.generation.sampling import SamplingConfig  # noqa: E402
 from restorekv.serve.engine import (  # noqa: E402
     AwayError,
     BusyError,
@@ -143,7 +143,7 @@ def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
             ServedDocument(sha256, PLACE[1], 9, False, content=lambda: "the text")
             for sha256 in (PLACE[0], "cd" * 32)
         ][:count]
-        two = Decoding.make(samples=2)
+        two = SamplingConfig.make(samples=2)
         question = ServedQuestion(
             documents, [], "Which?", "", 8, two, lambda *item: passed.append(item)
         )

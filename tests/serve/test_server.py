@@ -17,7 +17,7 @@ import torch
 openai = pytest.importorskip("openai")
 
 from restorekv import CompressedContext  # noqa: E402
-from restorekv.generation.generate import answer_ids, answer_text, stop_ids  # noqa: E402
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
@@ -192,8 +192,10 @@ def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
         f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
     )
     ids = torch.tensor(tiny_tokenizer.encode(said, add_special_tokens=False))
-    (answer,) = answer_ids(model, tiny_tokenizer, small.cache, [ids], 12)
-    text = answer_text(tiny_tokenizer, answer.tolist(), stop_ids(model, tiny_tokenizer)).lstrip()
+    (answer,) = generate_ids(model, tiny_tokenizer, small.cache, [ids], 12)
+    text = decode_answer(
+        tiny_tokenizer, answer.tolist(), get_stop_ids(model, tiny_tokenizer)
+    ).lstrip()
     assert ask(client, messages).choices[0].message.content == text
 
 

@@ -79,9 +79,9 @@ class Scripted:
             raise BusyError
         answers, likely = (
             [],
-            ((-0.5, {5: -0.5, 7: -1.25}),) if question.decoding.logprobs is not None else (),
+            ((-0.5, {5: -0.5, 7: -1.25}),) if question.sampling.logprobs is not None else (),
         )
-        for sample in range(question.decoding.samples):
+        for sample in range(question.sampling.samples):
             ids = (
                 [*self.ids, self.tokenizer.eos_token_id]
                 if sample == 0 and "whole" in question.text

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from restorekv import load_portable, seal
-from restorekv.compression.adapters import shipped_adapter
+from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model import rope
 from restorekv.model.prompt import encode_question
@@ -153,7 +153,7 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
 
 
 def test_the_adapter_that_ships_for_the_allocation_goes_first():
-    one = shipped_adapter("smollm2", "kvzip", "per-head")
-    assert one.name == "kvzip.per-head" and shipped_adapter("smollm2", "kvzip").name == "kvzip"
-    assert shipped_adapter("smollm2", "snapkv", "per-head").name == "snapkv"
+    one = find_shipped_adapter("smollm2", "kvzip", "per-head")
+    assert one.name == "kvzip.per-head" and find_shipped_adapter("smollm2", "kvzip").name == "kvzip"
+    assert find_shipped_adapter("smollm2", "snapkv", "per-head").name == "snapkv"
     assert read_adapter(one).card.allocation == "per-head"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from restorekv.errors import RestoreKVError
-from restorekv.generation.chat import conversation_ids
+from restorekv.generation.chat import encode_conversation
 from restorekv.model.prompt import encode_question
 from restorekv.vllm import chat, prompt, transfer_config
 from tests.helpers.models import VOCABULARY
@@ -272,7 +272,7 @@ def test_earlier_turns_stand_before_the_question(connector):
     turns = [("Which code?", "Seven."), ("Who lives there?", "Nobody.")]
     ids = prompt(document, QUESTION, tokenizer, "It", turns)
     assert ids[: document.tokens] == document.ids.tolist()
-    asked = conversation_ids(tokenizer, document.context, turns, QUESTION)
+    asked = encode_conversation(tokenizer, document.context, turns, QUESTION)
     assert ids[document.tokens :] == [
         *asked.tolist(),
         *tokenizer.encode("It", add_special_tokens=False),

@@ -187,7 +187,7 @@ def test_vllms_own_code_does_not_run_for_questions_alone(pool):
 def test_attention_that_is_more_than_a_softmax_is_refused(setting):
     none = {"sinks": None, "a_soft_cap": 0, "alibi_slopes": None, "a_sliding_window": False}
     RaggedBackend().refuse_special_attention(**none)
-    with pytest.raises(RestoreKVError, match="attention has .*unset RESTOREKV_VLLM"):
+    with pytest.raises(RestoreKVError, match=r"attention has .*unset RESTOREKV_VLLM"):
         RaggedBackend().refuse_special_attention(**{**none, **setting})
 
 

@@ -63,13 +63,13 @@ def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
         found = store.find(ids)
         assert found.path.stem == name and tuple(ids[:PLACEHOLDERS]) == found.ids
         assert store.find(ids, name) == store.find(ids, found.name) == found
-        file = cache_file.read(place / f"{name}.rkv")
+        file = cache_file.read_cache(place / f"{name}.rkv")
         assert found.lengths.equal(file.cache().lengths)
     assert store.find(tiny_tokenizer.encode(QUESTION)) is None and store.find([]) is None
 
 
 def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_tokenizer):
-    file = cache_file.read(place / "red.rkv")
+    file = cache_file.read_cache(place / "red.rkv")
     ids = prompt(file, QUESTION, tiny_tokenizer, "It is", [("Who?", "Ada.")])
     text = tiny_tokenizer.decode(ids[PLACEHOLDERS:])
     assert all(part in text for part in ("Who?", "Ada.", QUESTION))

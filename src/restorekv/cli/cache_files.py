@@ -15,7 +15,7 @@ from restorekv.cli.session import (
     read_text,
 )
 from restorekv.compression.growing import RESTORE
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.errors import check_choice
 from restorekv.many_contexts import compose as compose_documents
 
@@ -81,6 +81,6 @@ def export(
     facts = {
         "document": f"{portable.name}, T = {portable.manifest.tokens:,} tokens",
         "prefix": f"m = {portable.tokens:,} positions, {portable.manifest.dtype}",
-        "bytes": size(portable.keys.nbytes + portable.values.nbytes),
+        "bytes": format_bytes(portable.keys.nbytes + portable.values.nbytes),
     }
     print_figures(f"Wrote {out}", facts)

@@ -15,7 +15,7 @@ from rich.text import Text
 from restorekv.cli import options
 from restorekv.cli.errors import RECEIVED, make_visible, report_error
 from restorekv.cli.session import notes, open_documents, output
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 from restorekv.generation.chat import Chat
@@ -65,7 +65,7 @@ def run_conversation(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
     sys.stdin.reconfigure(errors="surrogateescape")
     m = chat.document.manifest
     notes.print(
-        f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands."
+        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. /help lists the commands."
     )
     for line in read_lines():
         line = line.strip()
@@ -119,7 +119,7 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict
     seconds = time.perf_counter() - start
     notes.print(
         f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to the first, "
-        f"{seconds:.2f} s in all; the conversation holds {size(chat.nbytes)}",
+        f"{seconds:.2f} s in all; the conversation holds {format_bytes(chat.nbytes)}",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -146,7 +146,7 @@ def _run_command(chat: Chat, line: str) -> None:
             before = chat.nbytes
             chat.fold()
             notes.print(
-                f"Folded {size(before)} into the document, which holds {size(chat.document.manifest.bytes_held)}."
+                f"Folded {format_bytes(before)} into the document, which holds {format_bytes(chat.document.manifest.bytes_held)}."
             )
         case "/save":
             if not rest.strip():

@@ -17,10 +17,10 @@ from restorekv.cli.session import (
     print_figures,
     read_text,
 )
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.context import CompressedContext, size
+from restorekv.context import CompressedContext, format_bytes
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import check_target, write_json
 from restorekv.pipeline import choose_evictor, compress
@@ -128,7 +128,7 @@ def _compress_file(
     if json:
         write_json(
             json,
-            {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()},
+            {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.to_json()},
         )
     print_figures(f"Wrote {out}", summarize_cache(compressed, out, seconds))
 
@@ -144,7 +144,7 @@ def checked(
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
     if ratio is not None:
-        exact_ratio(ratio)
+        parse_ratio(ratio)
     check_storage(storage)
     return choose_evictor(evictor, preset)
 
@@ -164,8 +164,8 @@ def summarize_cache(
         "method": describe_method(m),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
-        "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "
-        f"file {size(out.stat().st_size)}",
+        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "
+        f"file {format_bytes(out.stat().st_size)}",
         "seconds": f"{seconds:.2f} ("
         + ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items())
         + ")",

@@ -20,7 +20,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, show_progress_share, silence_transformers
 from restorekv.compression.adapters import load_adapter
-from restorekv.compression.compressor import timed
+from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.evaluation.frame import GridResults
@@ -31,7 +31,7 @@ from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.evaluation.worker import open_model
 from restorekv.files import write_json
-from restorekv.generation.answers import ask
+from restorekv.generation.answers import answer_greedily
 from restorekv.model.names import SMOLLM2, TINY, to_canonical_name
 from restorekv.tasks.tiny import convert_question
 from restorekv.tiny import suite
@@ -162,8 +162,10 @@ def answer_side_by_side(
             questions, limits = zip(
                 *((each.text, each.max_new_tokens) for each in sample.questions), strict=True
             )
-            with timed(seconds, "ask"):
-                texts = ask(model, tokenizer, prepared.context, cache, questions, limits)
+            with time_phase(seconds, "ask"):
+                texts = answer_greedily(
+                    model, tokenizer, prepared.context, cache, questions, limits
+                )
             answers.append(
                 CacheAnswers(title, cache.nbytes, [text.strip() for text in texts], seconds)
             )
@@ -184,7 +186,7 @@ def _evict_caches(
                 phase: prepared.seconds[phase]
                 for phase in ("prefill", "score", "restore")[: 2 + restored]
             }
-            with timed(seconds, "evict"):
+            with time_phase(seconds, "evict"):
                 cache = prepared.evict(ratio, None if restored else 0)
             yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
 

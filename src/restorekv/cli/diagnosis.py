@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from packaging.requirements import Requirement
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.errors import summarize_error
 from restorekv.files import find_cache_folder
 from restorekv.model import attention
@@ -92,7 +92,7 @@ def describe_memory() -> str:
     """Return the bytes of memory of the machine and of those that are free, where the system says."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
-        return f"{size(page * os.sysconf('SC_PHYS_PAGES'))}, {size(page * os.sysconf('SC_AVPHYS_PAGES'))} free"
+        return f"{format_bytes(page * os.sysconf('SC_PHYS_PAGES'))}, {format_bytes(page * os.sysconf('SC_AVPHYS_PAGES'))} free"
     except (AttributeError, ValueError, OSError):
         return "unknown"
 
@@ -128,7 +128,7 @@ def describe_devices() -> list[dict[str, object]]:
             if value is not None
         }
         if device.type == "cuda":
-            known["memory"] = size(torch.cuda.get_device_properties(device).total_memory)
+            known["memory"] = format_bytes(torch.cuda.get_device_properties(device).total_memory)
         elif device.type == "cpu":
             known["name"] = find_processor()
         known["restorekv's code"] = known.get("code", "")

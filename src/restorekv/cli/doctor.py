@@ -17,7 +17,7 @@ from rich.text import Text
 from transformers import AutoConfig
 
 import restorekv.evictors
-import restorekv.generation.generate
+import restorekv.generation.decoding
 import restorekv.model.offload  # noqa: F401  (each registers its components)
 from restorekv.cli import diagnosis, options
 from restorekv.cli.session import notes, output, print_figures, print_written, silence_transformers

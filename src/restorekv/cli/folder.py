@@ -24,10 +24,10 @@ from restorekv.cli.session import (
     show_progress_share,
 )
 from restorekv.compression.adapters import load_adapter
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.identity import identify_model
@@ -35,7 +35,7 @@ from restorekv.model.prompt import get_default_between
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
 from restorekv.seal import digest_file
-from restorekv.storage.cache_file import read
+from restorekv.storage.cache_file import read_cache
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 # What one document may raise without ending the others.
@@ -80,7 +80,7 @@ class DocumentCompressor:
         model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
         how = make_compressor(options["evictor"], recipe.config)
         between = get_default_between(tokenizer)
-        ratio = exact_ratio(options["ratio"]) if options["ratio"] else None
+        ratio = parse_ratio(options["ratio"]) if options["ratio"] else None
         identity = identify_model(model, tokenizer)
         adapter = load_adapter(
             model,
@@ -155,7 +155,7 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
         made = read_record(record, str(record))
         if made.get("of") != digest:
             return None
-        manifest = read(target).manifest
+        manifest = read_cache(target).manifest
         if made.get("file") not in (None, digest_file(target)):
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
@@ -221,7 +221,7 @@ def compress_folder(
         write_json(figures, {**counts, "seconds": time.perf_counter() - start, "documents": rows})
     held, full = (sum(getattr(one, part) for one in made) for part in ("held", "full"))
     output.print(
-        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {size(held)} of {size(full)} in "
+        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {format_bytes(held)} of {format_bytes(full)} in "
         f"{time.perf_counter() - start:.1f} s",
         markup=False,
         highlight=False,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cli import options
 from restorekv.cli.errors import make_visible
 from restorekv.cli.session import check_outputs_apart, describe_method, output, print_figures
-from restorekv.context import size
+from restorekv.context import format_bytes
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_plot_path, save_plot
 from restorekv.files import write_json
@@ -91,7 +91,7 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, "
         f"small budget: {m.on_small_budget})" + f", {m.cut:,} tokens were cut" * bool(m.cut),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
-        "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
+        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
         "tokens": f"{m.tokens - survivors.forgotten:,} of {m.tokens:,} survive in at least one head",
     }
 

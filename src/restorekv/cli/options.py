@@ -14,7 +14,7 @@ from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import METHODS
 from restorekv.evictors import EVICTORS
 from restorekv.files import check_target, read_json
-from restorekv.generation.sampling import Decoding
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.pipeline import DEFAULT
 
 
@@ -118,7 +118,7 @@ RestoreTokens = Annotated[
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How `ask` and `chat` write answers; see `Decoding`."""
+    """How `ask` and `chat` write answers; see `SamplingConfig`."""
 
     temperature: float = field(
         default=0.0, metadata={"help": "How much chance decides; 0 takes the likeliest token."}
@@ -147,11 +147,11 @@ class SamplingOptions:
     )
 
     def decoding(self) -> dict[str, Any]:
-        """Return the options of `Decoding`; checks them and reads the schema."""
+        """Return the options of `SamplingConfig`; checks them and reads the schema."""
         options = {name: value for name, value in vars(self).items() if value is not None}
         if self.json_schema is not None:
             options["json_schema"] = json.dumps(read_json(self.json_schema, str(self.json_schema)))
-        Decoding.make(**options)
+        SamplingConfig.make(**options)
         return options
 
 

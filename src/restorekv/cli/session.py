@@ -34,7 +34,7 @@ from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_shipped_name
 from restorekv.model.tokenize import decode_utf8
 from restorekv.readers.extract import KINDS, extract_text
-from restorekv.storage.cache_file import Manifest, read
+from restorekv.storage.cache_file import Manifest, read_cache
 
 
 class Terminal(Console):
@@ -126,7 +126,7 @@ def open_documents(
     Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those
     that ship.
     """
-    stored = [read(each) for each in files]
+    stored = [read_cache(each) for each in files]
     first = stored[0].manifest
     dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
     name = model or _find_model_of_file(files[0], first.model)

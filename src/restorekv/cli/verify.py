@@ -62,7 +62,7 @@ def _describe(path: Path) -> str:
 
 
 def _describe_cache(path: Path) -> str:
-    m = cache_file.read(path).manifest
+    m = cache_file.read_cache(path).manifest
     return f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, {m.pairs_held:,} pairs"
 
 

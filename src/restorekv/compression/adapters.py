@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from restorekv.compression.allocate import GLOBAL
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model.identity import ModelIdentity, identify_model
@@ -78,7 +78,7 @@ def load_adapter(
             return None
     if auto and not wanted and ratio is not None:
         _, highest = adapter.card.ratio_range or (0, 1)
-        if ratio > exact_ratio(highest):
+        if ratio > parse_ratio(highest):
             return None  # docs/concepts.md has the figures
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
@@ -143,17 +143,17 @@ def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) ->
     if name == "published":
         return hub.find_published_name(get_model_name(model), compressor.spec)
     if name != "auto":
-        shipped = shipped_adapter(*name.split(":", 1)) if ":" in name else None
+        shipped = find_shipped_adapter(*name.split(":", 1)) if ":" in name else None
         return shipped or name
     config = compressor.config
-    folder = shipped_adapter(get_model_name(model), compressor.spec, config.allocation.spec)
+    folder = find_shipped_adapter(get_model_name(model), compressor.spec, config.allocation.spec)
     if folder and config.offset:
         warn("An offset is a control without restoring: no adapter is used.")
         return None
     return folder
 
 
-def shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> Path | None:
+def find_shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> Path | None:
     """Return the folder that ships for the model of that name and this evictor, if one does.
 
     One trained with the allocation (its folder's name ends in it) goes before one trained with the

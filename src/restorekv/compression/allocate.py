@@ -51,7 +51,7 @@ class Global(Allocation):
     name: ClassVar[str] = "global"
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        return exact_top(scores, pairs)
+        return mark_highest(scores, pairs)
 
 
 GLOBAL = Global()
@@ -64,7 +64,7 @@ class PerLayer(Allocation):
     name: ClassVar[str] = "per-layer"
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        return top_of_each(scores, even(pairs, len(scores), scores.numel()))
+        return mark_highest_of_each(scores, split_evenly(pairs, len(scores), scores.numel()))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class PerHead(Allocation):
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         heads = scores.flatten(0, 1)
-        return top_of_each(heads, even(pairs, len(heads), scores.numel())).view_as(scores)
+        return mark_highest_of_each(heads, split_evenly(pairs, len(heads), scores.numel())).view_as(
+            scores
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class AdaKV(Allocation):
             raise RestoreKVError(f"adakv takes a safeguard from 0 to 1, not {self.safeguard}.")
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        counts = even(pairs, len(scores), scores.numel())
+        counts = split_evenly(pairs, len(scores), scores.numel())
         return torch.stack(
             [self.layer(layer, count) for layer, count in zip(scores, counts, strict=True)]
         )
@@ -104,9 +106,9 @@ class AdaKV(Allocation):
         whole layer.
         """
         safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
-        keep = top_of_each(scores, [safe] * len(scores))
+        keep = mark_highest_of_each(scores, [safe] * len(scores))
         others = (~keep).nonzero(as_tuple=True)
-        keep[others] = exact_top(scores[others], pairs - safe * len(scores))
+        keep[others] = mark_highest(scores[others], pairs - safe * len(scores))
         return keep
 
 
@@ -132,7 +134,7 @@ class HeadShares(Allocation):
         """
         if heads == UNIFORM:
             return cls()
-        shares = read_shares(heads)
+        shares = load_shares(heads)
         names = [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))]
         if shares.keys() != set(names):
             raise BudgetError(
@@ -148,8 +150,10 @@ class HeadShares(Allocation):
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         heads = scores.flatten(0, 1)
-        counts = share_out(pairs, self.shares or (Fraction(1),) * len(heads), scores.shape[-1])
-        return top_of_each(heads, counts).view_as(scores)
+        counts = split_by_shares(
+            pairs, self.shares or (Fraction(1),) * len(heads), scores.shape[-1]
+        )
+        return mark_highest_of_each(heads, counts).view_as(scores)
 
 
 ALLOCATIONS: dict[str, type[Allocation]] = {
@@ -160,19 +164,19 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
 }
 
 
-def make(text: str) -> Allocation:
+def make_allocation(text: str) -> Allocation:
     """Makes an allocation from its spec: "global", "adakv:safeguard=0.3"."""
     return spec.parse_spec(text, ALLOCATIONS, "allocation")
 
 
-def even(pairs: int, parts: int, all_pairs: int) -> list[int]:
+def split_evenly(pairs: int, parts: int, all_pairs: int) -> list[int]:
     """Splits `pairs` as evenly as whole numbers allow, larger parts first."""
-    check_count(pairs, all_pairs)
+    _check_count(pairs, all_pairs)
     whole, rest = divmod(pairs, parts)
     return [whole + (part < rest) for part in range(parts)]
 
 
-def share_out(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
+def split_by_shares(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
     """Returns numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly,
     first heads first.
     """
@@ -180,12 +184,12 @@ def share_out(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
     counts = [min(floor(share * pairs / whole), most) for share in shares]
     while left := pairs - sum(counts):
         room = [head for head, count in enumerate(counts) if count < most]
-        for head, more in zip(room, even(left, len(room), most * len(shares)), strict=True):
+        for head, more in zip(room, split_evenly(left, len(room), most * len(shares)), strict=True):
             counts[head] = min(counts[head] + more, most)
     return counts
 
 
-def read_shares(path: str) -> dict[str, Fraction]:
+def load_shares(path: str) -> dict[str, Fraction]:
     """Returns shares by the names of the heads; refuses whatever is not the published form."""
     shares = read_json(Path(path), f"The file of head budgets {path}")
     values = list(shares.values()) if isinstance(shares, dict) else [None]
@@ -199,53 +203,53 @@ def read_shares(path: str) -> dict[str, Fraction]:
     return {name: Fraction(value) for name, value in shares.items()}
 
 
-def check_count(pairs: int, all_pairs: int) -> None:
+def _check_count(pairs: int, all_pairs: int) -> None:
     """Refuses to keep more than there is."""
     if not 0 <= pairs <= all_pairs:
         raise ValueError(f"cannot keep {pairs} of {all_pairs} pairs")
 
 
-def top_of_each(rows: Tensor, counts: list[int]) -> Tensor:
+def mark_highest_of_each(rows: Tensor, counts: list[int]) -> Tensor:
     """Returns a mask of the highest scores of each row (N, ...), as many as its count."""
-    return torch.stack([exact_top(row, count) for row, count in zip(rows, counts, strict=True)])
+    return torch.stack([mark_highest(row, count) for row, count in zip(rows, counts, strict=True)])
 
 
-def exact_top(scores: Tensor, pairs: int) -> Tensor:
+def mark_highest(scores: Tensor, pairs: int) -> Tensor:
     """Returns a mask of the `pairs` highest scores, of any shape; ties go to the lower index."""
     flat = scores.reshape(-1)
-    check_count(pairs, flat.numel())
+    _check_count(pairs, flat.numel())
     if flat.isnan().any():
         raise RestoreKVError(
             "The scores are not numbers (NaN); load the model in bfloat16 or float32."
         )
     if pairs == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    threshold = nth_highest(flat, pairs)
+    threshold = find_nth_highest(flat, pairs)
     keep = flat > threshold
     ties = (flat == threshold).nonzero().squeeze(-1)
     keep[ties[: pairs - int(keep.sum())]] = True
     return keep.view_as(scores)
 
 
-def nth_highest(flat: Tensor, count: int) -> Tensor:
+def find_nth_highest(flat: Tensor, count: int) -> Tensor:
     """Returns the `count`-th highest of values (N,) without NaN: of many float32 ones by digits,
     without a copy.
     """
     if flat.numel() <= BLOCK or flat.dtype != torch.float32:
         return flat.kthvalue(flat.numel() - count + 1).values
-    first, left = digit_of(flat, count, None)
-    last, _ = digit_of(flat, left, first)
+    first, left = _find_digit(flat, count, None)
+    last, _ = _find_digit(flat, left, first)
     key = torch.tensor((first - DIGIT // 2) * DIGIT + last, dtype=torch.int32, device=flat.device)
-    return in_order(key).view(torch.float32)
+    return _to_sortable(key).view(torch.float32)
 
 
-def digit_of(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
+def _find_digit(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
     """Returns the upper 16 bits of the `count`-th highest key, or the lower ones among keys that
     begin with `first`, and its rank among the keys that share them.
     """
     tally = torch.zeros(DIGIT, dtype=torch.long, device=flat.device)
     for part in flat.split(BLOCK):
-        keys = in_order(part.view(torch.int32))
+        keys = _to_sortable(part.view(torch.int32))
         upper = (keys >> 16) + DIGIT // 2
         digits = upper if first is None else keys[upper == first] & (DIGIT - 1)
         tally += torch.bincount(digits, minlength=DIGIT)
@@ -255,7 +259,7 @@ def digit_of(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
     return digit, count - int(down[place] - tally[digit])
 
 
-def in_order(bits: Tensor) -> Tensor:
+def _to_sortable(bits: Tensor) -> Tensor:
     """Turns the int32 bits of float32 values into keys that are ordered as the values are; its own
     inverse.
     """

@@ -58,7 +58,7 @@ class Budget:
             )
         if tokens < 1:
             raise BudgetError("The context is empty; give at least one token to compress.")
-        budget = cls(exact_ratio(ratio), tokens, layers, heads, 0, on_small_budget, whole_tokens)
+        budget = cls(parse_ratio(ratio), tokens, layers, heads, 0, on_small_budget, whole_tokens)
         return budget.reserve(restore_tokens)
 
     @classmethod
@@ -96,7 +96,7 @@ class Budget:
             restore_tokens = min(restore_tokens, floor(room))
         whole = floor(room) if self.whole_tokens else room
         if self.on_small_budget == "error" and restore_tokens > whole:
-            raise BudgetError(too_small(self.ratio, self.tokens, restore_tokens))
+            raise BudgetError(_explain_small_budget(self.ratio, self.tokens, restore_tokens))
         return replace(self, restore_tokens=restore_tokens)
 
     @property
@@ -122,7 +122,7 @@ class Budget:
         return self.retained + self.restore
 
 
-def exact_ratio(ratio: float | str | Fraction) -> Fraction:
+def parse_ratio(ratio: float | str | Fraction) -> Fraction:
     """Returns the decimal that was written, not the nearest double: 0.1 -> 1/10."""
     text = str(ratio)[:60]
     try:
@@ -136,7 +136,7 @@ def exact_ratio(ratio: float | str | Fraction) -> Fraction:
     return exact
 
 
-def too_small(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
+def _explain_small_budget(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
     """Says why n restore tokens do not fit, with the smallest ratio at which they do: r >= n / T_b."""
     if restore_tokens > tokens:
         return (

@@ -112,13 +112,13 @@ class PreparedContext(ABC):
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache that `evict` makes, and the seconds of every phase of the call."""
         seconds: dict[str, float] = {}
-        with timed(seconds, "evict"):
+        with time_phase(seconds, "evict"):
             cache = self.evict(budget, restore_tokens, consume)
         return cache, seconds
 
 
 @contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+def time_phase(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Add the wall time of the block to the phase's seconds."""
     start = time.perf_counter()
     yield

@@ -92,7 +92,7 @@ class CompressionConfig:
                 "streaming never holds the full cache that offload moves; leave out one of them."
             )
         if isinstance(self.allocation, str):
-            object.__setattr__(self, "allocation", allocate.make(self.allocation))
+            object.__setattr__(self, "allocation", allocate.make_allocation(self.allocation))
 
     def to_json(self) -> dict[str, str | int]:
         """Return the settings that results and cache files record."""

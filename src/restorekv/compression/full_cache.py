@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PreparedContext, Progress, timed
+from restorekv.compression.compressor import PreparedContext, Progress, time_phase
 from restorekv.compression.config import CompressionConfig, Ratio
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.evictors import Evictor
@@ -67,10 +67,10 @@ def prefill_and_score(
     if isinstance(cache, RaggedCache):
         ids = ids[:, context.prefix :]
     progress("prefill")
-    with timed(seconds, "prefill"), observing:
+    with time_phase(seconds, "prefill"), observing:
         full = prefill(model, ids, into=cache)
     progress("score")
-    with timed(seconds, "score"):
+    with time_phase(seconds, "score"):
         scores = evictor.score(model, tokenizer, context, full, observer)
     return full, scores
 
@@ -84,7 +84,7 @@ def prefill_unscored(
 ) -> tuple[Cache, Tensor]:
     """Read a context once, with the score 0 for every pair: enough where all of them stay."""
     progress("prefill")
-    with timed(seconds, "prefill"):
+    with time_phase(seconds, "prefill"):
         full = prefill(model, context.ids, into=cache)
     shape = CacheShape.from_model(model)
     return full, torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
@@ -128,7 +128,7 @@ class ScoredContext(PreparedContext):
             if self._fits_joined()
             else RaggedCache.from_full_cache(self.full)
         )
-        with timed(seconds, "restore"):
+        with time_phase(seconds, "restore"):
             adapter.append(cache)
         return replace(
             self,

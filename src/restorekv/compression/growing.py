@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import timed
+from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import prefill_and_score
 from restorekv.compression.streaming import Pairs, run_restore_pass
@@ -104,7 +104,7 @@ class Growth:
         )
         if tokens and self.how.config.restore_from == "full":
             restored = run_restore_pass(self.how.adapter, reading, tokens, self.seconds)
-        with timed(self.seconds, "evict"):
+        with time_phase(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
             cache = self.gathered(
                 reading,
@@ -112,7 +112,7 @@ class Growth:
                 restored,
             )
         if tokens and not restored:
-            with timed(self.seconds, "restore"):
+            with time_phase(self.seconds, "restore"):
                 self.how.adapter.append(cache, tokens)
                 cache.commit_tail()
         return cache
@@ -161,7 +161,7 @@ class Growth:
         """
         prefix = self.context.prefix
         layers = []
-        with timed(self.seconds, "prefill"):
+        with time_phase(self.seconds, "prefill"):
             first = (
                 prefill(self.model, self.context.ids[:, :prefix]).layers
                 if prefix
@@ -172,7 +172,7 @@ class Growth:
                     layer, self.context.positions + self.earlier
                 )
                 rows = ContextPairs.concatenate([ContextPairs.from_layer(layer), restored])
-                pair = (dense.keys, dense.values) if prefix else none(layer)
+                pair = (dense.keys, dense.values) if prefix else _make_empty_pairs(layer)
                 layers.append(
                     rows.select(rows.positions >= prefix).to_layer(
                         layer.heads, self.context.tokens, *pair
@@ -203,19 +203,19 @@ class Growth:
             parts.append(ContextPairs(*tail, heads, self.context.positions + slots))
             layers.append(
                 ContextPairs.concatenate(parts).to_layer(
-                    old.heads, seen, *(restored[index] if restored else none(old))
+                    old.heads, seen, *(restored[index] if restored else _make_empty_pairs(old))
                 )
             )
         return RaggedCache(layers)
 
 
-def none(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
+def _make_empty_pairs(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
     """Returns keys and values (1, H, 0, D)."""
     return layer.restore_keys[:, :, :0], layer.restore_values[:, :, :0]
 
 
 @torch.no_grad()
-def composed(
+def compose_caches(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]]
 ) -> tuple[Context, RaggedCache]:
     """Returns contexts with one chat prefix as one, and their caches as one; the first alone keeps
@@ -242,18 +242,18 @@ def composed(
     warn_if_beyond_positions(model, whole.positions, "The composed context")
     support.prepare_model(model)
     layers = [
-        composed_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))
+        _compose_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))
     ]
     return whole, RaggedCache(layers)
 
 
-def moved(model: PreTrainedModel, rows: ContextPairs, distance: int) -> ContextPairs:
+def _move_pairs(model: PreTrainedModel, rows: ContextPairs, distance: int) -> ContextPairs:
     """Returns the rows as if their text stood `distance` positions later."""
     keys = shift_keys(model, rows.keys, distance) if distance else rows.keys
     return replace(rows, keys=keys, positions=rows.positions + distance)
 
 
-def composed_layer(
+def _compose_layer(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]], index: int, whole: Context
 ) -> RaggedLayer:
     """Returns one layer of all caches; restore pairs but the last cache's become context, behind
@@ -269,13 +269,13 @@ def composed_layer(
             (own.positions < context.positions)
             & (own.positions >= (context.prefix if number else 0))
         )
-        rows.append(moved(model, text, start))
+        rows.append(_move_pairs(model, text, start))
         restored = [own.select(own.positions >= context.positions)]
         if number < len(parts) - 1:
             restored.append(ContextPairs.from_restore_cache(layer, 0))
         for each in restored:
             count = len(each.heads) // layer.heads
-            turned = moved(model, each, start)
+            turned = _move_pairs(model, each, start)
             numbers = torch.arange(count, device=turned.heads.device).repeat(layer.heads)
             rows.append(replace(turned, positions=end + numbers))
             end += count

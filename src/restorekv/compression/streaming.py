@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer
 
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PreparedContext, Progress, timed
+from restorekv.compression.compressor import PreparedContext, Progress, time_phase
 from restorekv.compression.config import CompressionConfig, Ratio
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import RestoreKVError, warn
@@ -64,7 +64,7 @@ def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     first = context.prefix
     if tokens <= chunk:
         return [Part(first, context.positions, context.positions)]
-    again = evictor.count_pinned_tail(portion(context, Part(first, first, first + chunk)))
+    again = evictor.count_pinned_tail(_select_part(context, Part(first, first, first + chunk)))
     if again >= chunk:
         raise RestoreKVError(
             f"{evictor.spec} always keeps the latest {again} tokens; stream more than that at a time."
@@ -75,7 +75,7 @@ def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     return [*pieces[:-1], replace(pieces[-1], settled=context.positions)]
 
 
-def portion(context: Context, part: Part) -> Context:
+def _select_part(context: Context, part: Part) -> Context:
     """Returns what the evictor takes for the whole text: the chat prefix and the part."""
     ids = torch.cat([context.ids[:, : context.prefix], context.ids[:, part.start : part.end]], -1)
     return replace(context, ids=ids)
@@ -162,10 +162,10 @@ class Stream:
                 restored = run_restore_pass(
                     self.source.adapter, cache, self.budget.restore_tokens, self.seconds
                 )
-            with timed(self.seconds, "evict"):
+            with time_phase(self.seconds, "evict"):
                 self.settle(cache, part, restored, part is pieces[-1])
         if self.budget.restore_tokens and not reads_full:
-            with timed(self.seconds, "restore"):
+            with time_phase(self.seconds, "restore"):
                 self.source.adapter.append(cache, self.budget.restore_tokens)
                 cache.commit_tail()
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
@@ -175,7 +175,7 @@ class Stream:
         """Prefills a part over what is held and writes its scores; the tail is then prefix and
         part.
         """
-        seen = portion(self.context, part)
+        seen = _select_part(self.context, part)
         evictor = self.source.evictor if cache is None else self.source.evictor.for_later_part(seen)
         full, scores = prefill_and_score(
             self.model, self.source.tokenizer, evictor, seen, cache, self.seconds
@@ -184,7 +184,9 @@ class Stream:
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.config.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix)
-        return full if cache is not None else RaggedCache([as_tail(layer) for layer in full.layers])
+        return (
+            full if cache is not None else RaggedCache([_to_tail(layer) for layer in full.layers])
+        )
 
     def settle(self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool) -> None:
         """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
@@ -225,7 +227,7 @@ def run_restore_pass(
     adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]
 ) -> list[Pairs]:
     """Returns the restore cache of a pass over all that is held, layer by layer."""
-    with timed(seconds, "restore"):
+    with time_phase(seconds, "restore"):
         reading = read_only_view(cache)
         adapter.append(reading, tokens)
     return [
@@ -234,7 +236,7 @@ def run_restore_pass(
     ]
 
 
-def as_tail(dense: DynamicLayer) -> RaggedLayer:
+def _to_tail(dense: DynamicLayer) -> RaggedLayer:
     """Returns a ragged layer without a context, whose tail is all pairs of the dense one."""
     heads = dense.keys.shape[1]
     nothing = dense.keys[0, 0, :0]

@@ -19,7 +19,7 @@ from restorekv.data.documents import SourceDocument
 from restorekv.data.exercises import LOCAL
 from restorekv.data.made import LOOKUP, ROW
 from restorekv.data.passages import FACT, HUMAN
-from restorekv.generation.generate import answer_ids, answer_text, stop_ids
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, encode_question
@@ -102,10 +102,12 @@ class SelfStudy:
             encode_question(self.tokenizer, context, BETWEEN + words)[0]
             for words in QUESTION_PROMPTS.values()
         ]
-        stops = stop_ids(self.model, self.tokenizer)
-        drafts = answer_ids(self.model, self.tokenizer, cache, prompts, self.config.question_tokens)
+        stops = get_stop_ids(self.model, self.tokenizer)
+        drafts = generate_ids(
+            self.model, self.tokenizer, cache, prompts, self.config.question_tokens
+        )
         texts = [
-            clean_question(answer_text(self.tokenizer, draft.tolist(), stops)) for draft in drafts
+            clean_question(decode_answer(self.tokenizer, draft.tolist(), stops)) for draft in drafts
         ]
         questions = dict(zip(QUESTION_PROMPTS, texts, strict=True))
         faults = {
@@ -127,13 +129,13 @@ class SelfStudy:
         """Answers questions greedily; `answer_ids` ends with the EOS unless the limit or a loop
         came first.
         """
-        stops = stop_ids(self.model, self.tokenizer)
+        stops = get_stop_ids(self.model, self.tokenizer)
         prompts = [
             encode_question(self.tokenizer, each.context, each.question, empty=True)[0]
             for each in asked
         ]
         choosers = [GreedyUntilLoop(self.config.loop) for _ in asked] if self.config.loop else None
-        answers = answer_ids(
+        answers = generate_ids(
             self.model,
             self.tokenizer,
             [each.cache for each in asked],
@@ -144,7 +146,7 @@ class SelfStudy:
         )
         attempts = []
         for each, ids in zip(asked, (ids.tolist() for ids in answers), strict=True):
-            text = answer_text(self.tokenizer, ids, stops)
+            text = decode_answer(self.tokenizer, ids, stops)
             fault = find_answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
             attempt = {
                 "kind": each.kind,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.evaluation.stats import bootstrap_ratio
-from restorekv.generation.generate import BATCH
+from restorekv.generation.decoding import BATCH
 from restorekv.train.loss import compute_hidden_divergence, run_answers
 
 FIGURES = ("kl", "kl_low", "kl_high", "same", "answer_tokens")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self, TypeVar, get_type_hints
 
 from restorekv import tasks
-from restorekv.compression.adapters import shipped_adapter
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.adapters import find_shipped_adapter
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
@@ -78,7 +78,7 @@ class Cell:
 
     @property
     def value(self) -> float:
-        return float(exact_ratio(self.ratio))
+        return float(parse_ratio(self.ratio))
 
     @property
     def preparation(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class Grid:
 
     def _expand(self) -> Iterator[Cell]:
         ratios = sorted(
-            {f"{float(exact_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
+            {f"{float(parse_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
         )
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
@@ -185,7 +185,11 @@ class Grid:
     def _find_shipped(self, model: str, evictor: str) -> str | None:
         """Returns "auto" where an adapter ships for the model and evictor, else None."""
         name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
-        return "auto" if not self.common.get("offset") and shipped_adapter(name, evictor) else None
+        return (
+            "auto"
+            if not self.common.get("offset") and find_shipped_adapter(name, evictor)
+            else None
+        )
 
     def _list_specs(self) -> Iterator[str]:
         """Yields the spec of every benchmark with every seed."""

@@ -34,7 +34,7 @@ from pathlib import Path
 import yaml
 
 from restorekv import tasks
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.evaluation.grid import FULL, Cell, group_by
 from restorekv.evaluation.results import Result, load_results
 from restorekv.files import read_json, remove_stale_files, replace_file, write_json
@@ -172,7 +172,7 @@ def _make_settings(result: Result, part: KvpressRun) -> dict:
         "model": cell.model,
         "device": facts["device"],
         "press_name": _name_press(cell, facts),
-        "compression_ratio": float(1 - exact_ratio(cell.ratio)),
+        "compression_ratio": float(1 - parse_ratio(cell.ratio)),
         "key_channel_compression_ratio": None,
         "fraction": part.fraction,
         "max_new_tokens": None,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from restorekv import spec, tasks
 from restorekv.cache import quantized
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
@@ -182,7 +182,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
         raise RestoreKVError("There is nothing to evaluate; name an evictor.")
     for cell in cells:
         tasks.make_benchmark(cell.benchmark)
-        exact_ratio(cell.ratio)
+        parse_ratio(cell.ratio)
         quantized.check_storage(cell.storage)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:

@@ -9,7 +9,7 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import replace_file
 from restorekv.model.prompt import Context
-from restorekv.storage.cache_file import Manifest, read
+from restorekv.storage.cache_file import Manifest, read_cache
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -25,7 +25,7 @@ class Survivors:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a cache file; needs no model."""
-        stored = read(path)
+        stored = read_cache(path)
         return cls(
             stored.cache().keep_mask(stored.context.positions), stored.context, stored.manifest
         )
@@ -56,7 +56,7 @@ class Survivors:
         layers = [round(share, 6) for share in self.per_layer.tolist()]
         positions = [round(share, 6) for share in self.per_position.tolist()]
         return {
-            **self.manifest.described(),
+            **self.manifest.to_json(),
             "kept_per_head": self.per_head.tolist(),
             "share_per_layer": layers,
             "share_per_position": positions,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
-from restorekv.compression.compressor import Compressor, PreparedContext, timed
+from restorekv.compression.compressor import Compressor, PreparedContext, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.full_cache import ScoredContext
@@ -20,7 +20,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import FULL, Cell, Job, group_by
-from restorekv.generation.generate import answer_ids, answer_text, stop_ids
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention, support
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -101,9 +101,9 @@ class Worker:
                 answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
                 seconds["ask"] = reading["ask"]
             else:
-                with timed(seconds, "ask"):
+                with time_phase(seconds, "ask"):
                     ids = self._ask(cache, full.prompts, sample)
-                with timed(seconds, "fidelity"):
+                with time_phase(seconds, "fidelity"):
                     answers = self._score_answers(
                         sample, full, ids, full.measure_divergences(self.model, cache)
                     )
@@ -145,7 +145,7 @@ class Worker:
                 for cell in group:
                     cache = plain
                     if cell.storage != "model":
-                        with timed(seconds, "evict"):
+                        with time_phase(seconds, "evict"):
                             cache = plain.fork()
                             attention.store_context(
                                 cache, cell.storage, CacheShape.from_model(view.model).groups
@@ -165,7 +165,7 @@ class Worker:
             )
             return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
-        with timed(seconds, "prefill"):
+        with time_phase(seconds, "prefill"):
             full = prefill(self.model, context.ids)
         return self._make_unscored(context, full, seconds)
 
@@ -189,16 +189,18 @@ class Worker:
             self.protocol.make_prompt(self.tokenizer, context, question)[0]
             for question in sample.questions
         ]
-        with timed(seconds, "ask"):
+        with time_phase(seconds, "ask"):
             ids = self._ask(cache, prompts, sample)
-        with timed(seconds, "fidelity"):
+        with time_phase(seconds, "fidelity"):
             return FullAnswers.from_answers(self.model, cache, prompts, ids)
 
     def _ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
         """Returns the ids of every question's answer, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
         stops = self.protocol.first_may_stop
-        return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=stops)
+        return generate_ids(
+            self.model, self.tokenizer, cache, prompts, limits, first_may_stop=stops
+        )
 
     def _score_answers(
         self,
@@ -235,10 +237,10 @@ class Worker:
 
     def _decode_answer(self, ids: Tensor) -> str:
         """Returns an answer's words, as the protocol ends it."""
-        return answer_text(
+        return decode_answer(
             self.tokenizer,
             self.protocol.trim_answer(ids.tolist()),
-            stop_ids(self.model, self.tokenizer),
+            get_stop_ids(self.model, self.tokenizer),
         )
 
 

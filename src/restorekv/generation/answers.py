@@ -14,12 +14,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.generation import generate
-from restorekv.generation.sampling import GREEDY, Decoding, Row, first_stop, rows_of
+from restorekv.generation import decoding
+from restorekv.generation.sampling import (
+    GREEDY,
+    SamplingConfig,
+    TokenChooser,
+    find_first_stop,
+    make_choosers,
+)
 from restorekv.model.prompt import Context, encode_question
 from restorekv.model.tokenize import TextStream
 
-Asked = tuple[Context, RaggedCache, str]
+ContextQuestion = tuple[Context, RaggedCache, str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Answer:
         return self.text
 
 
-def listed(question: str | Sequence[str]) -> list[str]:
+def list_questions(question: str | Sequence[str]) -> list[str]:
     """Returns one question, or a list of them, as a list."""
     if not isinstance(question, str | list | tuple):
         raise RestoreKVError(
@@ -52,7 +58,7 @@ def listed(question: str | Sequence[str]) -> list[str]:
     return [question] if isinstance(question, str) else list(question)
 
 
-def ask(
+def answer_greedily(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     context: Context,
@@ -66,100 +72,103 @@ def ask(
     asked = [(context, cache, question) for question in questions]
     return [
         each[0].text
-        for each in ask_each(model, tokenizer, asked, max_new_tokens, answer_prefix, graph)
+        for each in answer_questions(
+            model, tokenizer, asked, max_new_tokens, answer_prefix=answer_prefix, graph=graph
+        )
     ]
 
 
-def ask_each(
+def answer_questions(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    asked: Sequence[Asked],
+    asked: Sequence[ContextQuestion],
     max_new_tokens: int | Sequence[int] = 128,
+    *,
     answer_prefix: str = "",
     graph: bool = False,
-    decoding: Decoding = GREEDY,
+    sampling: SamplingConfig = GREEDY,
 ) -> list[list[Answer]]:
-    """Returns the answers to each question, as many as `decoding` asks samples of, from its context
+    """Returns the answers to each question, as many as `sampling` asks samples of, from its context
     and cache.
 
     `max_new_tokens` is one limit or one per question; `graph` makes every token's step the same
     work, on a GPU a CUDA graph, and is for greedy answers.
     """
-    if graph and not decoding.plain:
+    if graph and not sampling.plain:
         raise RestoreKVError(
             "graph=True takes the likeliest token alone; leave it or the other options out."
         )
-    limits = generate.limits_of(max_new_tokens, len(asked))
-    samples = decoding.samples
+    limits = decoding.parse_limits(max_new_tokens, len(asked))
+    samples = sampling.samples
     prompts = [
         encode_question(tokenizer, context, question, answer_prefix)[0]
         for context, _, question in asked
     ]
     repeated = [number for number in range(len(asked)) for _ in range(samples)]
     read = (torch.cat([asked[number][0].ids[0], prompts[number]])[None] for number in repeated)
-    stops = generate.stop_ids(model, tokenizer)
-    seeds = [decoding.seed + place % samples for place in range(len(repeated))]
-    rows = rows_of(decoding, tokenizer, read, seeds, stops)
+    stops = decoding.get_stop_ids(model, tokenizer)
+    seeds = [sampling.seed + place % samples for place in range(len(repeated))]
+    rows = make_choosers(sampling, tokenizer, read, seeds, stops)
     caches = [asked[number][1] for number in repeated]
     own = [limits[number] for number in repeated]
-    ids = generate.answer_ids(
+    ids = decoding.generate_ids(
         model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows
     )
     answers = [
-        answer_of(tokenizer, written.tolist(), stops, len(prompts[number]), rows and rows[place])
+        make_answer(tokenizer, written.tolist(), stops, len(prompts[number]), rows and rows[place])
         for place, (number, written) in enumerate(zip(repeated, ids, strict=True))
     ]
     return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
 
-def answer_of(
-    tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: Row | None
+def make_answer(
+    tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: TokenChooser | None
 ) -> Answer:
     """Returns what was written as an Answer, whose text starts with no space and ends before any
     stop string.
     """
-    text = generate.answer_text(tokenizer, ids, stops)
-    cut = first_stop(row.decoding.stop, text) if row else None
+    text = decoding.decode_answer(tokenizer, ids, stops)
+    cut = find_first_stop(row.sampling.stop, text) if row else None
     finish = "stop" if ids[-1] in stops or cut is not None or (row and row.ends()) else "length"
-    wants = row is not None and row.decoding.logprobs is not None
+    wants = row is not None and row.sampling.logprobs is not None
     more = (tuple(row.logprobs), tuple(row.top)) if wants else ()
     return Answer(text[:cut].lstrip(), tuple(ids), finish, read, *more)
 
 
-def shown(written: list[Answer], details: bool, samples: int) -> str | Answer | list:
+def to_result(written: list[Answer], details: bool, samples: int) -> str | Answer | list:
     """Returns the answers to one question as the caller wants them."""
     said = written if details else [each.text for each in written]
     return said if samples > 1 else said[0]
 
 
-def stream(
+def stream_answer(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    asked: Asked,
+    asked: ContextQuestion,
     max_new_tokens: int = 128,
     answer_prefix: str = "",
-    decoding: Decoding = GREEDY,
+    sampling: SamplingConfig = GREEDY,
 ) -> Iterator[str]:
     """Returns an iterator over the pieces of an answer, which together are its text."""
     context, cache, question = asked
-    if decoding.samples > 1:
+    if sampling.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
     prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
-    stops = generate.stop_ids(model, tokenizer)
-    rows = rows_of(
-        decoding, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [decoding.seed], stops
+    stops = decoding.get_stop_ids(model, tokenizer)
+    rows = make_choosers(
+        sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stops
     )
-    written = generate.tokens(
-        model, tokenizer, cache, [prompt], generate.limits_of(max_new_tokens, 1), rows=rows
+    written = decoding.generate_tokens(
+        model, tokenizer, cache, [prompt], decoding.parse_limits(max_new_tokens, 1), rows=rows
     )
-    return pieces(tokenizer, (token for _, token in written), stops, decoding.stop)
+    return stream_text(tokenizer, (token for _, token in written), stops, sampling.stop)
 
 
-def pieces(
+def stream_text(
     tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()
 ) -> Iterator[str]:
     """Yields the text of a growing answer as soon as it is certain."""
-    text = Growing(tokenizer, stops, stop)
+    text = GrowingText(tokenizer, stops, stop)
     for token in written:
         if piece := text.push(token):
             yield piece
@@ -167,7 +176,7 @@ def pieces(
         yield rest
 
 
-class Growing:
+class GrowingText:
     """The text of an answer that is being written, of which whole characters are certain, and no
     part of a stop string.
 
@@ -191,7 +200,7 @@ class Growing:
         if self.end is None:
             self.stream.push(token)
         text = self.shorten(self.stream.certain)
-        return self.upto(text, len(text) - held_back(text, self.stop))
+        return self.upto(text, len(text) - count_uncertain(text, self.stop))
 
     def rest(self) -> str:
         """Returns what is left at the end."""
@@ -200,7 +209,7 @@ class Growing:
 
     def shorten(self, text: str) -> str:
         """Returns a text without spaces at its start, up to the first stop string."""
-        return text[: first_stop(self.stop, text)].lstrip()
+        return text[: find_first_stop(self.stop, text)].lstrip()
 
     def upto(self, text: str, end: int) -> str:
         """Returns what was not returned before of the first `end` characters."""
@@ -209,13 +218,13 @@ class Growing:
         return text[start : self.sent]
 
 
-def held_back(text: str, stop: Sequence[str]) -> int:
+def count_uncertain(text: str, stop: Sequence[str]) -> int:
     """Returns how many characters at the end of a text may be the start of a stop string."""
     lengths = (size for each in stop for size in range(1, len(each)) if text.endswith(each[:size]))
     return max(lengths, default=0)
 
 
-def generate_inputs(
+def make_generate_inputs(
     tokenizer: Tokenizer,
     context: Context,
     cache: RaggedCache,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, Unpack
+from typing import Any, Literal, Protocol, Self, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -26,10 +26,15 @@ from restorekv.bounds import POSITIONS, SYSTEM_LETTERS
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import matches_type, read_json, write_json
-from restorekv.generation import generate
-from restorekv.generation.answers import Answer, answer_of, pieces
+from restorekv.generation import decoding
+from restorekv.generation.answers import Answer, make_answer, stream_text
 from restorekv.generation.constraint import Constraint
-from restorekv.generation.sampling import Decoding, DecodingOptions, Row, first_stop
+from restorekv.generation.sampling import (
+    SamplingConfig,
+    SamplingOptions,
+    TokenChooser,
+    find_first_stop,
+)
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import (
     Context,
@@ -109,55 +114,96 @@ class Chat:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, running=threading.Lock())
 
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[True],
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[str]: ...
+
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[False] = ...,
+        details: Literal[False] = ...,
+        **options: Unpack[SamplingOptions],
+    ) -> str: ...
+
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[False] = ...,
+        details: Literal[True],
+        **options: Unpack[SamplingOptions],
+    ) -> Answer: ...
+
     def ask(
         self,
         question: str,
         max_new_tokens: int = 512,
+        *,
         stream: bool = False,
         details: bool = False,
-        **options: Unpack[DecodingOptions],
+        **options: Any,
     ) -> str | Answer | Iterator[str]:
-        """Returns the answer, or an iterator over its pieces, and remembers both.
+        """Answer a question, and remember both.
 
-        `options` are those of `Decoding`; details=True returns an `Answer`, but not with
-        stream=True. A turn that is broken off, by an error or by leaving the iterator, has not
-        happened. Only one turn can be written at a time.
+        A turn that is broken off, by an error or by leaving the iterator, has not happened. Only
+        one turn can be written at a time.
+
+        Args:
+            question: The user's next message.
+            max_new_tokens: How long the answer may be.
+            stream: Return the pieces of the answer as they are written.
+            details: Return an `Answer`, with ids and log-probabilities.
+            **options: How tokens are chosen: the fields of `SamplingConfig` but `samples`, or
+                `config`, a `SamplingConfig` or transformers' `GenerationConfig`.
+
+        Returns:
+            The answer, or an iterator over its pieces.
         """
-        decoding = Decoding.make(**options)
+        sampling = SamplingConfig.make(**options)
         document = self.document
         if stream and details:
             raise RestoreKVError(
                 "Only the text of an answer can be streamed; leave out stream or details."
             )
-        if decoding.samples > 1:
+        if sampling.samples > 1:
             raise RestoreKVError(
                 "A conversation has one answer to a question; fork it for several."
             )
-        (limit,) = generate.limits_of([max_new_tokens], 1)
+        (limit,) = decoding.parse_limits([max_new_tokens], 1)
         self.question_ids(question)  # refuses a wrong one now, not when the first piece is wanted
-        stops = generate.stop_ids(document.model, document.tokenizer)
+        stops = decoding.get_stop_ids(document.model, document.tokenizer)
         constraint = Constraint.make(
-            document.tokenizer, decoding.json_schema, decoding.regex, stops
+            document.tokenizer, sampling.json_schema, sampling.regex, stops
         )
-        answer = self.answered(question, limit, decoding, stops, constraint)
+        pieces = self.answered(question, limit, sampling, stops, constraint)
         if stream:
-            return answer
-        for _ in answer:
+            return pieces
+        for _ in pieces:
             pass
-        said = self.turns[-1].answer
-        return said if details else said.text
+        answer = self.turns[-1].answer
+        return answer if details else answer.text
 
-    async def ask_async(
-        self, question: str, max_new_tokens: int = 512, **options: Any
-    ) -> str | Answer:
-        """Answers as `ask` does while other tasks of the event loop go on; a cancelled turn has not
-        happened.
+    async def ask_async(self, question: str, max_new_tokens: int = 512, **options: Any) -> Any:
+        """Answer as `ask` does while other tasks of the event loop continue; a cancelled turn has
+        not happened.
         """
         if options.get("stream"):
             raise RestoreKVError(
                 "Use ask with stream=True in a thread to get the pieces of an answer."
             )
-        return await generate.in_thread(partial(self.ask, question, max_new_tokens, **options))
+        return await decoding.run_in_thread(partial(self.ask, question, max_new_tokens, **options))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -175,7 +221,7 @@ class Chat:
         self,
         question: str,
         limit: int,
-        decoding: Decoding,
+        sampling: SamplingConfig,
         stops: set[int],
         constraint: Constraint | None,
     ) -> Iterator[str]:
@@ -183,7 +229,7 @@ class Chat:
         with self.alone():
             columns = self.columns
             try:
-                yield from self.written(question, limit, decoding, stops, constraint)
+                yield from self.written(question, limit, sampling, stops, constraint)
             except BaseException:
                 self.cut_to(columns)
                 raise
@@ -192,7 +238,7 @@ class Chat:
         self,
         question: str,
         limit: int,
-        decoding: Decoding,
+        sampling: SamplingConfig,
         stops: set[int],
         constraint: Constraint | None,
     ) -> Iterator[str]:
@@ -210,11 +256,11 @@ class Chat:
         said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
         rows = (
             None
-            if decoding.plain
-            else [Row(decoding, document.tokenizer, said, decoding.seed, constraint)]
+            if sampling.plain
+            else [TokenChooser(sampling, document.tokenizer, said, sampling.seed, constraint)]
         )
-        batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])
-        steps = generate.decode(document.model, self.cache, batch, [limit], stops, rows=rows)
+        batch = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
+        steps = decoding.decode_batch(document.model, self.cache, batch, [limit], stops, rows=rows)
 
         def tokens() -> Iterator[int]:
             for _, token in steps:
@@ -222,12 +268,13 @@ class Chat:
                 written.append(token)
                 yield token
 
-        yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
+        yield from stream_text(document.tokenizer, tokens(), stops, sampling.stop)
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
-        answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
+        answer = make_answer(document.tokenizer, written, stops, len(ids), rows and rows[0])
         if (
-            decoding.stop
-            and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None
+            sampling.stop
+            and (cut := find_first_stop(sampling.stop, document.tokenizer.decode(written)))
+            is not None
         ):
             end = max(len(written) - 1, 1)
             while end > 1 and len(document.tokenizer.decode(written[:end])) > cut:
@@ -248,7 +295,7 @@ class Chat:
         context = document.context
         if len(self.turns) == self.folded:
             system = "" if self.turns or self.system == document.manifest.system else self.system
-            return conversation_ids(tokenizer, context, [], question, system).tolist()
+            return encode_conversation(tokenizer, context, [], question, system).tolist()
         return self.after_answer(
             encode_text(tokenizer, question, render_between_turns(tokenizer), context.suffix_text)
         )
@@ -258,7 +305,7 @@ class Chat:
         unless it is an EOS.
         """
         last = self.turns[-1].answer.ids[-1]
-        stops = generate.stop_ids(self.document.model, self.document.tokenizer)
+        stops = decoding.get_stop_ids(self.document.model, self.document.tokenizer)
         return ids[0].tolist() if last in stops else [last, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
@@ -375,11 +422,13 @@ class Chat:
         files.
         """
         content = read_json(Path(path), str(path))
-        check_saved(path, content, document)
+        check_saved_turns(path, content, document)
         chat = cls(document, content["system"])
-        stops = generate.stop_ids(document.model, document.tokenizer)
+        stops = decoding.get_stop_ids(document.model, document.tokenizer)
         for turn in content["turns"]:
-            answer = answer_of(document.tokenizer, turn["written"], stops, len(turn["read"]), None)
+            answer = make_answer(
+                document.tokenizer, turn["written"], stops, len(turn["read"]), None
+            )
             answer = replace(answer, text=turn["answer"], finish=turn.get("finish", answer.finish))
             chat.turns.append(Turn(turn["question"], answer, tuple(turn["read"])))
         if chat.turns:
@@ -388,7 +437,7 @@ class Chat:
         return chat
 
 
-def conversation_ids(
+def encode_conversation(
     tokenizer: Tokenizer,
     context: Context,
     turns: Sequence[tuple[str, str]],
@@ -414,7 +463,7 @@ def conversation_ids(
     return torch.cat(ids, -1)[0]
 
 
-def check_saved(path: str | Path, content: object, document: ChatContext) -> None:
+def check_saved_turns(path: str | Path, content: object, document: ChatContext) -> None:
     """Refuses what `save` did not write for this document."""
     if (
         not isinstance(content, dict)

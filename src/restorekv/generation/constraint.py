@@ -55,7 +55,7 @@ class Constraint:
             text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
             # The space with which many tokenizers begin a word is not part of the answer.
             grammar = (
-                kind.grammar_from_regex(f" ?(?:{unanchored(regex)})")
+                kind.grammar_from_regex(f" ?(?:{_drop_anchors(regex)})")
                 if text is None
                 else kind.grammar_from_json_schema(text)
             )
@@ -64,7 +64,7 @@ class Constraint:
             wrong = str(error)
         if wrong:
             what = "regular expression" if regex is not None else "JSON schema"
-            raise RestoreKVError(f"The {what} cannot be used: {short(wrong)}")
+            raise RestoreKVError(f"The {what} cannot be used: {_shorten(wrong)}")
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
     @property
@@ -93,11 +93,11 @@ class Constraint:
         """Continues after a token."""
         if not self.matcher.consume_token(token):
             raise RestoreKVError(
-                f"The answer left its grammar: {short(self.matcher.get_error() or 'unknown')}"
+                f"The answer left its grammar: {_shorten(self.matcher.get_error() or 'unknown')}"
             )
 
 
-def unanchored(regex: str) -> str:
+def _drop_anchors(regex: str) -> str:
     """Returns an expression, which an answer matches as a whole, without ^ at its start and $ at
     its end.
     """
@@ -105,6 +105,6 @@ def unanchored(regex: str) -> str:
     return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
 
 
-def short(text: str) -> str:
+def _shorten(text: str) -> str:
     """Returns the start of a library's message, as one line."""
     return " ".join(text.replace(" ?(?:", "").split())[:200]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn, Self, TypedDict
 
@@ -97,8 +97,11 @@ CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
 }
 
 
-class DecodingOptions(TypedDict, total=False):
-    """The fields of `Decoding`, as `ask`, `ask_many` and `chat` take them."""
+class SamplingOptions(TypedDict, total=False):
+    """The keyword options of `ask`, `ask_many` and conversations: the fields of `SamplingConfig`,
+    and a `config` that holds them, whose fields the other options replace. (`samples` is not here,
+    because it changes what is returned: it has an overload of its own.)
+    """
 
     temperature: float
     top_p: float
@@ -106,7 +109,6 @@ class DecodingOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int
-    samples: int
     stop: str | Sequence[str]
     logprobs: int | None
     json_schema: str | dict | None
@@ -116,11 +118,11 @@ class DecodingOptions(TypedDict, total=False):
     presence_penalty: float
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriteria]
-    config: GenerationConfig | None
+    config: SamplingConfig | GenerationConfig | None
 
 
 @dataclass(frozen=True)
-class Decoding:
+class SamplingConfig:
     """How answers are written; greedily unless `temperature` is above 0.
 
     `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are
@@ -132,8 +134,7 @@ class Decoding:
     the logits of those ids. `frequency_penalty` is subtracted from the logit of an id once for each
     time that it is in the answer already, `presence_penalty` once for all; negative ones make
     repetition likelier. All three come before the other processing. `processors` and `criteria` are
-    further ones of transformers', which must keep no state. `config`, where one is given, says what
-    GenerationConfig and these fields have in common.
+    further ones of transformers', which must keep no state.
     """
 
     temperature: float = 0.0
@@ -164,20 +165,23 @@ class Decoding:
         object.__setattr__(self, "stop", tuple(self.stop))
 
     @classmethod
-    def make(cls, config: GenerationConfig | None = None, **options: object) -> Self:
-        """Makes one from options by name; refuses unknown ones. Options win over those of `config`."""
+    def make(cls, config: Self | GenerationConfig | None = None, **options: Any) -> Self:
+        """Make one from options by name, which win over those of `config`; refuse unknown ones."""
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(known)}."
                 raise RestoreKVError(f"There is no option {name}; {hint}")
-        return cls(**{**({} if config is None else taken_from(config)), **options})
+        if isinstance(config, cls):
+            return replace(config, **options)
+        given = {} if config is None else read_generation_config(config)
+        return cls(**{**given, **options})
 
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is all that is needed."""
-        return self == Decoding(seed=self.seed, samples=self.samples)
+        return self == SamplingConfig(seed=self.seed, samples=self.samples)
 
     def warpers(self) -> LogitsProcessorList:
         """Returns transformers' processors, in the order in which its `generate` applies them."""
@@ -198,10 +202,10 @@ class Decoding:
         return LogitsProcessorList(chosen)
 
 
-GREEDY = Decoding()
+GREEDY = SamplingConfig()
 
 
-def taken_from(config: GenerationConfig) -> dict[str, object]:
+def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     """Returns the options that a GenerationConfig sets; refuses what this loop does not do.
 
     Which ids end an answer is up to the model's own config, and how long it may be up to
@@ -209,7 +213,8 @@ def taken_from(config: GenerationConfig) -> dict[str, object]:
     """
     if not isinstance(config, GenerationConfig):
         raise RestoreKVError(
-            f"config is transformers' GenerationConfig, not {type(config).__name__}."
+            f"config is a SamplingConfig or transformers' GenerationConfig, not "
+            f"{type(config).__name__}."
         )
     usual = GenerationConfig().to_dict()
     own = config.to_dict()
@@ -262,14 +267,14 @@ class FiniteLogits(LogitsProcessor):
 
 
 @dataclass
-class Row:
+class TokenChooser:
     """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the
     answer included.
 
     `logprobs` holds the log-probability of every chosen token, `top` the likeliest ids and theirs.
     """
 
-    decoding: Decoding
+    sampling: SamplingConfig
     tokenizer: Tokenizer
     ids: Tensor
     seed: int
@@ -282,10 +287,10 @@ class Row:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
-        check_bias(self.decoding.logit_bias, self.tokenizer)
+        check_bias(self.sampling.logit_bias, self.tokenizer)
         self.warpers, self.criteria = (
-            self.decoding.warpers(),
-            StoppingCriteriaList(self.decoding.criteria),
+            self.sampling.warpers(),
+            StoppingCriteriaList(self.sampling.criteria),
         )
 
     def choose(self, logits: Tensor) -> int:
@@ -300,11 +305,11 @@ class Row:
             raise RestoreKVError(
                 "The logits processors leave no token to choose; change or leave out processors."
             )
-        if self.decoding.temperature:
+        if self.sampling.temperature:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self.random))
         else:
             token = int(scores.max(-1).indices)
-        if self.decoding.logprobs is not None:
+        if self.sampling.logprobs is not None:
             self.record(logits[0].log_softmax(-1), token)
         if self.constraint:
             self.constraint.take(token)
@@ -314,13 +319,13 @@ class Row:
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Returns logits (1, V) after the bias and the penalties of what the answer has already."""
-        decoding = self.decoding
-        frequency = decoding.frequency_penalty
-        presence = decoding.presence_penalty
-        if not (decoding.logit_bias or frequency or presence):
+        sampling = self.sampling
+        frequency = sampling.frequency_penalty
+        presence = sampling.presence_penalty
+        if not (sampling.logit_bias or frequency or presence):
             return logits
         adjusted = logits.clone()
-        for token, bias in (decoding.logit_bias or {}).items():
+        for token, bias in (sampling.logit_bias or {}).items():
             adjusted[0, token] += bias
         if self.answer:
             counts = torch.bincount(torch.tensor(self.answer), minlength=logits.shape[-1]).to(
@@ -331,7 +336,7 @@ class Row:
 
     def record(self, logprobs: Tensor, token: int) -> None:
         self.logprobs.append(float(logprobs[token]))
-        best = logprobs.topk(self.decoding.logprobs)
+        best = logprobs.topk(self.sampling.logprobs)
         self.top.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
     @property
@@ -349,7 +354,7 @@ class Row:
             return True
         if self.constraint and self.constraint.complete:
             return True
-        if self.decoding.stop and first_stop(self.decoding.stop, self.text()) is not None:
+        if self.sampling.stop and find_first_stop(self.sampling.stop, self.text()) is not None:
             return True
         return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
 
@@ -369,28 +374,28 @@ def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
         )
 
 
-def rows_of(
-    decoding: Decoding,
+def make_choosers(
+    sampling: SamplingConfig,
     tokenizer: Tokenizer,
     read: Iterable[Tensor],
     seeds: Sequence[int],
     stops: set[int],
     always: bool = False,
-) -> list[Row] | None:
+) -> list[TokenChooser] | None:
     """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest
     token is chosen.
 
     `always` returns choosers for these, too.
     """
-    if decoding.plain and not always:
+    if sampling.plain and not always:
         return None
-    limit = tokenizer, decoding.json_schema, decoding.regex, stops
+    limit = tokenizer, sampling.json_schema, sampling.regex, stops
     return [
-        Row(decoding, tokenizer, ids.cpu(), seed, Constraint.make(*limit))
+        TokenChooser(sampling, tokenizer, ids.cpu(), seed, Constraint.make(*limit))
         for ids, seed in zip(read, seeds, strict=True)
     ]
 
 
-def first_stop(stop: Sequence[str], text: str) -> int | None:
+def find_first_stop(stop: Sequence[str], text: str) -> int | None:
     """Returns where the first of the strings starts in a text, None where there is none."""
     return min((place for each in stop if (place := text.find(each)) >= 0), default=None)

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from restorekv.cache.flat import gather_rows, share_tail
 from restorekv.cache.ragged import RaggedCache
-from restorekv.generation.generate import BATCH, ActiveRow, Group, write_tokens
-from restorekv.generation.sampling import Row
+from restorekv.generation.decoding import BATCH, ActiveRow, Group, write_tokens
+from restorekv.generation.sampling import TokenChooser
 
 PIECE = 256  # tokens of questions that are read in one step
 SMALLEST = 32  # tokens below which a question that is not read to its end gets no piece of its own
@@ -34,10 +34,10 @@ SLACK = 64  # columns of padding that are always allowed in a row
 ROOM = 32  # columns for answers that a block of tails is made with
 
 
-class Chooser:
+class IsolatedChooser:
     """A row's chooser whose errors end its own question and nobody else's."""
 
-    def __init__(self, row: Row, task: AnswerTask, stand_in: int) -> None:
+    def __init__(self, row: TokenChooser, task: AnswerTask, stand_in: int) -> None:
         self.row = row
         self.task = task
         self.stand_in = stand_in
@@ -73,7 +73,7 @@ class AnswerTask:
     cache: RaggedCache
     prompt: Tensor
     limit: int
-    rows: Sequence[Row]
+    rows: Sequence[TokenChooser]
     cancelled: Callable[[], bool] = bool
     label: object = None
     error: Exception | None = None  # of one of its rows
@@ -199,7 +199,9 @@ class Scheduler:
 
     def row_of(self, task: AnswerTask, sample: int) -> SampleRow:
         stand_in = next(iter(self.stops), 0)
-        return SampleRow(sample, task.limit, Chooser(task.rows[sample], task, stand_in), task=task)
+        return SampleRow(
+            sample, task.limit, IsolatedChooser(task.rows[sample], task, stand_in), task=task
+        )
 
     def drop_cancelled(self, events: list[Event]) -> None:
         """Ends the tasks that nobody waits for."""
@@ -270,7 +272,7 @@ class Scheduler:
         else:
             group = next(group for group in self.running if chosen in group.rows)
             task.paused.append(
-                Selection(joined([Selection(group, [group.rows.index(chosen)])]), [0])
+                Selection(_join_rows([Selection(group, [group.rows.index(chosen)])]), [0])
             )
         chosen.paused = True
         task.active -= 1
@@ -291,13 +293,13 @@ class Scheduler:
         for block in self.joining:
             if all(row.ended for row in block.rows):
                 continue
-            fitting = next((bucket for bucket in buckets if fits(bucket, block)), None)
+            fitting = next((bucket for bucket in buckets if _can_join(bucket, block)), None)
             if fitting is None:
                 buckets.append([block])
             else:
                 fitting.append(block)
         self.joining = []
-        self.running = [joined(bucket) for bucket in buckets]
+        self.running = [_join_rows(bucket) for bucket in buckets]
 
     def take_pieces(self) -> list[AnswerTask]:
         """Chooses what is read in the next pass; returns the tasks whose groups it belongs to."""
@@ -408,7 +410,7 @@ class Scheduler:
             self.end(task)
 
 
-def fits(bucket: Sequence[Selection], block: Selection) -> bool:
+def _can_join(bucket: Sequence[Selection], block: Selection) -> bool:
     """Returns whether a row may join a bucket: it has the same context, and padding is no more than
     what is held.
     """
@@ -418,7 +420,7 @@ def fits(bucket: Sequence[Selection], block: Selection) -> bool:
     return len(columns) * max(columns) <= 2 * sum(columns) + SLACK * len(columns)
 
 
-def joined(blocks: Sequence[Selection]) -> Group:
+def _join_rows(blocks: Sequence[Selection]) -> Group:
     """Returns a group of the chosen rows of groups over one context."""
     first = blocks[0].group
     if len(blocks) == 1 and len(blocks[0].places) == len(first.rows):

@@ -80,10 +80,10 @@ class SmallDecoder:
         angles = position_ids[:, None, :, None].float() * self.frequencies  # (B, 1, q, D / 2)
         for weights, layer in zip(self.layers, past_key_values.layers, strict=True):
             normal = torch.nn.functional.rms_norm(states, (HIDDEN,))
-            query = turned(
+            query = _rotate(
                 self.split(normal @ weights["query"], target.heads * target.groups), angles
             )
-            key = turned(self.split(normal @ weights["key"], target.heads), angles)
+            key = _rotate(self.split(normal @ weights["key"], target.heads), angles)
             value = self.split(normal @ weights["value"], target.heads)
             pairs = layer.update(key, value)
             output, _ = attention.attend_layer(
@@ -118,7 +118,7 @@ class SmallDecoder:
         return RaggedCache(layers)
 
 
-def turned(states: Tensor, angles: Tensor) -> Tensor:
+def _rotate(states: Tensor, angles: Tensor) -> Tensor:
     """Applies RoPE to (B, heads, q, D); the last number of an odd D stays."""
     half = angles.shape[-1]
     first, second, rest = states.float().split([half, half, states.shape[-1] - 2 * half], -1)
@@ -134,11 +134,11 @@ def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iter
     decoder = SmallDecoder(target)
     one, two = (decoder.make_cache(count, first) for first, count in enumerate(RESTORED))
     with attention.suspend_overrides():
-        yield from measure_rows("one document", decoder, [one] * len(PROMPTS), make_steps, padded)
-        yield from measure_rows("two documents", decoder, [one, one, two], make_steps, padded)
+        yield from _measure_rows("one document", decoder, [one] * len(PROMPTS), make_steps, padded)
+        yield from _measure_rows("two documents", decoder, [one, one, two], make_steps, padded)
 
 
-def measure_rows(
+def _measure_rows(
     name: str,
     decoder: SmallDecoder,
     caches: Sequence[RaggedCache],
@@ -162,24 +162,28 @@ def measure_rows(
         visible = torch.nn.functional.pad(visible, (0, 1), value=True)
         wanted = decoder(ids, visible[:, None, None], positions, plain).logits[:, -1]
         yield Measurement(
-            f"{name}, step {number + 1}", distance(found, wanted), allowed(decoder.dtype)
+            f"{name}, step {number + 1}",
+            measure_distance(found, wanted),
+            get_tolerance(decoder.dtype),
         )
         highest = found.amax(-1, keepdim=True)
         yield Measurement(
-            f"{name}, ids of step {number + 1}", distance(found.gather(-1, chosen), highest), 0.0
+            f"{name}, ids of step {number + 1}",
+            measure_distance(found.gather(-1, chosen), highest),
+            0.0,
         )
         ids = chosen
         positions = positions + 1
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
+def measure_distance(found: Tensor, wanted: Tensor) -> float:
     """Returns the largest difference of logits, relative to the largest logit."""
     return float(
         (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-9)
     )
 
 
-def allowed(dtype: torch.dtype) -> float:
+def get_tolerance(dtype: torch.dtype) -> float:
     """Returns the difference that rounding explains after a few layers: some units in the last
     place of `dtype`.
     """

@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.generation import generate
-from restorekv.generation.answers import Answer, answer_of
-from restorekv.generation.sampling import Row
+from restorekv.generation import decoding
+from restorekv.generation.answers import Answer, make_answer
+from restorekv.generation.sampling import TokenChooser
 from restorekv.model.identity import identify_model
 from restorekv.model.prompt import Context, count_usable_positions
 from restorekv.pipeline import compress
@@ -80,7 +80,7 @@ class ActiveQuestion:
     question: ServedQuestion
     context: Context
     prompt: Tensor
-    rows: list[Row]
+    rows: list[TokenChooser]
     cost: CacheCost
     started: float
     first: float = 0.0
@@ -122,7 +122,7 @@ class CacheEngine(Engine):
         self.tokenizer = tokenizer
         self.store = store
         self.memory = memory
-        self.stops = generate.stop_ids(model, tokenizer)
+        self.stops = decoding.get_stop_ids(model, tokenizer)
         identity = identify_model(model, tokenizer)
         settings = [f"{name}={value}" for name, value in self.compress_settings.items()]
         self.made_with: tuple[str, ...] = (
@@ -202,7 +202,7 @@ class CacheEngine(Engine):
         answers = []
         for row in active.rows:
             if row.answer:
-                answers.append(answer_of(self.tokenizer, row.answer, self.stops, read, row))
+                answers.append(make_answer(self.tokenizer, row.answer, self.stops, read, row))
             else:
                 answers.append(Answer("", (), "stop", read))
         self.counts["questions"] += 1

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.generation import generate
-from restorekv.generation.chat import conversation_ids
-from restorekv.generation.sampling import rows_of
+from restorekv.generation import decoding
+from restorekv.generation.chat import encode_conversation
+from restorekv.generation.sampling import make_choosers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
@@ -72,7 +72,7 @@ class EmbeddedEngine(CacheEngine):
         waiting: int | None,
     ) -> None:
         super().__init__(model, tokenizer, store, memory, waiting)
-        self.places = asyncio.Semaphore(generate.BATCH)
+        self.places = asyncio.Semaphore(decoding.BATCH)
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
@@ -140,7 +140,7 @@ class EmbeddedEngine(CacheEngine):
         for turn in question.turns:
             texts.extend(turn)
         check_size("".join(texts), self.tokenizer, most)
-        prompt = conversation_ids(
+        prompt = encode_conversation(
             self.tokenizer, joined.context, question.turns, question.text, question.system
         )
         room = most - joined.context.positions - len(prompt)
@@ -150,10 +150,12 @@ class EmbeddedEngine(CacheEngine):
                 "shorten them."
             )
         question.limit = min(question.limit, room)
-        decoding = question.decoding
+        sampling = question.sampling
         ids = torch.cat([joined.context.ids[0], prompt])[None]
-        seeds = [decoding.seed + number for number in range(decoding.samples)]
-        rows = rows_of(decoding, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True)
+        seeds = [sampling.seed + number for number in range(sampling.samples)]
+        rows = make_choosers(
+            sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
+        )
         manifest = joined.manifest
         return LocalQuestion(
             question=question,

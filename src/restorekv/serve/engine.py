@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
-from restorekv.generation.sampling import Decoding
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.prompt import Context
 from restorekv.serve.variants import Variant
 
@@ -118,7 +118,7 @@ class ServedQuestion:
         text: the question.
         system: the system message, or "".
         limit: how many tokens an answer may have.
-        decoding: how the answers are written.
+        sampling: how the answers are written.
         on_token: called with (sample, id, *Row.likely) for every token, from any thread.
         done: the `Reply`, or an error.
         started: whether it no longer waits.
@@ -130,7 +130,7 @@ class ServedQuestion:
     text: str
     system: str
     limit: int
-    decoding: Decoding
+    sampling: SamplingConfig
     on_token: Callable[..., object] = bool
     done: Future[Reply] = field(default_factory=Future)
     started: bool = False

@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from pydantic import BaseModel
 
 from restorekv.errors import RestoreKVError
-from restorekv.generation.answers import Growing
+from restorekv.generation.answers import GrowingText
 from restorekv.serve import replies, schemas
 from restorekv.serve.engine import (
     ENDING,
@@ -99,7 +99,7 @@ class Questions:
             text=chat.question,
             system=chat.system,
             limit=chat.limit,
-            decoding=chat.decoding,
+            sampling=chat.sampling,
         )
         reply, tokens = ask_engine(service.engine, question)
         self.answering[reply] = question
@@ -112,8 +112,8 @@ class Questions:
             documents=documents,
         )
         texts = []
-        for _ in range(chat.decoding.samples):
-            text = Growing(service.engine.tokenizer, service.engine.stops, chat.decoding.stop)
+        for _ in range(chat.sampling.samples):
+            text = GrowingText(service.engine.tokenizer, service.engine.stops, chat.sampling.stop)
             texts.append(text)
         return PendingAnswer(
             question=question,
@@ -144,7 +144,7 @@ class PendingAnswer:
     question: ServedQuestion
     reply: asyncio.Future[Reply]
     tokens: asyncio.Queue[tuple | None]
-    texts: list[Growing]
+    texts: list[GrowingText]
     header: replies.AnswerHeader
     is_gone: IsGone
     seconds: float

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from restorekv.errors import RestoreKVError
-from restorekv.generation.sampling import Decoding
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.tokenize import check_unicode
 from restorekv.serve import fields
 from restorekv.serve.variants import Variant
@@ -226,7 +226,7 @@ class ChatRequest(BaseModel):
             )
         return self
 
-    def make_decoding(self) -> Decoding:
+    def make_sampling(self) -> SamplingConfig:
         """Return how the answers are written: sampled at temperature 1 by default, as OpenAI's are.
 
         The seed is random unless the request has one.
@@ -250,7 +250,7 @@ class ChatRequest(BaseModel):
         schema = (self.response_format or Format()).find_schema()
         if schema is not None:
             options["json_schema"] = schema
-        return Decoding.make(**options)
+        return SamplingConfig.make(**options)
 
 
 def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:
@@ -275,7 +275,7 @@ class ParsedChat:
         turns: earlier questions with their answers.
         question: the last question.
         variant: how the documents are held.
-        decoding: how the answers are written.
+        sampling: how the answers are written.
         limit: how many tokens an answer may have.
     """
 
@@ -284,7 +284,7 @@ class ParsedChat:
     turns: Sequence[tuple[str, str]]
     question: str
     variant: Variant
-    decoding: Decoding
+    sampling: SamplingConfig
     limit: int
 
 
@@ -322,7 +322,7 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
         turns=list(zip(questions[:-1], answers, strict=True)),
         question=questions[-1],
         variant=Variant.parse(request.model, base),
-        decoding=request.make_decoding(),
+        sampling=request.make_sampling(),
         limit=min(request.max_completion_tokens or request.max_tokens or most_tokens, most_tokens),
     )
 

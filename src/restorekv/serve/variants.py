@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Self
 
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.pipeline import PRESETS
@@ -45,7 +45,7 @@ class Variant:
             raise RestoreKVError(
                 f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1."
             )
-        return cls(base, method, exact_ratio(ratio), not rest.endswith(WITHOUT_RESTORING))
+        return cls(base, method, parse_ratio(ratio), not rest.endswith(WITHOUT_RESTORING))
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ import httpx2
 
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.serve.engine import AwayError
-from restorekv.storage.portable import MARK, mark
+from restorekv.storage.portable import MARK, make_mark
 from restorekv.vllm import transfer_config
 from restorekv.vllm.store import PortableStore
 
@@ -208,7 +208,7 @@ class RemoteVllm:
                 ) from None
             # Our connector refuses placeholders that stand for no document; a server without it
             # answers them.
-            ids = [*mark(self.vocabulary), *range(MARK)]
+            ids = [*make_mark(self.vocabulary), *range(MARK)]
             body = {"model": self.model, "prompt": ids, "max_tokens": 1}
             if client.post(f"{self.url}/completions", json=body).is_success:
                 config = json.dumps(transfer_config(self.store.resolve()))

@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
-from restorekv.generation.chat import conversation_ids
-from restorekv.generation.sampling import Decoding, Row
+from restorekv.generation.chat import encode_conversation
+from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
@@ -197,7 +197,7 @@ class VllmEngine(CacheEngine):
         The portable file of its documents then stays until `write` has ended.
         """
         started = time.perf_counter()
-        check_supported(question.decoding)
+        check_supported(question.sampling)
         contexts: list[Context] = []  # of the texts that vLLM reads itself
         caches: list[CompressedContext] = []
         for document in question.documents:
@@ -262,8 +262,8 @@ class VllmEngine(CacheEngine):
                 f"vLLM reads at most {self.client.longest:,} tokens, and the prompt has "
                 f"{len(ids):,}."
             )
-        params = make_sampling_params(question.decoding, limit, self.stops)
-        pieces = self.client.generate(ids, params, question.decoding.json_schema)
+        params = make_sampling_params(question.sampling, limit, self.stops)
+        pieces = self.client.generate(ids, params, question.sampling.json_schema)
         async with aclosing(pieces):
             async for piece in pieces:
                 active.note_cached(piece.cached)
@@ -277,61 +277,61 @@ class VllmEngine(CacheEngine):
                 logprob, likeliest = likely
                 row.logprobs.append(logprob)
                 best = sorted(likeliest.items(), key=lambda pair: -pair[1])
-                row.top.append(dict(best[: active.question.decoding.logprobs]))
+                row.top.append(dict(best[: active.question.sampling.logprobs]))
             row.answer.append(token)
             active.pass_token(piece.sample, token, row.likely)
 
-    def _make_rows(self, question: ServedQuestion) -> list[Row]:
+    def _make_rows(self, question: ServedQuestion) -> list[TokenChooser]:
         """Return a row for each answer, which collects what vLLM chooses."""
-        decoding = question.decoding
+        sampling = question.sampling
         rows = []
-        for number in range(decoding.samples):
+        for number in range(sampling.samples):
             nothing_read = torch.empty(1, 0, dtype=torch.long)
-            row = Row(decoding, self.tokenizer, nothing_read, decoding.seed + number)
+            row = TokenChooser(sampling, self.tokenizer, nothing_read, sampling.seed + number)
             row.cancelled = lambda: question.cancelled
             rows.append(row)
         return rows
 
     def _make_prompt(self, question: ServedQuestion, context: Context) -> Tensor:
-        return conversation_ids(
+        return encode_conversation(
             self.tokenizer, context, question.turns, question.text, question.system
         )
 
 
-def check_supported(decoding: Decoding) -> None:
+def check_supported(sampling: SamplingConfig) -> None:
     """Refuse options that vLLM does not have."""
-    plain = Decoding()
-    lacking = [name for name in UNSUPPORTED if getattr(decoding, name) != getattr(plain, name)]
+    plain = SamplingConfig()
+    lacking = [name for name in UNSUPPORTED if getattr(sampling, name) != getattr(plain, name)]
     if lacking:
         raise RestoreKVError(f"The engine vllm has no {', '.join(lacking)}; leave it out.")
 
 
-def make_sampling_params(decoding: Decoding, limit: int, stops: set[int]) -> dict[str, Any]:
+def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) -> dict[str, Any]:
     """Return how an answer is written, in vLLM's names; the library's ids end it, and no others."""
     params: dict[str, Any] = {
-        "temperature": float(decoding.temperature),
-        "top_p": float(decoding.top_p),
-        "top_k": decoding.top_k,
-        "min_p": float(decoding.min_p),
+        "temperature": float(sampling.temperature),
+        "top_p": float(sampling.top_p),
+        "top_k": sampling.top_k,
+        "min_p": float(sampling.min_p),
         "repetition_penalty": 1.0,
-        "n": decoding.samples,
+        "n": sampling.samples,
         "max_tokens": limit,
         "stop_token_ids": sorted(stops),
         "ignore_eos": True,
         "skip_special_tokens": False,
     }
-    if decoding.temperature:
-        params["seed"] = decoding.seed
+    if sampling.temperature:
+        params["seed"] = sampling.seed
     for name in ("frequency_penalty", "presence_penalty"):
-        value = getattr(decoding, name)
+        value = getattr(sampling, name)
         if value:
             params[name] = float(value)
-    if decoding.logit_bias:
-        params["logit_bias"] = {token: float(bias) for token, bias in decoding.logit_bias.items()}
-    if decoding.stop:
-        params["stop"] = list(decoding.stop)
-    if decoding.logprobs is not None:
-        params["logprobs"] = decoding.logprobs
+    if sampling.logit_bias:
+        params["logit_bias"] = {token: float(bias) for token, bias in sampling.logit_bias.items()}
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.logprobs is not None:
+        params["logprobs"] = sampling.logprobs
     return params
 
 

@@ -31,7 +31,7 @@ from restorekv.bounds import (
 from restorekv.cache import quantized
 from restorekv.cache.quantized import STORAGE_DTYPES, STORAGES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
+from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, parse_ratio
 from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
@@ -135,7 +135,7 @@ def check_manifest(manifest: Manifest) -> None:
         )
     check_adapter(manifest.adapter)
     try:
-        exact_ratio(manifest.ratio)
+        parse_ratio(manifest.ratio)
     except RestoreKVError as error:
         raise ContradictionError(f"records what compress refuses: {error}") from None
 
@@ -289,7 +289,9 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
     require(bool(grows.all()), "has positions that do not grow")
 
 
-def sums(cache: RaggedCache, prefix: int, columns: int, prefix_policy: str) -> dict[str, int]:
+def count_pairs_and_bytes(
+    cache: RaggedCache, prefix: int, columns: int, prefix_policy: str
+) -> dict[str, int]:
     """Returns what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
     + T `columns`.
     """
@@ -305,10 +307,12 @@ def sums(cache: RaggedCache, prefix: int, columns: int, prefix_policy: str) -> d
     }
 
 
-def check_sums(manifest: Manifest, cache: RaggedCache) -> None:
+def check_counts(manifest: Manifest, cache: RaggedCache) -> None:
     """Checks that the recorded pairs and bytes are those of the cache."""
     columns = manifest.prefix + manifest.tokens
-    for name, value in sums(cache, manifest.prefix, columns, manifest.prefix_policy).items():
+    for name, value in count_pairs_and_bytes(
+        cache, manifest.prefix, columns, manifest.prefix_policy
+    ).items():
         recorded = getattr(manifest, name)
         require(
             recorded == value, f"records {name.replace('_', ' ')} as {recorded:,} and has {value:,}"

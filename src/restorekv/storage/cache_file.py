@@ -26,11 +26,11 @@ from restorekv.seal import FileKind
 from restorekv.storage.cache_checks import (
     ContradictionError,
     check_around,
+    check_counts,
     check_manifest,
-    check_sums,
     check_tensors,
+    count_pairs_and_bytes,
     require,
-    sums,
 )
 
 FIX = "compress the context again"
@@ -74,15 +74,17 @@ class Manifest:
     parts: list[int]  # tokens of each text of a context that grew or was composed
     earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
 
-    def described(self) -> dict:
+    def to_json(self) -> dict:
         """Returns the manifest as files hold it."""
         return asdict(self)
 
-    def of_other(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
+    def for_other_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
         """Returns the record of a cache that was made from this one's; `changed` are fields that
         nothing else tells.
         """
-        counted = sums(cache, context.prefix, context.positions, self.prefix_policy)
+        counted = count_pairs_and_bytes(
+            cache, context.prefix, context.positions, self.prefix_policy
+        )
         size = {
             "prefix": context.prefix,
             "tokens": context.tokens,
@@ -91,10 +93,10 @@ class Manifest:
         return replace(self, **size, **counted, **changed)
 
 
-def digest(cache: RaggedCache, context: Context) -> str:
+def hash_cache(cache: RaggedCache, context: Context) -> str:
     """Returns 16 hex digits that stand for everything that a cache file would hold of the text."""
     sha256 = hashlib.sha256(context.suffix_text.encode())
-    for name, tensor in sorted(pack(cache, context).items()):
+    for name, tensor in sorted(pack_cache(cache, context).items()):
         sha256.update(name.encode())
         sha256.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha256.hexdigest()[:16]
@@ -112,31 +114,31 @@ class CacheFile:
     def cache(self, device: str | torch.device = "cpu") -> RaggedCache:
         """Returns the cache on a device."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return unpack(tensors, self.context.positions + self.manifest.offset, self.manifest)
+        return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
 
 
-def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
+def write_cache(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
     """Write all or nothing; see seal.py."""
-    described = json.dumps({**manifest.described(), "suffix_text": context.suffix_text})
+    described = json.dumps({**manifest.to_json(), "suffix_text": context.suffix_text})
     with reraise_as(CacheFileError):
-        seal.write_sealed(Path(path), KIND, pack(cache, context), {"manifest": described})
+        seal.write_sealed(Path(path), KIND, pack_cache(cache, context), {"manifest": described})
 
 
-def read(path: str | Path) -> CacheFile:
+def read_cache(path: str | Path) -> CacheFile:
     """Read what `write` wrote, once, and refuse anything else."""
-    with refusing(path, FIX):
+    with refuse_contradictions(path, FIX):
         manifest, others, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
         check_tensors(tensors, manifest)
         check_around(others["suffix_text"], tensors["suffix_ids"])
         ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
         context = Context(ids, manifest.prefix, suffix, others["suffix_text"], manifest.between)
         stored = CacheFile(Path(path), manifest, context, tensors)
-        check_sums(manifest, stored.cache())
+        check_counts(manifest, stored.cache())
     return stored
 
 
 @contextmanager
-def refusing(path: str | Path, fix: str) -> Iterator[None]:
+def refuse_contradictions(path: str | Path, fix: str) -> Iterator[None]:
     """Raises whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in
     `fix`.
     """
@@ -177,7 +179,7 @@ def read_with_manifest(
     return manifest, values, tensors
 
 
-def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
+def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
     """Tensors by name; only layers with an additive bias have one, and only keys and values of 8
     bits have scales.
     """
@@ -200,12 +202,12 @@ def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def unpack(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
+def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
     """Inverts `pack`."""
     layers = []
     for index, offsets in enumerate(tensors["offsets"]):
         restored = (tensors[name][index][None] for name in ("restore_keys", "restore_values"))
-        rows = context_of(tensors, index, offsets, manifest)
+        rows = unpack_context(tensors, index, offsets, manifest)
         positions = tensors[f"layers.{index}.positions"]
         layers.append(
             RaggedLayer(
@@ -215,7 +217,7 @@ def unpack(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedC
     return RaggedCache(layers)
 
 
-def context_of(
+def unpack_context(
     tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest
 ) -> tuple:
     """Returns keys and values of a layer's context."""

@@ -27,13 +27,13 @@ from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.generation import answers
-from restorekv.generation.chat import conversation_ids
+from restorekv.generation.chat import encode_conversation
 from restorekv.model import support
 from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
 from restorekv.seal import FileKind
 from restorekv.storage.cache_checks import check_around, check_model, check_tensor, require
-from restorekv.storage.cache_file import Manifest, read_with_manifest, refusing
+from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
 
 FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "2", "a portable cache of restorekv", FIX)
@@ -77,8 +77,8 @@ class Portable:
         """The placeholders (m,) int64: restorekv's mark, then what follows from the contents and
         from nothing else.
         """
-        contents = numbered(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
-        return torch.tensor((mark(self.vocabulary) + contents)[: self.tokens])
+        contents = make_placeholders(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
+        return torch.tensor((make_mark(self.vocabulary) + contents)[: self.tokens])
 
     def cache(self) -> DynamicCache:
         """Returns a plain cache; `model.generate(**portable.inputs(...),
@@ -101,7 +101,7 @@ class Portable:
 
         `turns` are earlier questions with their answers.
         """
-        asked = conversation_ids(
+        asked = encode_conversation(
             tokenizer, self.context, turns, question, answer_prefix=answer_prefix
         )
         ids = torch.cat([self.ids, asked])[None].to(self.keys.device)
@@ -120,13 +120,15 @@ class Portable:
         support.prepare_model(model)
         cache = RaggedCache.from_full_cache(self.cache())
         several = [questions] if isinstance(questions, str) else questions
-        said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
+        said = answers.answer_greedily(
+            model, tokenizer, self.context, cache, several, max_new_tokens
+        )
         return said[0] if isinstance(questions, str) else said
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file, or nothing."""
         beside = {"suffix_text": self.context.suffix_text, "vocabulary": self.vocabulary}
-        described = {**self.manifest.described(), **beside}
+        described = {**self.manifest.to_json(), **beside}
         tensors = {
             "keys": self.keys,
             "values": self.values,
@@ -137,7 +139,7 @@ class Portable:
             seal.write_sealed(Path(path), KIND, tensors, {"manifest": json.dumps(described)})
 
 
-def portable(
+def make_portable(
     model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest
 ) -> Portable:
     """Returns the cache as a prefix of m tokens; refuses heads of different lengths, a bias and
@@ -158,12 +160,12 @@ def portable(
     )
 
 
-def mark(vocabulary: int) -> list[int]:
+def make_mark(vocabulary: int) -> list[int]:
     """Returns the MARK ids with which the placeholders of every document begin."""
-    return numbered(KIND.format.encode(), MARK, vocabulary)
+    return make_placeholders(KIND.format.encode(), MARK, vocabulary)
 
 
-def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
+def make_placeholders(seed: bytes, count: int, vocabulary: int) -> list[int]:
     """Returns `count` ids that follow from a seed."""
     raw = hashlib.shake_256(seed).digest(4 * count)
     first = min(FIRST_ID, vocabulary // 2)
@@ -175,7 +177,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
     """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another
     model.
     """
-    with refusing(path, "export it again"):
+    with refuse_contradictions(path, "export it again"):
         extra = {"suffix_text": str, "vocabulary": int}
         manifest, others, tensors = read_with_manifest(path, KIND, extra)
         check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.full_cache import ScoredContext
-from restorekv.generation.generate import BATCH, answer_ids, stop_ids
+from restorekv.generation.decoding import BATCH, generate_ids, get_stop_ids
 from restorekv.model.prompt import encode_question, encode_text
 from restorekv.model.shape import compute_logits
 from restorekv.train.examples import Example
@@ -67,7 +67,7 @@ class Teacher:
                 target
                 for target, _ in self._assess_answers(cache, asked, answers, range(len(asked)))
             ]
-        stops = stop_ids(self.model, self.tokenizer)
+        stops = get_stop_ids(self.model, self.tokenizer)
         answers = [
             None if draft is None or not stops else self._close_draft(draft, min(stops))
             for draft in example.drafts
@@ -78,7 +78,7 @@ class Teacher:
         others = [index for index in range(len(asked)) if index not in targets]
         if others:
             prompts = [asked[index] for index in others]
-            written = answer_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
+            written = generate_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
             for index, ids in zip(others, written, strict=True):
                 answers[index] = ids
             targets |= zip(
@@ -105,7 +105,7 @@ class Teacher:
         one.
         """
         targets = []
-        stops = stop_ids(self.model, self.tokenizer)
+        stops = get_stop_ids(self.model, self.tokenizer)
         for first in range(0, len(indices), BATCH):
             batch = indices[first : first + BATCH]
             rows = [torch.cat([asked[index], answers[index]]) for index in batch]

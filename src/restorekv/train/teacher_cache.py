@@ -24,7 +24,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.manifest import hash_tokenizer
 from restorekv.errors import RestoreKVError, warn
-from restorekv.generation.generate import stop_ids
+from restorekv.generation.decoding import get_stop_ids
 from restorekv.model import support
 from restorekv.model.identity import identify_model
 from restorekv.model.prefill import prefill
@@ -240,7 +240,7 @@ def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, 
         ).hexdigest()[:16],
         "template": identity.template,
         "tokenizer": hash_tokenizer(tokenizer),
-        "stops": sorted(stop_ids(model, tokenizer)),
+        "stops": sorted(get_stop_ids(model, tokenizer)),
     }
 
 

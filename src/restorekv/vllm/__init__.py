@@ -70,7 +70,11 @@ def _open(document: str | Path | Portable | CacheFile) -> Portable | CacheFile:
     """Read a document, unless it was read already."""
     if isinstance(document, Portable | CacheFile):
         return document
-    return cache_file.read(document) if Path(document).suffix == ".rkv" else load_portable(document)
+    return (
+        cache_file.read_cache(document)
+        if Path(document).suffix == ".rkv"
+        else load_portable(document)
+    )
 
 
 def prompt(

@@ -25,11 +25,11 @@ from transformers import (
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.generation.chat import conversation_ids
+from restorekv.generation.chat import encode_conversation
 from restorekv.model.rope import shift_keys
 from restorekv.storage import cache_file
 from restorekv.storage.cache_file import CacheFile
-from restorekv.storage.portable import MARK, numbered
+from restorekv.storage.portable import MARK, make_placeholders
 from restorekv.vllm.page_pool import DocumentPairs
 
 PLACEHOLDERS = 128  # ids of a document in a prompt: whole blocks of 16, 32, 64 or 128 tokens
@@ -52,7 +52,7 @@ class RaggedIdentity:
 
 def make_mark() -> list[int]:
     """Return the MARK ids with which the placeholders of every cache file begin."""
-    return numbered(KIND, MARK, LARGEST_ID)
+    return make_placeholders(KIND, MARK, LARGEST_ID)
 
 
 def identify(file: CacheFile) -> RaggedIdentity:
@@ -61,7 +61,7 @@ def identify(file: CacheFile) -> RaggedIdentity:
     for name, tensor in sorted(file.tensors.items()):
         sha256.update(name.encode())
         sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    contents = numbered(sha256.digest(), PLACEHOLDERS - MARK, LARGEST_ID)
+    contents = make_placeholders(sha256.digest(), PLACEHOLDERS - MARK, LARGEST_ID)
     cache = file.cache()
     return RaggedIdentity(
         name=sha256.hexdigest()[:16],
@@ -102,7 +102,7 @@ def load_pairs(path: Path, name: str) -> tuple[CacheFile, RaggedCache]:
     Raises:
         CacheFileError: the file is damaged, or by now another document than `name`.
     """
-    file = cache_file.read(path)
+    file = cache_file.read_cache(path)
     if identify(file).name != name:
         raise CacheFileError(f"{path} was replaced by another document; ask that one.")
     return file, file.cache()
@@ -172,5 +172,7 @@ def make_prompt(
         answer_prefix: how the answer begins.
         turns: earlier questions with their answers.
     """
-    asked = conversation_ids(tokenizer, file.context, turns, question, answer_prefix=answer_prefix)
+    asked = encode_conversation(
+        tokenizer, file.context, turns, question, answer_prefix=answer_prefix
+    )
     return [*identify(file).ids, *asked.tolist()]

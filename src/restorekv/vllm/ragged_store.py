@@ -157,7 +157,7 @@ class RaggedStore:
     def _read(self, path: Path) -> RaggedDocument:
         """Read and check a file."""
         try:
-            file = cache_file.read(path)
+            file = cache_file.read_cache(path)
         except RestoreKVError as error:
             return RaggedDocument(path, problem=str(error))
         identity = identify(file)

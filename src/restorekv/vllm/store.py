@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.storage.portable import MARK, Portable, load_portable, mark
+from restorekv.storage.portable import MARK, Portable, load_portable, make_mark
 
 MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its options say otherwise
 
@@ -105,7 +105,7 @@ class PortableStore:
         # By path, with the time of the file's last change.
         self.documents: dict[Path, tuple[int, PortableDocument]] = {}
         # How placeholders begin: the model's mark, and those of files for another vocabulary.
-        self.marks = [mark(expected.vocabulary)]
+        self.marks = [make_mark(expected.vocabulary)]
         self.loaded: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
         self.loading = threading.Lock()
 
@@ -182,8 +182,8 @@ class PortableStore:
             portable = load_portable(path)
         except RestoreKVError as error:
             return PortableDocument(path, problem=str(error))
-        if mark(portable.vocabulary) not in self.marks:
-            self.marks.append(mark(portable.vocabulary))
+        if make_mark(portable.vocabulary) not in self.marks:
+            self.marks.append(make_mark(portable.vocabulary))
         problem = ""
         try:
             self.expected.check(portable, path)

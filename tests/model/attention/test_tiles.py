@@ -218,10 +218,10 @@ def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
     keep = torch.rand(len(full.layers), 2, 30, generator=torch.Generator().manual_seed(0)) < 0.5
     cache = RaggedCache.from_dense(full, keep)
     context = Context(torch.arange(30)[None], 0, torch.arange(3))
-    before = {name: x.shape for name, x in cache_file.pack(cache, context).items()}
+    before = {name: x.shape for name, x in cache_file.pack_cache(cache, context).items()}
     fork, bare = cache.fork(2), cache.nbytes
     tiles.plan_tiles(fork.layers)
-    assert {name: x.shape for name, x in cache_file.pack(cache, context).items()} == before
+    assert {name: x.shape for name, x in cache_file.pack_cache(cache, context).items()} == before
     lists = [
         x
         for layer in cache.layers

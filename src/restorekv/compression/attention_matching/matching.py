@@ -42,7 +42,7 @@ class Targets:
     scale: float
 
 
-def observe(
+def observe_layer(
     query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK
 ) -> tuple[Targets, Tensor]:
     """Returns targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits
@@ -66,7 +66,9 @@ def observe(
     return Targets(query, highest, mass, output, scale), (squares / count).sqrt()
 
 
-def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tuple[Tensor, Tensor]:
+def fit_head(
+    targets: Targets, head: int, key: Tensor, steps: int, box: float
+) -> tuple[Tensor, Tensor]:
     """Returns bias (t,) and values (t, D) for kept keys (t, D) of one head, both in the keys'
     dtype.
 
@@ -74,12 +76,12 @@ def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tup
     """
     logits = targets.query[head].float() @ key.float().T * targets.scale
     raised = (logits - targets.highest[head, :, None]).exp()
-    bias = box_least_squares(raised, targets.mass[head], steps, box).log().to(key.dtype)
+    bias = solve_in_box(raised, targets.mass[head], steps, box).log().to(key.dtype)
     weights = (logits + bias.float()).softmax(-1)
-    return bias, least_squares(weights, targets.output[head]).to(key.dtype)
+    return bias, solve_least_squares(weights, targets.output[head]).to(key.dtype)
 
 
-def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
+def solve_in_box(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
     """Returns B (t,), about the minimum of |M B - y| with e^-box <= B <= e^box, for M (n, t) and y
     (n,).
 
@@ -87,7 +89,7 @@ def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) ->
     sigma_max(M)^2. M is positive, so the power iteration for sigma_max may start from ones.
     """
     low, high = (matrix.new_tensor(bound).exp() for bound in (-box, box))
-    factors = least_squares(matrix, target[:, None])[:, 0].clamp(low, high)
+    factors = solve_least_squares(matrix, target[:, None])[:, 0].clamp(low, high)
     vector = torch.ones_like(factors)
     for _ in range(POWER_STEPS):
         vector = matrix.T @ (matrix @ vector)
@@ -98,18 +100,18 @@ def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) ->
     return factors
 
 
-def least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+def solve_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
     """Returns the C (t, d) of min |X C - Y|, X (n, t), Y (n, d), by QR; by `ridge` where X has not
     full rank.
     """
     try:
         solution = torch.linalg.lstsq(matrix, target, driver="gels").solution
     except torch.linalg.LinAlgError:  # a GPU returns NaN instead
-        return ridge(matrix, target)
-    return solution if solution.isfinite().all() else ridge(matrix, target)
+        return _solve_ridge(matrix, target)
+    return solution if solution.isfinite().all() else _solve_ridge(matrix, target)
 
 
-def ridge(matrix: Tensor, target: Tensor) -> Tensor:
+def _solve_ridge(matrix: Tensor, target: Tensor) -> Tensor:
     """Returns (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost
     below float64.
     """

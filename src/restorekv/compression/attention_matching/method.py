@@ -32,9 +32,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, read_shares
-from restorekv.compression.attention_matching.matching import Targets, fit, observe
-from restorekv.compression.compressor import Compressor, Progress, timed
+from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, load_shares
+from restorekv.compression.attention_matching.matching import Targets, fit_head, observe_layer
+from restorekv.compression.compressor import Compressor, Progress, time_phase
 from restorekv.compression.config import CompressionConfig, Ratio
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
@@ -98,7 +98,7 @@ class AttentionMatching(Compressor):
                 "am-fast divides the budget among heads itself; set heads=FILE, not an allocation."
             )
         if self.heads != UNIFORM:
-            read_shares(self.heads)
+            load_shares(self.heads)
 
     @property
     def spec(self) -> str:
@@ -124,20 +124,20 @@ class AttentionMatching(Compressor):
             context = make_context(tokenizer, context)
         seconds: dict[str, float] = {}
         tell("prefill")
-        with timed(seconds, "prefill"):
+        with time_phase(seconds, "prefill"):
             full = prefill(model, context.ids)
         tell("score")
-        with timed(seconds, "score"):
+        with time_phase(seconds, "score"):
             article = context.ids[:, context.prefix :]
             ids = torch.cat(
                 [encode_text(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1
             )
-            chosen = subset(ids.shape[-1] * shape.groups, self.queries, self.seed)
+            chosen = sample_numbers(ids.shape[-1] * shape.groups, self.queries, self.seed)
             columns = slice(context.prefix, context.positions)
             observed = [
-                observe(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
+                observe_layer(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
                 for (query, scale), layer in zip(
-                    reference(model, full, ids, chosen), full.layers, strict=True
+                    collect_reference_queries(model, full, ids, chosen), full.layers, strict=True
                 )
             ]
         targets, scores = zip(*observed, strict=True)
@@ -192,7 +192,7 @@ class MatchedContext(ScoredContext):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
             if 0 < rows.stop - rows.start < self.context.tokens:
-                fitted = fit(
+                fitted = fit_head(
                     targets, head, layer.context_keys[rows], self.method.steps, self.method.box
                 )
                 bias[rows], layer.context_values[rows] = fitted
@@ -203,7 +203,7 @@ class MatchedContext(ScoredContext):
         layer.bias = bias if bias.any() else None
 
 
-def reference(
+def collect_reference_queries(
     model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor
 ) -> list[tuple[Tensor, float]]:
     """Reads ids (1, Q) over `full`, which stays as it is; returns each layer's queries (H, n, D)
@@ -230,7 +230,7 @@ def reference(
     return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(queries, scales, strict=True)]
 
 
-def subset(count: int, most: int, seed: int) -> Tensor:
+def sample_numbers(count: int, most: int, seed: int) -> Tensor:
     """Returns up to `most` of the numbers below `count`, ascending, the same on every device."""
     if count <= most:
         return torch.arange(count)

@@ -167,7 +167,7 @@ class RayEngine(Engine):
 
     async def _ask_replicas(self, question: ServedQuestion) -> Reply:
         """Return the reply; bring documents that are not there any more."""
-        sent: list[list[int]] = [[] for _ in range(question.decoding.samples)]
+        sent: list[list[int]] = [[] for _ in range(question.sampling.samples)]
         for _ in range(TRIES):
             try:
                 return await self._try_replicas(lambda: self._ask_replica(question, sent))

@@ -22,7 +22,7 @@ from transformers import logging
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import file_lock
-from restorekv.generation import generate
+from restorekv.generation import decoding
 from restorekv.model.load import load_model
 from restorekv.serve.embedded import EmbeddedEngine
 from restorekv.serve.engine import ServedDocument, ServedQuestion, ask_engine
@@ -181,13 +181,13 @@ def make_deployment(least: int, most: int, resources: Mapping[str, float]) -> se
         autoscaling = {
             "min_replicas": least,
             "max_replicas": most,
-            "target_ongoing_requests": generate.BATCH,
+            "target_ongoing_requests": decoding.BATCH,
         }
         number = {"autoscaling_config": autoscaling}
     return serve.deployment(
         Replica,
         name="documents",
-        max_ongoing_requests=2 * generate.BATCH,
+        max_ongoing_requests=2 * decoding.BATCH,
         ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources["GPU"]},
         request_router_config=RequestRouterConfig(request_router_class=DocumentRouter),
         **number,
@@ -201,7 +201,7 @@ def pack_question(question: ServedQuestion) -> dict[str, Any]:
         "text": question.text,
         "system": question.system,
         "limit": question.limit,
-        "decoding": question.decoding,
+        "sampling": question.sampling,
     }
 
 

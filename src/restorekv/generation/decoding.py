@@ -26,7 +26,7 @@ from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import RestoreKVError, summarize_error, warn
 from restorekv.generation import step_trials
-from restorekv.generation.sampling import Row, refuse_not_finite
+from restorekv.generation.sampling import TokenChooser, refuse_not_finite
 from restorekv.model.attention import proofs
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.prompt import warn_if_beyond_positions
@@ -43,7 +43,7 @@ GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
 NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
-def answer_ids(
+def generate_ids(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     caches: RaggedCache | Sequence[RaggedCache],
@@ -51,7 +51,7 @@ def answer_ids(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
     """Returns the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
@@ -59,14 +59,14 @@ def answer_ids(
     `caches` is one for all prompts or one for each; neighbors with one cache share its context.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    for row, token in tokens(
+    for row, token in generate_tokens(
         model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, rows, batch
     ):
         answers[row].append(token)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
 
 
-def tokens(
+def generate_tokens(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     caches: RaggedCache | Sequence[RaggedCache],
@@ -74,7 +74,7 @@ def tokens(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
     """Yields the answers token by token, as (row, id), `batch` rows at a time.
@@ -83,7 +83,7 @@ def tokens(
     stop at any token.
     """
     prompts = [prompt.flatten().cpu() for prompt in prompts]
-    limits = limits_of(max_new_tokens, len(prompts))
+    limits = parse_limits(max_new_tokens, len(prompts))
     caches = [caches] * len(prompts) if isinstance(caches, RaggedCache) else list(caches)
     ends = [
         each.get_seq_length() + len(ids) + limit
@@ -92,19 +92,19 @@ def tokens(
     warn_if_beyond_positions(
         model, max(ends, default=0), "A question with the longest answer allowed"
     )
-    stops = stop_ids(model, tokenizer)
+    stops = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)
         own = rows[part] if rows else None
         cache = fork_caches(caches[part])
-        ready = padded(model, caches[part], prompts[part])
-        for row, token in decode(
+        ready = pad_prompts(model, caches[part], prompts[part])
+        for row, token in decode_batch(
             model, cache, ready, limits[part], stops, first_may_stop, graph, own
         ):
             yield start + row, token
 
 
-def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
+def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     """Returns a limit for each of so many answers."""
     several = isinstance(max_new_tokens, list | tuple)
     limits = list(max_new_tokens) if several else [max_new_tokens] * count
@@ -115,7 +115,7 @@ def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     return limits
 
 
-async def in_thread(ask: Callable[[], T]) -> T:
+async def run_in_thread(ask: Callable[[], T]) -> T:
     """Returns what `ask` returns, while other tasks of the event loop go on.
 
     A task that is cancelled ends what `ask` generates at the next token, and waits for that.
@@ -135,7 +135,7 @@ async def in_thread(ask: Callable[[], T]) -> T:
         raise
 
 
-def decode(
+def decode_batch(
     model: PreTrainedModel,
     cache: Cache,
     batch: tuple[Tensor, Tensor, Tensor],
@@ -143,7 +143,7 @@ def decode(
     stops: set[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[TokenChooser] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yields (row, id) for every row of a batch that `padded` made; `cache` grows by all but each
     row's last token.
@@ -151,7 +151,7 @@ def decode(
     `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
     makes every token's step the same work, on a GPU a CUDA graph.
     """
-    groups = groups_of(cache, batch, limits, rows)
+    groups = make_groups(cache, batch, limits, rows)
     active = [row for group in groups for row in group.rows]
     cancelled = CANCELLED.get()
     steps = None
@@ -173,7 +173,7 @@ def decode(
             graph = can_graph(model, batch[0].device)
         if graph and not steps:
             ids = torch.cat([group.ids for group in groups])
-            steps = Steps(model, cache, ids, batch[1][:, -1:] + 1, batch[2], max(limits))
+            steps = FixedSteps(model, cache, ids, batch[1][:, -1:] + 1, batch[2], max(limits))
         elif not graph:
             groups = [group for group in groups if group.drop_ended()]
 
@@ -186,7 +186,7 @@ class ActiveRow:
 
     number: int
     limit: int
-    chooser: Row | None = None
+    chooser: TokenChooser | None = None
     count: int = 0
     ended: bool = False
 
@@ -251,11 +251,11 @@ class Group:
         return bool(going)
 
 
-def groups_of(
+def make_groups(
     cache: Cache,
     batch: tuple[Tensor, Tensor, Tensor],
     limits: Sequence[int],
-    rows: Sequence[Row] | None,
+    rows: Sequence[TokenChooser] | None,
 ) -> list[Group]:
     """Returns the rows of a batch that `padded` made, a group for each context; `cache` is what
     `fork_caches` returned.
@@ -300,7 +300,7 @@ def write_tokens(
     if not active:
         return []
     choosers = [row.chooser for row in active] if active[0].chooser else None
-    ids, chosen = chosen_ids(logits, list(range(len(active))), choosers)
+    ids, chosen = choose_ids(logits, list(range(len(active))), choosers)
     sizes = [len(group.rows) for group in writing]
     for group, own, after in zip(writing, ids.split(sizes), logits.split(sizes), strict=True):
         group.advance(own)
@@ -352,7 +352,7 @@ def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
     return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
 
 
-def padded(
+def pad_prompts(
     model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Returns ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q)
@@ -370,7 +370,7 @@ def padded(
     return tuple(x.to(model.device) for x in (ids, first + (columns - pad).clamp(min=0), visible))
 
 
-def next_logits(
+def compute_next_logits(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache
 ) -> Tensor:
     """Returns the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns), causal for None."""
@@ -380,23 +380,23 @@ def next_logits(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=last_of(ids),
+        logits_to_keep=locate_last_logits(ids),
     )
     return output.logits[:, -1]
 
 
-def chosen_ids(
-    logits: Tensor, running: list[int], rows: Sequence[Row] | None
+def choose_ids(
+    logits: Tensor, running: list[int], rows: Sequence[TokenChooser] | None
 ) -> tuple[Tensor, list[int]]:
     """Returns the next ids as a tensor (B, 1) and as numbers."""
     if rows is None:
-        ids, marked = likeliest(logits)
-        return ids, finite_ids(marked)
+        ids, marked = find_likeliest(logits)
+        return ids, to_finite_ids(marked)
     chosen = [rows[row].choose(own) for row, own in zip(running, logits, strict=True)]
     return torch.tensor(chosen, device=logits.device)[:, None], chosen
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
     or infinite.
 
@@ -407,7 +407,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best.indices, torch.where(best.values.isfinite(), best.indices, -1)
 
 
-def finite_ids(marked: Tensor) -> list[int]:
+def to_finite_ids(marked: Tensor) -> list[int]:
     """Returns the ids (B, 1) that `likeliest` marked as numbers; refuses a row without one."""
     chosen = marked[:, 0].tolist()
     if min(chosen) < 0:
@@ -415,19 +415,19 @@ def finite_ids(marked: Tensor) -> list[int]:
     return chosen
 
 
-def answer_text(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
+def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
     """Returns the text of an answer, without the EOS that ended it."""
     return tokenizer.decode(ids[:-1] if ids and ids[-1] in stops else ids, skip_special_tokens=True)
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
+def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     """Returns every EOS id of the generation config, or else the tokenizer's."""
     ids = model.generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
     return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
 
 
-class Steps:
+class FixedSteps:
     """At most `count` one-token steps of a batch that are the same work every time, which
     torch.compile traces once.
 
@@ -464,9 +464,9 @@ class Steps:
         self.positions = positions.clone()
         self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
-        self.last = last_of(ids)
+        self.last = locate_last_logits(ids)
         self.logits = None  # (B, V) of the latest step; a replay writes to the same memory
-        self.can_capture = records(ids.device) and model not in NEVER_GRAPHED
+        self.can_capture = can_record(ids.device) and model not in NEVER_GRAPHED
         self.unchecked = 0 if strict or model in GRAPHED else CHECKED_REPLAYS
         self.strict = strict
 
@@ -494,7 +494,7 @@ class Steps:
             logits_to_keep=self.last,
         )
         self.logits = output.logits[:, -1]
-        ids, marked = likeliest(self.logits)
+        ids, marked = find_likeliest(self.logits)
         self.ids.copy_(ids)
         self.marked.copy_(marked)
         self.positions += 1
@@ -526,8 +526,10 @@ class Steps:
         for state, value in zip(self.state(), before, strict=True):
             state.copy_(value)
         self.step()
-        error = step_trials.distance(found, self.logits)
-        if not error <= step_trials.allowed(self.logits.dtype) or not chosen_alike(found, ids):
+        error = step_trials.measure_distance(found, self.logits)
+        if not error <= step_trials.get_tolerance(self.logits.dtype) or not agree_on_ids(
+            found, ids
+        ):
             self.give_up(f"a replay's logits are off by {error:.1e} of the highest")
             return
         self.logits = graphed
@@ -570,17 +572,17 @@ class Steps:
         )
 
 
-def records(device: torch.device) -> bool:
+def can_record(device: torch.device) -> bool:
     """Returns whether steps can be captured as a CUDA graph there."""
     return device.type == "cuda"
 
 
-def chosen_alike(logits: Tensor, ids: Tensor) -> bool:
+def agree_on_ids(logits: Tensor, ids: Tensor) -> bool:
     """Returns whether ids (B, 1) have the highest of the logits (B, V)."""
     return bool((logits.gather(-1, ids) == logits.amax(-1, keepdim=True)).all())
 
 
-def last_of(ids: Tensor) -> Tensor | int:
+def locate_last_logits(ids: Tensor) -> Tensor | int:
     """Returns `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
     slice, with which the LM head is fifty times slower in bfloat16. An index would have to be
     copied to a GPU in every step.
@@ -588,4 +590,4 @@ def last_of(ids: Tensor) -> Tensor | int:
     return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1
 
 
-step_trials.register_all(Steps, padded)
+step_trials.register_all(FixedSteps, pad_prompts)
