@@ -32,7 +32,7 @@ VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {
 Key = tuple[str, str]  # variant, ratio
 
 
-def cells(documents: int) -> dict[Key, Cell]:
+def list_cells(documents: int) -> dict[Key, Cell]:
     """Every variant at every ratio, the plain ones first."""
     place = {
         "model": TINY,
@@ -47,11 +47,11 @@ def cells(documents: int) -> dict[Key, Cell]:
     }
 
 
-def run(
+def measure_accuracy(
     documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None
 ) -> dict[Key, Result]:
     """What is missing in the folder is done."""
-    wanted = cells(documents)
+    wanted = list_cells(documents)
 
     def tell(told: GridProgress) -> None:
         progress(f"{told.what}: {told.share:.0%}")
@@ -62,7 +62,7 @@ def run(
     return {key: done[cell] for key, cell in wanted.items()}
 
 
-def markdown(results: dict[Key, Result]) -> str:
+def format_table(results: dict[Key, Result]) -> str:
     """A row for every variant and ratio."""
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
     for (name, ratio), result in results.items():
@@ -80,12 +80,12 @@ def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
     try:
         if not documents.isdecimal():
             raise RestoreKVError(f"DOCUMENTS is a number, not {documents!r}.")
-        found = run(
+        found = measure_accuracy(
             int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True)
         )
     except RestoreKVError as error:
         sys.exit(f"error: {error}")
-    print(markdown(found))
+    print(format_table(found))
 
 
 if __name__ == "__main__":

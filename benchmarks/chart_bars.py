@@ -26,29 +26,30 @@ STEP = {
 MEBI = 1 << 20
 
 
-def compressing(result: Mapping) -> Chart:
+def draw_compare(result: Mapping) -> Chart:
     """`compare`: seconds by phase, peak memory, milliseconds a token."""
     rows = sorted(result["rows"], key=lambda row: (row["tokens"], row["side"] != OURS))
     names = [f"T = {row['tokens']:,}, {row['side']}" for row in rows]
     panels = [
-        stacked(
+        stack_bars(
             "Seconds to compress",
             names,
             [row["seconds"] for row in rows],
             PHASES,
-            beside(result, rows),
+            _compare_times(result, rows),
         )
     ]
     whole = [f"T = {tokens:,}" for tokens in sorted({row["tokens"] for row in rows})]
     if any(row["peak"] is not None for row in rows):
-        peaks = by_side(rows, lambda row: row["peak"] and row["peak"] / MEBI)
-        panels.append(grouped("Peak memory above the weights", "MB", whole, peaks))
+        peaks = _collect_by_side(rows, lambda row: row["peak"] and row["peak"] / MEBI)
+        panels.append(group_bars("Peak memory above the weights", "MB", whole, peaks))
     ratio = format_ratio(result["ratio"])
     cases = [f"{each}\n{which}" for each in whole for which in (ratio, "r = 1")]
-    tokens = by_side(
-        rows, *(lambda row, which=which: milliseconds(row[which]) for which in ("small", "full"))
+    tokens = _collect_by_side(
+        rows,
+        *(lambda row, which=which: _token_milliseconds(row[which]) for which in ("small", "full")),
     )
-    panels.append(grouped("A token of an answer", "milliseconds", cases, tokens))
+    panels.append(group_bars("A token of an answer", "milliseconds", cases, tokens))
     repeat = (
         f"Median of {result['repeat']} measurements"
         if result["repeat"] > 1
@@ -62,16 +63,16 @@ def compressing(result: Mapping) -> Chart:
     return make_chart("bench", title, panels, note)
 
 
-def layers(count: int) -> str:
+def format_layers(count: int) -> str:
     return f"{count} layer{'s' * (count != 1)}"
 
 
-def milliseconds(decoding: Mapping) -> float | None:
+def _token_milliseconds(decoding: Mapping) -> float | None:
     """Return the time of a token; None where kvpress refused."""
     return decoding["token"] * 1000 if "token" in decoding else None
 
 
-def by_side(
+def _collect_by_side(
     rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]
 ) -> dict[Mark, list[float | None]]:
     """Return every figure of each side's rows in turn, for the sides that were measured."""
@@ -82,7 +83,7 @@ def by_side(
     return {mark: row for mark, row in values.items() if row}
 
 
-def beside(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
+def _compare_times(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
     """Says for our rows how much of kvpress's time they take."""
     ratios = result["ratios"]
     return [
@@ -93,45 +94,49 @@ def beside(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
     ]
 
 
-def scoring(result: Mapping) -> Chart:
+def draw_scorers(result: Mapping) -> Chart:
     """`scorers`: what every method adds to a prefill, cheapest first."""
     rows = sorted(result["rows"], key=lambda row: row["multiple"])
     names = [name_evictor(row["method"]) for row in rows]
     values = {Mark("", BLUE): [row["multiple"] for row in rows]}
-    panel = grouped(
+    panel = group_bars(
         "", f"prefills of {result['tokens']:,} tokens", names, values, digits=2, width=WIDE
     )
     title = f"What scoring adds to a prefill of {result['tokens']:,} tokens, in prefills"
     plain = [row["prefill"] for row in rows]
     note = (
-        "A method's own prefill and scoring without the plain prefill, over the plain prefill that was measured before "
-        f"each method and took {min(plain):.1f} to {max(plain):.1f} s. AM-fast: its reference pass and a fit at "
+        "A method's own prefill and scoring without the plain prefill, over the plain prefill that "
+        "was measured before "
+        f"each method and took {min(plain):.1f} to {max(plain):.1f} s. AM-fast: its reference pass "
+        "and a fit at "
         f"{format_ratio(result['ratio'])}."
     )
     return make_chart("scorers", title, [panel], note)
 
 
-def training(result: Mapping) -> Chart:
+def draw_training(result: Mapping) -> Chart:
     """`train`: seconds by phase, memory."""
     rows = result["rows"]
     names = [row["variant"] for row in rows]
-    panels = [stacked("Seconds of a step", names, [row["seconds"] for row in rows], STEP)]
+    panels = [stack_bars("Seconds of a step", names, [row["seconds"] for row in rows], STEP)]
     if all(row["peak"] is not None for row in rows):
         for key, words in (("peak", "Peak memory"), ("graph", "Graph before backward")):
             panels.append(
-                grouped(words, "MB", names, {Mark("", BLUE): [row[key] / MEBI for row in rows]})
+                group_bars(words, "MB", names, {Mark("", BLUE): [row[key] / MEBI for row in rows]})
             )
     title = f"One training step on a context of {result['tokens']:,} tokens"
     note = (
         f"KVzip, {format_ratio(result['ratio'])}, {result['questions']} questions with answers of "
-        f"{result['answer']} ids; memory above what was resident before, MB are 2^20 bytes. Copied: attention copies "
-        "the context for the backward pass; anew: it refers to it; then scores and teacher, then the full cache too, "
+        f"{result['answer']} ids; memory above what was resident before, MB are 2^20 bytes. "
+        "Copied: attention copies "
+        "the context for the backward pass; anew: it refers to it; then scores and teacher, then "
+        "the full cache too, "
         "are read from a store."
     )
     return make_chart("train", title, panels, note)
 
 
-def stacked(
+def stack_bars(
     title: str,
     names: Sequence[str],
     seconds: Sequence[Mapping[str, float]],
@@ -147,7 +152,7 @@ def stacked(
     return make_bars(title, "seconds", names, parts, [texts], stacked=True, width=WIDE)
 
 
-def grouped(
+def group_bars(
     title: str,
     unit: str,
     names: Sequence[str],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 
-from benchmarks.chart_bars import KVPRESS, OURS, grouped
+from benchmarks.chart_bars import KVPRESS, OURS, group_bars
 from benchmarks.chart_texts import label_ends, write_below
 from benchmarks.panels import Panel, Points, draw_lines, make_chart
 from restorekv.evaluation.charts import (
@@ -43,7 +43,7 @@ TARGETS = {0.05: 12, 1: 45}  # microseconds by r, for the shape below on an H200
 TARGETED = {"tokens": 32768, "questions": 1, "heads": 8, "groups": 4, "width": 128}
 
 
-def decoding(result: Mapping) -> Chart:
+def draw_decode(result: Mapping) -> Chart:
     """`decode`: attention and whole steps against r, tokens a second of many answers."""
     rows = result["rows"]
     unit = "milliseconds (log)"
@@ -56,24 +56,26 @@ def decoding(result: Mapping) -> Chart:
     )
     attention[ROOFLINE] = [(row["ratio"], row["roofline"] * 1000) for row in rows]
     panels = [
-        against_ratio(attention, unit, "Attention of a decode step, one layer"),
-        against_ratio(step, unit, "Whole decode step"),
+        _draw_against_ratio(attention, unit, "Attention of a decode step, one layer"),
+        _draw_against_ratio(step, unit, "Whole decode step"),
     ]
     answers = result["answers"]
     if answers:
-        panels.append(throughput(answers))
+        panels.append(_draw_throughput(answers))
     title = f"Decoding over a cache of T = {result['tokens']:,} tokens"
     row = min(rows, key=lambda row: row["ratio"])
     faster = {what: row[what]["full"] / row[what]["ours"] for what in ("attention", "step")}
     note = (
-        f"At {format_ratio(row['ratio'])} attention takes 1/{faster['attention']:.3g} of the full cache's time, a "
-        f"whole step 1/{faster['step']:.3g}. Random states, tail of {result['tail']} columns; copies at "
+        f"At {format_ratio(row['ratio'])} attention takes 1/{faster['attention']:.3g} of the full "
+        "cache's time, a "
+        f"whole step 1/{faster['step']:.3g}. Random states, tail of {result['tail']} columns; "
+        "copies at "
         f"{result['bandwidth'] / 1e9:.1f} GB/s."
     )
     return make_chart("decode", title, panels, note)
 
 
-def throughput(answers: Mapping) -> Panel:
+def _draw_throughput(answers: Mapping) -> Panel:
     """Return tokens a second of each side, and how many times as many ours are."""
     rates = {side: answers[side].get("rate") for side in (OURS, KVPRESS) if side in answers}
     title = f"{answers['asked']} questions to one document of {answers['read']:,} tokens, "
@@ -81,12 +83,12 @@ def throughput(answers: Mapping) -> Panel:
     title += f"{answers['answer']} tokens each"
     if rates.get(KVPRESS):
         title += f": {rates[OURS] / rates[KVPRESS]:.1f} times as many tokens"
-    return grouped(
+    return group_bars(
         title, "tokens a second", list(rates), {Mark("", BLUE): list(rates.values())}, 1, WIDE
     )
 
 
-def kernel(result: Mapping) -> Chart:
+def draw_kernel(result: Mapping) -> Chart:
     """`kernel`: microseconds a layer against r, with the targets where the shape is the one they
     are for.
     """
@@ -100,18 +102,20 @@ def kernel(result: Mapping) -> Chart:
     lines[ROOFLINE] = [(row["ratio"], row["roofline"] * 1e6) for row in rows]
     on_target = all(options[key] == value for key, value in TARGETED.items())
     targets = TARGETS if on_target else {}
-    panel = against_ratio(lines, "microseconds a layer (log)", "", WIDE, 3.6, targets)
+    panel = _draw_against_ratio(lines, "microseconds a layer (log)", "", WIDE, 3.6, targets)
     title = f"Attention of a decode step on a GPU, T = {options['tokens']:,}"
     note = "A rehearsal on a CPU: these figures mean nothing. " if result["rehearsal"] else ""
     note += (
-        f"{options['layers']} layers of {options['heads']} KV heads of {options['width']}, {options['groups']} query "
-        f"heads each, {options['questions']} question{'s' * (options['questions'] != 1)}, tail {options['tail']}; "
+        f"{options['layers']} layers of {options['heads']} KV heads of {options['width']}, "
+        f"{options['groups']} query "
+        f"heads each, {options['questions']} question{'s' * (options['questions'] != 1)}, tail "
+        f"{options['tail']}; "
         f"copies at {result['bandwidth'] / 1e9:,.0f} GB/s. Random states."
     )
     return make_chart("kernel", title, [panel], note)
 
 
-def against_ratio(
+def _draw_against_ratio(
     lines: Mapping[Mark, Points],
     unit: str,
     title: str,

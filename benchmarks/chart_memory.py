@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from matplotlib.axes import Axes
 
-from benchmarks.chart_bars import MEBI, grouped, layers, stacked
+from benchmarks.chart_bars import MEBI, format_layers, group_bars, stack_bars
 from benchmarks.chart_texts import label_ends
 from benchmarks.efficiency_page import PHASES
-from benchmarks.memory_table import bound
+from benchmarks.memory_table import compute_bound
 from benchmarks.panels import Panel, draw_lines, make_chart
 from restorekv.evaluation.charts import (
     BLUE,
@@ -49,36 +49,38 @@ MODES = {
 BOUND = "bound without workspace"
 
 
-def memory(result: Mapping) -> Chart:
+def draw_memory(result: Mapping) -> Chart:
     """Return lines against T, or bars where there is one T."""
     modes = {mode: [row for row in result["rows"] if row["mode"] == mode] for mode in MODES}
     modes = {
         mode: sorted(rows, key=lambda row: row["tokens"]) for mode, rows in modes.items() if rows
     }
     lengths = sorted({row["tokens"] for row in result["rows"]})
-    panels = lines(modes) if len(lengths) > 1 else one_length(modes)
+    panels = _make_panels(modes) if len(lengths) > 1 else _draw_one_length(modes)
     span = f"T = {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-    title = f"Compressing with {name_evictor(result['evictor'])}, {layers(result['model']['num_hidden_layers'])}, {span}"
+    title = f"Compressing with {name_evictor(result['evictor'])}, {format_layers(result['model']['num_hidden_layers'])}, {span}"
     filled = ", a cache filled with random numbers instead of a prefill" if result["filled"] else ""
     note = (
-        f"{format_ratio(result['ratio'])}{filled}. Peak: resident memory above the weights, MB are 2^20 bytes; the "
+        f"{format_ratio(result['ratio'])}{filled}. Peak: resident memory above the weights, MB are "
+        "2^20 bytes; the "
         f"{BOUND} is what a mode may hold besides its workspace."
     )
     if len(lengths) > 1:
         note += (
-            " It is dashed. Slopes: log of the ratio of seconds over that of T, from first to last; 1 is linear, 2 "
+            " It is dashed. Slopes: log of the ratio of seconds over that of T, from first to "
+            "last; 1 is linear, 2 "
             "quadratic."
         )
     return make_chart("memory", title, panels, note)
 
 
-def lines(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
+def _make_panels(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
     """Return a panel of seconds for every mode, then one of peaks, which fills its row."""
-    panels = [seconds(rows, f"Seconds, {mode}") for mode, rows in modes.items()]
-    return [*panels, peaks(modes, NARROW if len(panels) % 2 else WIDE)]
+    panels = [_draw_seconds(rows, f"Seconds, {mode}") for mode, rows in modes.items()]
+    return [*panels, _draw_peaks(modes, NARROW if len(panels) % 2 else WIDE)]
 
 
-def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
+def _draw_one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
     """Return seconds by phase and peaks of one T as bars."""
     rows = {mode: rows[0] for mode, rows in modes.items()}
     took = [
@@ -89,15 +91,15 @@ def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
     least = Mark(BOUND, ORANGE, hatch="\\\\")
     sizes = {
         peak: [row["peak"] / MEBI for row in rows.values()],
-        least: [bound(row) / MEBI for row in rows.values()],
+        least: [compute_bound(row) / MEBI for row in rows.values()],
     }
     return [
-        stacked("Seconds", list(rows), took, phases),
-        grouped("Peak memory", "MB above the weights", list(rows), sizes, width=WIDE),
+        stack_bars("Seconds", list(rows), took, phases),
+        group_bars("Peak memory", "MB above the weights", list(rows), sizes, width=WIDE),
     ]
 
 
-def seconds(rows: Sequence[Mapping], title: str) -> Panel:
+def _draw_seconds(rows: Sequence[Mapping], title: str) -> Panel:
     """Return seconds against T, logarithms on both axes; name and slope of every phase at the end
     of its line.
     """
@@ -109,38 +111,38 @@ def seconds(rows: Sequence[Mapping], title: str) -> Panel:
         ]
         if points and min(took for _, took in points) > 0:
             lines[replace(mark, label="")] = points
-            ends.append((points[-1][1], mark.label + slope(points), mark.color))
+            ends.append((points[-1][1], mark.label + compute_slope(points), mark.color))
 
     def draw(axes: Axes) -> None:
         draw_lines(axes, lines, "seconds (log)")
-        set_lengths_axis(axes, rows)
+        _set_lengths_axis(axes, rows)
         label_ends(axes, ends)
 
     return Panel(title, draw, height=2.7)
 
 
-def slope(points: Sequence[tuple[float, float]]) -> str:
+def compute_slope(points: Sequence[tuple[float, float]]) -> str:
     """Return the slope of a line in logarithms, from its first to its last point."""
     (short, early), (long, late) = points[0], points[-1]
     return f"\nslope {math.log(late / early) / math.log(long / short):.2f}" if long > short else ""
 
 
-def peaks(modes: Mapping[str, Sequence[Mapping]], width: float) -> Panel:
+def _draw_peaks(modes: Mapping[str, Sequence[Mapping]], width: float) -> Panel:
     """Return a line for every mode, its bound dashed in the same color."""
     lines: dict[Mark, list[tuple[float, float]]] = {}
     for mode, rows in modes.items():
         least = Mark("", MODES[mode].color, dashed=True)
-        lines[least] = [(row["tokens"], bound(row) / MEBI) for row in rows]
+        lines[least] = [(row["tokens"], compute_bound(row) / MEBI) for row in rows]
         lines[MODES[mode]] = [(row["tokens"], row["peak"] / MEBI) for row in rows]
 
     def draw(axes: Axes) -> None:
         draw_lines(axes, lines, "MB above the weights (log)")
-        set_lengths_axis(axes, [row for rows in modes.values() for row in rows])
+        _set_lengths_axis(axes, [row for rows in modes.values() for row in rows])
 
     return Panel("Peak memory", draw, width, 2.7)
 
 
-def set_lengths_axis(axes: Axes, rows: Sequence[Mapping]) -> None:
+def _set_lengths_axis(axes: Axes, rows: Sequence[Mapping]) -> None:
     """Make x logarithmic, with a number at each measured length."""
     lengths = sorted({row["tokens"] for row in rows})
     axes.set_xscale("log")

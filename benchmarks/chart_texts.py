@@ -27,14 +27,14 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     for y, _, _ in ends:
         point = axes.transData.transform((right, y))
         heights.append(axes.transAxes.inverted().transform(point)[1])
-    places = apart(heights, [text.count("\n") + 1 for _, text, _ in ends])
+    places = spread_labels(heights, [text.count("\n") + 1 for _, text, _ in ends])
     for height, (_, text, color) in zip(places, ends, strict=True):
         axes.text(
             1.02, height, text, transform=axes.transAxes, va="center", fontsize=8, color=color
         )
 
 
-def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
+def spread_labels(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
     """Return the heights, moved as little as keeps labels of so many lines from lying on each
     other.
     """

@@ -12,29 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.chart_bars import compressing, layers, scoring, training
-from benchmarks.chart_lines import decoding, kernel
-from benchmarks.chart_memory import memory
-from benchmarks.vllm_chart import serving
+from benchmarks.chart_bars import draw_compare, draw_scorers, draw_training, format_layers
+from benchmarks.chart_lines import draw_decode, draw_kernel
+from benchmarks.chart_memory import draw_memory
+from benchmarks.vllm_chart import draw_vllm
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.tables import make_slug
 from restorekv.files import replace_file
 
 KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
-    frozenset({"tokens", "side", "seconds", "small", "full"}): compressing,
-    frozenset({"ratio", "attention", "step"}): decoding,
-    frozenset({"tokens", "mode", "phases"}): memory,
-    frozenset({"method", "multiple"}): scoring,
-    frozenset({"variant", "seconds", "step"}): training,
-    frozenset({"ratio", "ours", "roofline"}): kernel,
-    frozenset({"side", "positions", "throughput"}): serving,
+    frozenset({"tokens", "side", "seconds", "small", "full"}): draw_compare,
+    frozenset({"ratio", "attention", "step"}): draw_decode,
+    frozenset({"tokens", "mode", "phases"}): draw_memory,
+    frozenset({"method", "multiple"}): draw_scorers,
+    frozenset({"variant", "seconds", "step"}): draw_training,
+    frozenset({"ratio", "ours", "roofline"}): draw_kernel,
+    frozenset({"side", "positions", "throughput"}): draw_vllm,
 }
 BENCHMARKS = "bench, bench-decode, bench-memory, bench-scorers, bench-train or bench-kernel"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
-def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
+def write_charts(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
     """Write every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; return what was
     written.
 
@@ -53,7 +53,8 @@ def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
     payloads: dict[Path, bytes] = {}
     for file in files:
         payloads |= {
-            out / f"{file.stem}{ending}": payload for ending, payload in pictures(file, png).items()
+            out / f"{file.stem}{ending}": payload
+            for ending, payload in _draw_chart(file, png).items()
         }
     out.mkdir(parents=True, exist_ok=True)
     for path, payload in payloads.items():
@@ -62,19 +63,20 @@ def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
     return list(payloads)
 
 
-def pictures(file: Path, png: bool) -> dict[str, bytes]:
+def _draw_chart(file: Path, png: bool) -> dict[str, bytes]:
     """Return the file's chart by ending."""
-    result = read(file)
+    result = _read_result(file)
     try:
-        chart = chart_of(file, result)
+        chart = make_chart_with_note(file, result)
         return {f".{ending}": chart.render(ending) for ending in ("svg", *(["png"] if png else []))}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RestoreKVError(
-            f"{file} does not hold what its chart shows ({type(error).__name__}: {error}); measure again."
+            f"{file} does not hold what its chart shows ({type(error).__name__}: {error}); measure "
+            "again."
         ) from error
 
 
-def read(file: Path) -> dict:
+def _read_result(file: Path) -> dict:
     """Read a result; refuse what is not one."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
@@ -86,12 +88,12 @@ def read(file: Path) -> dict:
         raise RestoreKVError(
             f"{file} is not JSON, or damaged; give one that a benchmark's --json wrote."
         ) from None
-    if maker(result) is None:
+    if _find_drawer(result) is None:
         raise RestoreKVError(f"{file} is not a result of {BENCHMARKS}; name files that are.")
     return result
 
 
-def maker(result: object) -> Callable[[Mapping], Chart] | None:
+def _find_drawer(result: object) -> Callable[[Mapping], Chart] | None:
     """Return the function that draws such a result."""
     rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -101,17 +103,17 @@ def maker(result: object) -> Callable[[Mapping], Chart] | None:
     )
 
 
-def chart_of(file: Path, result: Mapping) -> Chart:
+def make_chart_with_note(file: Path, result: Mapping) -> Chart:
     """Return the chart, under the file's name, with a note that says on what it was measured."""
-    chart = maker(result)(result)
+    chart = _find_drawer(result)(result)
     return replace(
         chart,
         name=make_slug(file.stem),
-        note=" ".join(filter(None, (chart.note, measured_on(file, result)))),
+        note=" ".join(filter(None, (chart.note, _describe_measurement(file, result)))),
     )
 
 
-def measured_on(file: Path, result: Mapping) -> str:
+def _describe_measurement(file: Path, result: Mapping) -> str:
     """Return model, machine, versions and day, as far as the file has them; the day may be in its
     name.
     """
@@ -121,7 +123,7 @@ def measured_on(file: Path, result: Mapping) -> str:
     parts = []
     if model:
         parts += ["Random weights", f"{model['parameters'] / 1e6:,.0f} million parameters"]
-        parts += [layers(model["num_hidden_layers"]), model["dtype"]]
+        parts += [format_layers(model["num_hidden_layers"]), model["dtype"]]
         parts += [
             machine["processor"],
             f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}",
@@ -129,12 +131,12 @@ def measured_on(file: Path, result: Mapping) -> str:
     else:  # the kernel alone, on a GPU
         parts.append(machine.get("device", machine["processor"]))
         parts += [f"CUDA {machine['cuda']}"] if machine.get("cuda") else []
-    parts += [f"{name} {number}" for name, number in versions(result).items()]
+    parts += [f"{name} {number}" for name, number in _find_versions(result).items()]
     parts.append(machine.get("date") or (day and day.group()))
     return "; ".join(part.replace(" ", "\u00a0") for part in parts if part) + "."
 
 
-def versions(result: Mapping) -> Mapping[str, str]:
+def _find_versions(result: Mapping) -> Mapping[str, str]:
     """Return versions of packages: the machine's, or what our side reported in older results."""
     ours = (
         row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row

@@ -23,7 +23,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.compress_cost import measure_apart, text_of
+from benchmarks.compress_cost import make_text, measure_apart
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
@@ -70,9 +70,9 @@ class Options:
             )
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+def run_comparison(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """Every measurement; rows of medians per side and T, and ratios ours / kvpress per T."""
-    found = kvpress_version(options.kvpress_python) if options.kvpress_python else None
+    found = ask_kvpress_version(options.kvpress_python) if options.kvpress_python else None
     sides = [OURS, KVPRESS] if found else [OURS]
     threads = options.threads or torch.get_num_threads()
     shape = {**SHAPE, **options.shape}
@@ -84,13 +84,13 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         parameters = save_model(folder, shape, options.seed)
         for repetition in range(options.repeat):
             for turn, tokens in enumerate(options.tokens):
-                job = {"model": name, "threads": threads, **job_of(options, tokenizer, tokens)}
+                job = {"model": name, "threads": threads, **make_job(options, tokenizer, tokens)}
                 for side in sides if (repetition + turn) % 2 == 0 else sides[::-1]:
                     progress(f"T = {tokens:,}: {side}")
                     rows.setdefault((tokens, side), []).append(
-                        measured(side, job, folder, options.kvpress_python)
+                        measure_side(side, job, folder, options.kvpress_python)
                     )
-    middle = {key: middle_of(measurements) for key, measurements in rows.items()}
+    middle = {key: compute_medians(measurements) for key, measurements in rows.items()}
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
         "machine": describe_machine(threads),
@@ -103,7 +103,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
             for tokens, side in sorted(middle)
         ],
         "ratios": {
-            str(tokens): ratios(middle[tokens, OURS], middle[tokens, KVPRESS])
+            str(tokens): compute_ratios(middle[tokens, OURS], middle[tokens, KVPRESS])
             for tokens in options.tokens
             if found
         },
@@ -111,9 +111,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     }
 
 
-def job_of(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
+def make_job(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
     """The text with its ids, so that both sides read the same, and how to compress and decode."""
-    text = text_of(tokens, options.seed)
+    text = make_text(tokens, options.seed)
     context = make_context(tokenizer, text)
     assert context.tokens == tokens
     return {
@@ -127,7 +127,7 @@ def job_of(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
     }
 
 
-def kvpress_version(python: Path) -> str:
+def ask_kvpress_version(python: Path) -> str:
     """Ask that environment; refuse one in which kvpress cannot run."""
     code = "import importlib.metadata as m; print(m.version('kvpress'))"
     try:
@@ -141,7 +141,7 @@ def kvpress_version(python: Path) -> str:
     return found
 
 
-def measured(side: str, job: dict, folder: Path, python: Path | None) -> dict:
+def measure_side(side: str, job: dict, folder: Path, python: Path | None) -> dict:
     """One measurement in a process of its own."""
     what = f"The measurement of {side} at T = {len(job['text']):,}"
     if side == OURS:
@@ -151,13 +151,13 @@ def measured(side: str, job: dict, folder: Path, python: Path | None) -> dict:
     return measure_apart(command, job, folder, what, without=["PYTHONPATH"])
 
 
-def middle_of(found: Sequence[dict]) -> dict:
+def compute_medians(found: Sequence[dict]) -> dict:
     """The median of every number over the repetitions; whatever is not a number is the first one's."""
     middle = {}
     for key, first in found[0].items():
         every = [each[key] for each in found if key in each]
         if isinstance(first, dict):
-            middle[key] = middle_of(every)
+            middle[key] = compute_medians(every)
         elif isinstance(first, int | float):
             middle[key] = median(every)
         else:
@@ -165,7 +165,7 @@ def middle_of(found: Sequence[dict]) -> dict:
     return middle
 
 
-def ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
+def compute_ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
     """Ours / kvpress, below 1 where ours is faster or smaller. `compress` is KVzip on both sides,
     no restore pass.
     """

@@ -8,16 +8,17 @@ from restorekv.context import format_bytes
 from restorekv.evaluation.tables import Table, format_ratio
 
 
-def tables(result: dict) -> Iterator[Table | str]:
+def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield one table for each T, then the sentences."""
     sides = {(row["tokens"], row["side"]): row for row in result["rows"]}
     lengths = sorted({tokens for tokens, _ in sides})
     for tokens in lengths:
-        yield of_length(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), result)
+        yield _make_table(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), result)
     model = result["model"]
     machine = result["machine"]
     yield (
-        f"Random weights, {model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), "
+        f"Random weights, {model['parameters'] / 1e6:,.0f} million parameters "
+        f"({model['num_hidden_layers']} layers), "
         f"{model['dtype']}, {machine['threads']} threads on {machine['processor']}."
     )
     for tokens, ratios in result["ratios"].items():
@@ -26,41 +27,43 @@ def tables(result: dict) -> Iterator[Table | str]:
         )
         yield f"T = {int(tokens):,}, {format_ratio(result['ratio'])}, ours / kvpress: {known}."
     for tokens in lengths:
-        yield floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
+        yield _describe_floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
     if result["note"]:
         yield result["note"]
 
 
-def of_length(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
+def _make_table(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
     """Return quantities down, sides across."""
     r = format_ratio(result["ratio"])
     sides = {"ours": ours} | ({f"kvpress {result['kvpress']}": kvpress} if kvpress else {})
-    rows = [[name, *map(show, sides.values())] for name, show in quantities(r).items()]
+    rows = [[name, *map(show, sides.values())] for name, show in _list_quantities(r).items()]
     return Table("compare", f"T = {tokens:,} tokens, KVzip, {r}", ["", *sides], rows)
 
 
-def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
+def _describe_floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
     """Says how long compressing would take if scoring's products ran as fast as the prefill's."""
-    first = operations.prefill(model, tokens)
-    scoring = operations.kvzip(model, tokens)
+    first = operations.count_prefill(model, tokens)
+    scoring = operations.count_kvzip(model, tokens)
     seconds = ours["seconds"]
     share = scoring / first
     least = seconds["prefill"] * (1 + share)
     against = f", {least / kvpress['seconds']['total']:.2f} of kvpress's time" if kvpress else ""
     return (
-        f"T = {tokens:,}: scoring is {scoring / 1e12:.2f} TFLOP, {share:.2f} times the prefill's {first / 1e12:.2f}, "
-        f"and took {seconds['score'] / seconds['prefill']:.2f} times its time; at the prefill's rate all of it takes "
+        f"T = {tokens:,}: scoring is {scoring / 1e12:.2f} TFLOP, {share:.2f} times the prefill's "
+        f"{first / 1e12:.2f}, "
+        f"and took {seconds['score'] / seconds['prefill']:.2f} times its time; at the prefill's "
+        "rate all of it takes "
         f"{least:.1f} s{against}."
     )
 
 
-def quantities(r: str) -> dict[str, Callable[[dict], str]]:
+def _list_quantities(r: str) -> dict[str, Callable[[dict], str]]:
     """Return what each row says of a side."""
     return {
         "prefill, s": lambda side: f"{side['seconds']['prefill']:.2f}",
         "scoring, s": lambda side: f"{side['seconds']['score']:.2f}",
         "eviction, s": lambda side: f"{side['seconds']['evict']:.2f}",
-        "restore pass, s": restore,
+        "restore pass, s": _format_restore,
         "compress, all of it, s": lambda side: f"{side['seconds']['total']:.2f}",
         "peak memory above weights": lambda side: (
             "unknown" if side["peak"] is None else format_bytes(side["peak"])
@@ -70,14 +73,14 @@ def quantities(r: str) -> dict[str, Callable[[dict], str]]:
         ),
         f"bytes held, {r}": lambda side: format_bytes(side["held"]["bytes"]),
         "bytes held, r = 1": lambda side: format_bytes(side["held"]["bytes_full"]),
-        f"question, {r}, ms": lambda side: milliseconds(side["small"], "question"),
-        "question, r = 1, ms": lambda side: milliseconds(side["full"], "question"),
-        f"token, {r}, ms": lambda side: milliseconds(side["small"], "token"),
-        "token, r = 1, ms": lambda side: milliseconds(side["full"], "token"),
+        f"question, {r}, ms": lambda side: _format_milliseconds(side["small"], "question"),
+        "question, r = 1, ms": lambda side: _format_milliseconds(side["full"], "question"),
+        f"token, {r}, ms": lambda side: _format_milliseconds(side["small"], "token"),
+        "token, r = 1, ms": lambda side: _format_milliseconds(side["full"], "token"),
     }
 
 
-def restore(side: dict) -> str:
+def _format_restore(side: dict) -> str:
     """Return the restore pass's seconds, and their share of the whole compression."""
     seconds = side["seconds"]
     return (
@@ -87,6 +90,6 @@ def restore(side: dict) -> str:
     )
 
 
-def milliseconds(decoding: dict, what: str) -> str:
+def _format_milliseconds(decoding: dict, what: str) -> str:
     """Return how long a question or token took; kvpress may have refused."""
     return f"{decoding[what] * 1000:.1f}" if what in decoding else f"refused: {decoding['refused']}"

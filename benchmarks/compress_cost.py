@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.measure import Peak, serve
+from benchmarks.measure import Peak, serve_job
 from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
@@ -63,24 +63,24 @@ def measure_compression(job: dict) -> dict:
     the seconds.
     """
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
-    spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
+    spec, gate = _find_scorer(model, job["evictor"], Path(job["folder"]))
     base = Eviction.make(spec, None, **job["conventions"])
-    context = context_of(tokenizer, job["tokens"])
-    compress(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
+    context = make_context_of(tokenizer, job["tokens"])
+    _compress(base, model, tokenizer, make_context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
-    with memory(model.device, peak):
-        adapter, source = adapter_for(model, job["evictor"]) if job["restored"] else (None, None)
+    with measure_peak(model.device, peak):
+        adapter, source = _find_adapter(model, job["evictor"]) if job["restored"] else (None, None)
         eviction = replace(base, adapter=adapter)
-        compress(eviction, model, tokenizer, context, job["ratio"])
+        _compress(eviction, model, tokenizer, context, job["ratio"])
     runs = [
-        compress(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])
+        _compress(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])
     ]
     seconds = {phase: median(each.get(phase, 0.0) for each in runs) for phase in PHASES}
     total = median(sum(each.values()) for each in runs)
     return {"adapter": source, "gate": gate, "seconds": {**seconds, "total": total}, **peak}
 
 
-def compress(
+def _compress(
     eviction: Eviction,
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -95,7 +95,7 @@ def compress(
 
 
 @contextmanager
-def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[None]:
+def measure_peak(device: torch.device, figures: dict[str, int | None]) -> Iterator[None]:
     """Write to figures["peak"] the most bytes that the block held above those before it, on the
     GPU or in RAM.
     """
@@ -107,14 +107,14 @@ def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[Non
         torch.cuda.synchronize(device)
         figures["peak"] = torch.cuda.max_memory_allocated(device) - before
         return
-    map_blocks_from(SMALL)
+    _map_blocks_from(SMALL)
     with Peak() as peak:
         yield
-    map_blocks_from(LARGE)
+    _map_blocks_from(LARGE)
     figures["peak"] = peak.bytes
 
 
-def map_blocks_from(size: int) -> None:
+def _map_blocks_from(size: int) -> None:
     """Make glibc map every block of at least `size` bytes, and so return it to the system when it
     is freed.
 
@@ -125,16 +125,16 @@ def map_blocks_from(size: int) -> None:
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, size)
 
 
-def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
+def _find_scorer(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
     """Return a spec and the source of its gate: a random one where a learned scorer names none and
     none ships.
     """
     if evictor not in LEARNED or get_model_name(model) == TINY:
         return evictor, None
-    return f"{evictor}:gate={random_gate(model, evictor, folder)}", "random"
+    return f"{evictor}:gate={save_random_gate(model, evictor, folder)}", "random"
 
 
-def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
+def _find_adapter(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
     """Return the adapter that ships for this scorer, or a random one: shapes decide time and
     memory.
     """
@@ -144,9 +144,9 @@ def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, s
     return RestoreAdapter.create(model, RESTORE_TOKENS, rank=RANK), "random"
 
 
-def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
+def make_context_of(tokenizer: Tokenizer, tokens: int) -> Context:
     """Return words of random letters, cut to exactly `tokens` tokens."""
-    context = make_context(tokenizer, text_of(8 * tokens, seed=0))
+    context = make_context(tokenizer, make_text(8 * tokens, seed=0))
     if context.tokens < tokens:
         raise RestoreKVError(
             f"The tokenizer makes {context.tokens} tokens of the text to measure, not {tokens}."
@@ -154,7 +154,7 @@ def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
     return replace(context, ids=context.ids[:, : context.prefix + tokens])
 
 
-def text_of(tokens: int, seed: int) -> str:
+def make_text(tokens: int, seed: int) -> str:
     """Return words of random letters, `tokens` bytes in all; one byte is one token."""
     letters = random.Random(seed)
     words = (
@@ -164,7 +164,7 @@ def text_of(tokens: int, seed: int) -> str:
     return " ".join(words)[: tokens - 1] + "."
 
 
-def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
+def save_random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
     """Save a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
     the width.
     """
@@ -210,4 +210,4 @@ def measure_apart(
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], measure)
+    serve_job(sys.argv[1], measure)

@@ -36,9 +36,16 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from benchmarks import compare as bench
-from benchmarks.compare import KVPRESS, NO_KVPRESS, OURS, job_of, kvpress_version, measured
-from benchmarks.measure import resident
-from benchmarks.passes import Step, clocked, copying, each
+from benchmarks.compare import (
+    KVPRESS,
+    NO_KVPRESS,
+    OURS,
+    ask_kvpress_version,
+    make_job,
+    measure_side,
+)
+from benchmarks.measure import read_memory
+from benchmarks.passes import Step, measure_bandwidth, pass_over, time_once
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import allocate
@@ -91,11 +98,11 @@ class Options:
 
 
 @torch.no_grad()
-def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+def run_decode(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """held, rows {ratio, pairs, bytes, roofline, attention, step: seconds by side} and answers by
     side.
     """
-    found = kvpress_version(options.kvpress_python) if options.kvpress_python else None
+    found = ask_kvpress_version(options.kvpress_python) if options.kvpress_python else None
     torch.set_num_threads(options.threads or torch.get_num_threads())
     with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
         progress("making the model")
@@ -104,19 +111,24 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         model, _ = load_model(name)
         shape = CacheShape.from_model(model)
         progress("memory held")
-        held = memory(shape, options, min(map(float, options.ratios)))
-        bandwidth = copying(
-            COPIED, model.device, lambda copy: in_turn({"": copy}, options.repeat)[""]
+        held = measure_memory(shape, options, min(map(float, options.ratios)))
+        bandwidth = measure_bandwidth(
+            COPIED, model.device, lambda copy: time_in_turn({"": copy}, options.repeat)[""]
         )
-        full = random_full(shape, options.tokens, options.seed)
+        full = make_random_cache(shape, options.tokens, options.seed)
         rows = []
         for ratio in options.ratios:
             progress(f"r = {ratio:g}")
             rows.append(
-                {"ratio": float(ratio), **one_ratio(model, full, options, float(ratio), bandwidth)}
+                {
+                    "ratio": float(ratio),
+                    **measure_ratio(model, full, options, float(ratio), bandwidth),
+                }
             )
         del full, model
-        answers = answering(options, tokenizer, Path(name), progress) if options.asked else None
+        answers = (
+            measure_answers(options, tokenizer, Path(name), progress) if options.asked else None
+        )
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **SHAPE, **options.shape},
         "machine": describe_machine(torch.get_num_threads()),
@@ -131,7 +143,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     }
 
 
-def random_full(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
+def make_random_cache(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
     """A full cache of random numbers."""
     full = DynamicCache()
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +156,9 @@ def random_full(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
     return full
 
 
-def compressed(full: DynamicCache, ratio: float, seed: int, consume: bool = False) -> RaggedCache:
+def compress_cache(
+    full: DynamicCache, ratio: float, seed: int, consume: bool = False
+) -> RaggedCache:
     """floor(r T L H) pairs, n of each head in the restore cache, the others as a global ranking
     leaves them.
     """
@@ -160,7 +174,7 @@ def compressed(full: DynamicCache, ratio: float, seed: int, consume: bool = Fals
     return RaggedCache.from_dense(full, keep, restored, 0, consume)
 
 
-def grown(cache: RaggedCache, columns: int) -> RaggedCache:
+def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
     """A fork whose tail holds so many random columns behind the restore cache."""
     fork = cache.fork()
     for layer in fork.layers:
@@ -170,25 +184,25 @@ def grown(cache: RaggedCache, columns: int) -> RaggedCache:
     return fork
 
 
-def memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
+def measure_memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
     """Resident bytes that a compressed cache with a tail adds, after one of few tokens; None where
     not on Linux.
     """
-    small = random_full(shape, 4 * RESTORE, options.seed)
-    grown(compressed(small, 1.0, options.seed, consume=True), QUESTION)
+    small = make_random_cache(shape, 4 * RESTORE, options.seed)
+    grow_tail(compress_cache(small, 1.0, options.seed, consume=True), QUESTION)
     gc.collect()
     trim_heap()
     try:
-        before = resident("VmRSS")
+        before = read_memory("VmRSS")
     except OSError:
         return None
-    cache = compressed(
-        random_full(shape, options.tokens, options.seed), ratio, options.seed, consume=True
+    cache = compress_cache(
+        make_random_cache(shape, options.tokens, options.seed), ratio, options.seed, consume=True
     )
-    fork = grown(cache, QUESTION)
+    fork = grow_tail(cache, QUESTION)
     gc.collect()
     trim_heap()
-    added = resident("VmRSS") - before
+    added = read_memory("VmRSS") - before
     pairs = cache.pairs * 2 * shape.head_dim * 2
     tail = sum(x[:, :, cache.restore_length :].nbytes for layer in fork.layers for x in layer.pair)
     return {
@@ -200,24 +214,26 @@ def memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
     }
 
 
-def one_ratio(
+def measure_ratio(
     model: PreTrainedModel, full: DynamicCache, options: Options, ratio: float, bandwidth: float
 ) -> dict:
     """Medians over rounds in which every side takes its turn; `full` ends as it began."""
     shape = CacheShape.from_model(model)
-    made = compressed(full, ratio, options.seed)
-    caches = {"ours": grown(made, QUESTION), "full": full}
+    made = compress_cache(full, ratio, options.seed)
+    caches = {"ours": grow_tail(made, QUESTION), "full": full}
     if ratio < 1:
-        caches["rectangle"] = cut(full, made.pairs // (shape.layers * shape.heads) + QUESTION)
+        caches["rectangle"] = copy_columns(
+            full, made.pairs // (shape.layers * shape.heads) + QUESTION
+        )
     # Bfloat16 keys and values.
     must = 4 * shape.head_dim * (made.pairs // shape.layers + shape.heads * QUESTION)
     found = {
         "pairs": made.pairs,
         "bytes": must,
         "roofline": must / bandwidth,
-        "attention": attention_seconds(model, caches, options.repeat),
-        "step": in_turn(
-            {name: step(model, cache, options.tokens) for name, cache in caches.items()},
+        "attention": time_attention(model, caches, options.repeat),
+        "step": time_in_turn(
+            {name: time_step(model, cache, options.tokens) for name, cache in caches.items()},
             options.repeat,
         ),
     }
@@ -225,7 +241,7 @@ def one_ratio(
     return found
 
 
-def cut(full: DynamicCache, length: int) -> DynamicCache:
+def copy_columns(full: DynamicCache, length: int) -> DynamicCache:
     """The first `length` columns, copied."""
     short = DynamicCache()
     for index, layer in enumerate(full.layers):
@@ -233,7 +249,7 @@ def cut(full: DynamicCache, length: int) -> DynamicCache:
     return short
 
 
-def attention_seconds(
+def time_attention(
     model: PreTrainedModel, caches: Mapping[str, Cache], repeat: int
 ) -> dict[str, float]:
     """Of one layer, by side: a pass over all layers, so that no layer is found in the processor's
@@ -248,15 +264,15 @@ def attention_seconds(
         pair = (layer, layer) if isinstance(layer, RaggedLayer) else (layer.keys, layer.values)
         attention.attend_layer(module, query, *pair, None)
 
-    passes = {name: each(cache.layers, attend) for name, cache in caches.items()}
+    passes = {name: pass_over(cache.layers, attend) for name, cache in caches.items()}
     whole = caches["full"].layers
-    passes["as rows"] = each(
+    passes["as rows"] = pass_over(
         whole, lambda layer: F.scaled_dot_product_attention(rows, layer.keys, layer.values)
     )
-    return {name: took / shape.layers for name, took in in_turn(passes, repeat).items()}
+    return {name: took / shape.layers for name, took in time_in_turn(passes, repeat).items()}
 
 
-def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
+def time_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     """A token's pass, after which the cache holds one more; the position stays, as only time
     matters.
     """
@@ -265,20 +281,20 @@ def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     return lambda: compute_next_logits(model, ids, None, position, cache).max(-1).indices
 
 
-def in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:
+def time_in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:
     """Median seconds of each side; every other round goes backwards, and the first only warms."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeat + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            found[name].append(clocked(sides[name]))
+            found[name].append(time_once(sides[name]))
     return {name: median(times[1:]) for name, times in found.items()}
 
 
-def answering(
+def measure_answers(
     options: Options, tokenizer: Tokenizer, folder: Path, progress: Callable[[str], None]
 ) -> dict:
     """Tokens a second by side, each in a process of its own."""
-    job = job_of(bench.Options([options.read], seed=options.seed), tokenizer, options.read)
+    job = make_job(bench.Options([options.read], seed=options.seed), tokenizer, options.read)
     context = make_context(tokenizer, job["text"])
     letters = (chr(ord("a") + number % 26) for number in range(options.asked))
     asked = [encode_question(tokenizer, context, f"{letter}?")[0].tolist() for letter in letters]
@@ -296,7 +312,7 @@ def answering(
     }
     for side in [OURS, KVPRESS] if options.kvpress_python else [OURS]:
         progress(f"{options.asked} questions: {side}")
-        found[side] = measured(side, job, folder, options.kvpress_python)["answers"]
+        found[side] = measure_side(side, job, folder, options.kvpress_python)["answers"]
         if "seconds" in found[side]:
             found[side]["rate"] = options.asked * options.answer / found[side]["seconds"]
     return found

@@ -7,34 +7,39 @@ from restorekv.context import format_bytes
 from restorekv.evaluation.tables import Table, format_ratio
 
 
-def tables(result: dict) -> Iterator[Table | str]:
+def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield attention, whole steps, then a sentence each about memory, answers and the machine."""
     title = (
         f"attention of a decode step, T = {result['tokens']:,}, milliseconds per layer (over ours)"
     )
-    yield times(title, result["rows"], "attention", ("rectangle", "full", "as rows"), roofline=True)
+    yield _make_times_table(
+        title, result["rows"], "attention", ("rectangle", "full", "as rows"), roofline=True
+    )
     title = "whole decode step, milliseconds (over ours)"
-    yield times(title, result["rows"], "step", ("rectangle", "full"), roofline=False)
+    yield _make_times_table(title, result["rows"], "step", ("rectangle", "full"), roofline=False)
     held = result["held"]
     model = result["model"]
     machine = result["machine"]
     if held:
         yield (
-            f"Memory held at {format_ratio(held['ratio'])}: {format_bytes(held['bytes'])} by the process, "
-            f"{held['share']:.3f} of {format_bytes(held['pairs'])} of pairs and {format_bytes(held['tail'])} of tail."
+            f"Memory held at {format_ratio(held['ratio'])}: {format_bytes(held['bytes'])} by the "
+            "process, "
+            f"{held['share']:.3f} of {format_bytes(held['pairs'])} of pairs and "
+            f"{format_bytes(held['tail'])} of tail."
         )
     if result["answers"]:
-        yield answers(result["answers"])
+        yield describe_answers(result["answers"])
     yield (
         f"Random states and weights, {model['parameters'] / 1e6:,.0f} million parameters "
         f"({model['num_hidden_layers']} layers), {model['dtype']}, {machine['threads']} threads on "
-        f"{machine['processor']}; copies at {result['bandwidth'] / 1e9:.1f} GB/s, tail of {result['tail']} columns."
+        f"{machine['processor']}; copies at {result['bandwidth'] / 1e9:.1f} GB/s, tail of "
+        f"{result['tail']} columns."
     )
     if result["note"]:
         yield result["note"]
 
 
-def times(
+def _make_times_table(
     title: str, rows: list[dict], what: str, rivals: tuple[str, ...], roofline: bool
 ) -> Table:
     """Return milliseconds by ratio and side, and in brackets each rival's time over ours."""
@@ -53,7 +58,7 @@ def times(
     )
 
 
-def answers(measured: dict) -> str:
+def describe_answers(measured: dict) -> str:
     """Says how many tokens a second each side answers."""
     ours = measured[OURS]
     kvpress = measured.get(KVPRESS, {})

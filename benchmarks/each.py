@@ -19,7 +19,7 @@ from restorekv.model.load import load_model
 Measure = Callable[[PreTrainedModel, Tokenizer, str, Path], dict]
 
 
-def each(
+def measure_each(
     titles: Iterable[str],
     measure: Measure,
     progress: Callable[[str], None],

@@ -22,8 +22,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.compress_cost import REFUSED, adapter_for, context_of, measure_apart, scorer_of
-from benchmarks.measure import processor
+from benchmarks.compress_cost import (
+    REFUSED,
+    _find_adapter,
+    _find_scorer,
+    make_context_of,
+    measure_apart,
+)
+from benchmarks.measure import name_processor
 from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import parse_ratio
@@ -82,7 +88,7 @@ class CostOptions:
             )
 
 
-def measure(
+def measure_efficiency(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     out: Path,
@@ -100,7 +106,9 @@ def measure(
     path = out / FOLDER / f"{label}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = (
-        torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
+        torch.cuda.get_device_name(model.device)
+        if model.device.type == "cuda"
+        else name_processor()
     )
     settings = {**identify_setup(model, conventions), "machine": machine, **asdict(options)}
     if path.exists():
@@ -113,11 +121,11 @@ def measure(
     rows = []
     for done, (scorer, restored) in enumerate(runs):
         progress(done, len(runs) + 1)
-        figures = compression_apart(model, options, conventions, scorer, restored)
+        figures = measure_compression_apart(model, options, conventions, scorer, restored)
         rows.append({"evictor": scorer, "restored": restored, **figures})
     progress(len(runs), len(runs) + 1)
-    steps = latencies(
-        prepare(model, tokenizer, options, conventions), options.ratios, options.steps
+    steps = measure_latencies(
+        _prepare_context(model, tokenizer, options, conventions), options.ratios, options.steps
     )
     progress(len(runs) + 1, len(runs) + 1)
     write_json(
@@ -129,7 +137,7 @@ def measure(
             "definitions": DEFINITIONS,
             "compression": rows,
             "overhead": {
-                base["evictor"]: overhead(base, restored)
+                base["evictor"]: _compute_overhead(base, restored)
                 for base, restored in zip(rows[::2], rows[1::2], strict=True)
             },
             "latency": steps,
@@ -141,7 +149,7 @@ def measure(
     return path
 
 
-def compression_apart(
+def measure_compression_apart(
     model: PreTrainedModel,
     options: CostOptions,
     conventions: CompressionConfig,
@@ -172,7 +180,7 @@ def compression_apart(
     return figures
 
 
-def overhead(base: dict, restored: dict) -> dict:
+def _compute_overhead(base: dict, restored: dict) -> dict:
     took = restored["seconds"]["restore"]
     peak = None
     if base["peak"] and restored["peak"] is not None:
@@ -185,7 +193,7 @@ def overhead(base: dict, restored: dict) -> dict:
     }
 
 
-def prepare(
+def _prepare_context(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     options: CostOptions,
@@ -193,18 +201,18 @@ def prepare(
 ) -> ScoredContext:
     """Return the context whose attention is timed, scored by the first scorer or filled at random."""
     scorer = options.scorers[0]
-    adapter, _ = adapter_for(model, scorer)
+    adapter, _ = _find_adapter(model, scorer)
     if options.latency_context == "random":
-        return random_prepared(
+        return make_random_context(
             model, tokenizer, options.tokens, adapter.restore_tokens, conventions
         )
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
-        spec, _ = scorer_of(model, scorer, Path(name))
+        spec, _ = _find_scorer(model, scorer, Path(name))
         eviction = Eviction(evictors.make_evictor(spec), adapter, conventions)
-        return eviction.prepare(model, tokenizer, context_of(tokenizer, options.tokens))
+        return eviction.prepare(model, tokenizer, make_context_of(tokenizer, options.tokens))
 
 
-def random_prepared(
+def make_random_context(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     tokens: int,
@@ -214,7 +222,7 @@ def random_prepared(
     """Return a context of T tokens with random keys, values and scores, in place of one too long
     to prefill.
     """
-    context = context_of(tokenizer, tokens)
+    context = make_context_of(tokenizer, tokens)
     shape = CacheShape.from_model(model)
     target = {"device": model.device, "dtype": model.dtype}
 
@@ -235,7 +243,7 @@ def random_prepared(
 
 
 @torch.no_grad()
-def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
+def measure_latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
     """Return two rows a ratio, base and restored, which hold as many pairs; `prepared` has a
     restore cache.
 
@@ -247,9 +255,10 @@ def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> lis
         assert both[0].pairs == both[1].pairs
         caches = [cache.fork() for cache in both]
         for cache in caches:
-            add_token(prepared.model, cache)
+            _add_token(prepared.model, cache)
         seconds = [
-            [step(prepared.model, cache) for cache in caches] for _ in range(WARM_UP + steps)
+            [_time_attention(prepared.model, cache) for cache in caches]
+            for _ in range(WARM_UP + steps)
         ][WARM_UP:]
         for index, cache in enumerate(both):
             times = [1000 * each[index] for each in seconds]
@@ -269,26 +278,26 @@ def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> lis
     return rows
 
 
-def add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
+def _add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
     """Add a new token's pair to every layer, as a decode step does before attention runs."""
     for layer in cache.layers:
         size = (1, layer.heads, 1, layer.keys.shape[-1])
         layer.update(*(torch.randn(size, dtype=model.dtype, device=model.device) for _ in range(2)))
 
 
-def step(model: PreTrainedModel, cache: RaggedCache) -> float:
+def _time_attention(model: PreTrainedModel, cache: RaggedCache) -> float:
     """Return the seconds of a random query's attention in one layer, averaged over the layers."""
     shape = CacheShape.from_model(model)
     size = (1, shape.heads * shape.groups, 1, shape.head_dim)
     query = torch.randn(size, dtype=model.dtype, device=model.device)
     modules = [layer.self_attn for layer in get_backbone(model).layers]
-    start = now(model)
+    start = _read_clock(model)
     for module, layer in zip(modules, cache.layers, strict=True):
         attention.attend_layer(module, query, layer, layer, None)
-    return (now(model) - start) / len(modules)
+    return (_read_clock(model) - start) / len(modules)
 
 
-def now(model: PreTrainedModel) -> float:
+def _read_clock(model: PreTrainedModel) -> float:
     """Return the time after the device has finished its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

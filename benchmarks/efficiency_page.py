@@ -31,16 +31,22 @@ PHASES = {
     "evict": Mark("eviction", charts.GREEN, hatch=".."),
 }
 INTRO = (
-    "Compressing happens once a context: prefill, scoring, the restore pass, eviction. Afterwards every step of an "
+    "Compressing happens once a context: prefill, scoring, the restore pass, eviction. Afterwards "
+    "every step of an "
     "answer attends to what is left, and a restored cache holds as many pairs as the base's."
 )
 
 
-def write(folder: Path) -> Path:
+def write_efficiency_page(folder: Path) -> Path:
     """Write a page of all machines that were measured, to DIR/efficiency/page, and return it."""
     blocks: list[Block] = []
     for found in load_results(folder / FOLDER):
-        blocks += [compression(found), costs(found), latency(found), explain_result(found)]
+        blocks += [
+            draw_compression(found),
+            list_costs(found),
+            draw_latency(found),
+            explain_result(found),
+        ]
     if not blocks:
         raise RestoreKVError(f"{folder / FOLDER} holds no figures; measure some, without --page.")
     return write_page(
@@ -79,13 +85,13 @@ def explain_result(found: Mapping) -> Details:
     )
 
 
-def machine(found: Mapping) -> str:
+def describe_machine(found: Mapping) -> str:
     made = found["conventions"]
     threads = f"{made['threads']} thread{'s' if made['threads'] != 1 else ''}"
     return f"{made['model']} on {made['machine']}, {threads}, T = {made['tokens']:,} tokens"
 
 
-def compression(found: Mapping) -> Chart:
+def draw_compression(found: Mapping) -> Chart:
     """Return two bars for each evictor, alone and restored, stacked of the phases."""
     rows = found["compression"]
     title = f"Time to compress a context: {found['label']}"
@@ -102,11 +108,11 @@ def compression(found: Mapping) -> Chart:
         }
         for row in rows
     ]
-    note = f"Seconds, median of {found['conventions']['repeat']} runs, by phase; {machine(found)}."
+    note = f"Seconds, median of {found['conventions']['repeat']} runs, by phase; {describe_machine(found)}."
     return make_chart(make_slug("efficiency", found["name"], "time"), title, [panel], note, data)
 
 
-def costs(found: Mapping) -> Table:
+def list_costs(found: Mapping) -> Table:
     rows = {(row["evictor"], row["restored"]): row for row in found["compression"]}
     data = [
         {
@@ -122,13 +128,14 @@ def costs(found: Mapping) -> Table:
         "adapter": lambda row: rows[row["evictor"], True]["adapter"] or UNKNOWN,
         "restore pass": lambda row: f"{format_number(1000 * row['seconds'])} ms",
         "of the base's time": lambda row: format_percent(row["share"], 2),
-        "peak memory, base": lambda row: megabytes(row["base_peak"]),
-        "peak memory, restored": lambda row: megabytes(row["restored_peak"]),
-        "difference": lambda row: megabytes(row["peak"]),
+        "peak memory, base": lambda row: format_megabytes(row["base_peak"]),
+        "peak memory, restored": lambda row: format_megabytes(row["restored_peak"]),
+        "difference": lambda row: format_megabytes(row["peak"]),
         "of the base's peak": lambda row: format_percent(row["peak_share"], 2),
     }
     note = (
-        "Peak memory is what comes on top of the loaded model; – where the system does not tell. A random adapter "
+        "Peak memory is what comes on top of the loaded model; – where the system does not tell. A "
+        "random adapter "
         "costs what a trained one does."
     )
     title = f"What the restore pass adds: {found['label']}"
@@ -137,11 +144,11 @@ def costs(found: Mapping) -> Table:
     )
 
 
-def megabytes(size: float | None) -> str:
+def format_megabytes(size: float | None) -> str:
     return UNKNOWN if size is None else f"{format_number(size / 1e6)} MB"
 
 
-def latency(found: Mapping) -> Chart:
+def draw_latency(found: Mapping) -> Chart:
     """Return milliseconds and bytes against r, base and restored."""
     rows = found["latency"]
     most = max(row["bytes"] for row in rows)
@@ -189,8 +196,9 @@ def latency(found: Mapping) -> Chart:
         f"r = {ratio}: {value:.3f}" for ratio, value in found["latency_ratio"].items()
     )
     note = (
-        "Latency: one decoding step's attention in one layer, median and range. Memory: bytes of the whole cache. "
-        f"Latency restored over base: {shares}; {machine(found)}."
+        "Latency: one decoding step's attention in one layer, median and range. Memory: bytes of "
+        "the whole cache. "
+        f"Latency restored over base: {shares}; {describe_machine(found)}."
     )
     if found["conventions"]["latency_context"] == "random":
         note += " Random keys and values stand in for a prefilled context."

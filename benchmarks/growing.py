@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import describe_machine, novel
+from benchmarks.workload import describe_machine, load_novel
 from restorekv import tasks
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.growing import RESTORE
@@ -60,23 +60,25 @@ class Text:
     sample: Sample
 
 
-def run(options: Options, tell: Callable[[str], None]) -> dict:
+def run_growing(options: Options, tell: Callable[[str], None]) -> dict:
     """Compress every context in every way; with `together`, so many contexts are one text of as
     many parts.
     """
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     rows: dict[str, list[dict]] = {}
-    found = list(texts(options, tokenizer))
+    found = list(_iterate_texts(options, tokenizer))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RestoreKVWarning)  # tasks word their questions whole
         for number, group in enumerate(found, 1):
             tell(f"text {number} of {len(found)}, {sum(len(text.ids) for text in group):,} tokens")
-            for name, line in compared(model, tokenizer, options, group):
+            for name, line in _compare_ways(model, tokenizer, options, group):
                 rows.setdefault(name, []).append(line)
-    turns = {"turns": conversation(model, tokenizer, options)} if options.turns else {}
+    turns = {"turns": measure_conversation(model, tokenizer, options)} if options.turns else {}
     figures = {
-        name: summary(lines, rows[ONCE]) for name, lines in rows.items() if len(lines) == len(found)
+        name: summarize_lines(lines, rows[ONCE])
+        for name, lines in rows.items()
+        if len(lines) == len(found)
     }
     return {
         "options": asdict(options),
@@ -87,7 +89,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
     }
 
 
-def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
+def _iterate_texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
     """Yield groups of texts that are asked together: one, or `together` of them."""
     samples = tasks.make_benchmark(options.benchmark).choose_samples(tokenizer, "kvpress")
     size = options.together or 1
@@ -98,7 +100,7 @@ def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
         ]
 
 
-def compared(
+def _compare_ways(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text]
 ) -> Iterator[tuple[str, dict]]:
     """Yield every way's name and, for one group, its divergence, pairs and seconds."""
@@ -116,7 +118,7 @@ def compared(
     reference = FullAnswers.from_answers(model, full.cache, prompts, answers)
     sizes = [len(answer) for answer in answers]
     del full
-    for name, make in ways(model, tokenizer, options, group, ids).items():
+    for name, make in _list_ways(model, tokenizer, options, group, ids).items():
         start = time.perf_counter()
         try:
             small = make()
@@ -136,7 +138,7 @@ def compared(
         )
 
 
-def ways(
+def _list_ways(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     options: Options,
@@ -176,13 +178,13 @@ def ways(
     return every
 
 
-def conversation(
+def measure_conversation(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options
 ) -> dict[str, float]:
     """Return seconds to the first token: over a whole document of `turns` tokens, then in turns
     over a small one.
     """
-    ids = tokenizer.encode(novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
+    ids = tokenizer.encode(load_novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
     questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
 
     def first(chat: Chat, question: str) -> float:
@@ -200,7 +202,7 @@ def conversation(
     return {**figures, "tokens of turn 2": float(len(chat.turns[1].read))}
 
 
-def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
+def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
     """Return KL per token with its interval, and time and KL as multiples of compressing at once."""
     sums, tokens = (
         np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens")
@@ -219,7 +221,7 @@ def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float
     }
 
 
-def tables(result: dict) -> Iterator[Table | str]:
+def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield the table and what it was measured on."""
     options = result["options"]
     lines = [

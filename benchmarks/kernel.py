@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.passes import Step, clocked, copying, each
+from benchmarks.passes import Step, measure_bandwidth, pass_over, time_once
 from benchmarks.workload import describe_machine
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.compression.budget import parse_ratio
@@ -74,20 +74,24 @@ REHEARSAL = Options(
 
 
 @torch.no_grad()
-def run(
+def run_kernel(
     options: Options, progress: Callable[[str], None] = lambda phase: None, rehearse: bool = False
 ) -> dict:
     """Rows {ratio, pairs, bytes, roofline, ours, sdpa, ...}; rehearsing, on the CPU, and the
     figures mean nothing.
     """
-    usable(rehearse)
+    check_device(rehearse)
     device = torch.device("cpu" if rehearse else "cuda")
     progress("copy bandwidth")
-    bandwidth = copying(options.copied, device, lambda step: seconds(step, options.repeat, device))
+    bandwidth = measure_bandwidth(
+        options.copied, device, lambda step: _time_step(step, options.repeat, device)
+    )
     rows = []
     for ratio in options.ratios:
         progress(f"r = {ratio:g}")
-        rows.append({"ratio": float(ratio), **measured(options, float(ratio), bandwidth, device)})
+        rows.append(
+            {"ratio": float(ratio), **measure_ratio(options, float(ratio), bandwidth, device)}
+        )
     return {
         "machine": {**describe_machine(torch.get_num_threads()), "cuda": torch.version.cuda},
         "rehearsal": rehearse,
@@ -97,7 +101,7 @@ def run(
     }
 
 
-def usable(rehearse: bool) -> None:
+def check_device(rehearse: bool) -> None:
     """Says what is missing."""
     if not rehearse and not torch.cuda.is_available():
         raise RestoreKVError(
@@ -109,19 +113,21 @@ def usable(rehearse: bool) -> None:
         raise RestoreKVError("A rehearsal runs in Triton's interpreter; set TRITON_INTERPRET=1.")
 
 
-def measured(options: Options, ratio: float, bandwidth: float, device: torch.device) -> dict:
+def measure_ratio(options: Options, ratio: float, bandwidth: float, device: torch.device) -> dict:
     """One ratio, on caches of its own."""
     generator = torch.Generator(device).manual_seed(options.seed)
-    layers = [random_layer(options, ratio, generator) for _ in range(options.layers)]
+    layers = [make_random_layer(options, ratio, generator) for _ in range(options.layers)]
     tiles.plan_tiles(layers)
     shape = options.questions, options.heads, options.groups, 1, options.width
-    query = random(generator, *shape)
-    check(query, layers[0])
+    query = _draw_states(generator, *shape)
+    check_kernel(query, layers[0])
     scale = options.width**-0.5
     attend = attention.triton_attend.attend_ragged
     found = {
-        "ours": seconds(
-            each(layers, lambda layer: attend(query, layer, None, scale)), options.repeat, device
+        "ours": _time_step(
+            pass_over(layers, lambda layer: attend(query, layer, None, scale)),
+            options.repeat,
+            device,
         )
     }
     pairs = layers[0].bounds[-1]
@@ -130,10 +136,12 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     del layers
     length = pairs // options.heads + options.tail
     size = (options.layers, 1, options.heads, length, options.width)
-    shared = (random(generator, *size).expand(-1, options.questions, -1, -1, -1) for _ in range(2))
+    shared = (
+        _draw_states(generator, *size).expand(-1, options.questions, -1, -1, -1) for _ in range(2)
+    )
     rectangles = list(zip(*shared, strict=True))
-    for name, dense in rivals(query).items():
-        found[name] = seconds(each(rectangles, dense), options.repeat, device)
+    for name, dense in _list_rivals(query).items():
+        found[name] = _time_step(pass_over(rectangles, dense), options.repeat, device)
     rows = pairs + options.questions * options.heads * options.tail
     must = rows * 2 * options.width * query.element_size()
     least = must / bandwidth
@@ -142,14 +150,14 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     return {"pairs": pairs, "longest": longest, "bytes": must, "roofline": least, **figures}
 
 
-def random(generator: torch.Generator, *shape: int) -> Tensor:
+def _draw_states(generator: torch.Generator, *shape: int) -> Tensor:
     """bfloat16 numbers of one layer after another; no float32 copy of all is made."""
     return torch.empty(shape, dtype=torch.bfloat16, device=generator.device).normal_(
         generator=generator
     )
 
 
-def random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
+def make_random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
     """Heads keep what a ranking of scores leaves whose means differ by head."""
     heads = options.heads
     tokens = options.tokens
@@ -161,15 +169,15 @@ def random_layer(options: Options, ratio: float, generator: torch.Generator) -> 
     kept = scores.flatten().topk(count).indices.sort().values
     lengths = (kept // tokens).bincount(minlength=heads)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-    empty = random(generator, 1, heads, 0, width)
-    context = random(generator, count, width), random(generator, count, width)
+    empty = _draw_states(generator, 1, heads, 0, width)
+    context = _draw_states(generator, count, width), _draw_states(generator, count, width)
     layer = RaggedLayer(*context, offsets, (kept % tokens).int(), tokens, empty, empty)
     shape = options.questions, heads, options.tail, width
-    layer.keys, layer.values = random(generator, *shape), random(generator, *shape)
+    layer.keys, layer.values = _draw_states(generator, *shape), _draw_states(generator, *shape)
     return layer
 
 
-def check(query: Tensor, layer: RaggedLayer) -> None:
+def check_kernel(query: Tensor, layer: RaggedLayer) -> None:
     """A wrong kernel is not worth timing."""
     scale = query.shape[-1] ** -0.5
     wished = naive.attend_ragged(query.float(), layer, None, scale)
@@ -182,7 +190,7 @@ def check(query: Tensor, layer: RaggedLayer) -> None:
         )
 
 
-def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]]:
+def _list_rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]]:
     """Dense attention of query (B, H, G, 1, D) over keys and values (B, H, T, D)."""
     grouped = query.flatten(1, 2)
     as_rows = query[:, :, :, 0]
@@ -200,15 +208,17 @@ def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]
     return found
 
 
-def seconds(step: Step, repeat: int, device: torch.device) -> float:
+def _time_step(step: Step, repeat: int, device: torch.device) -> float:
     """The median of `repeat`, after one that only warms."""
     step()
     return median(
-        replayed(step, repeat) if device.type == "cuda" else [clocked(step) for _ in range(repeat)]
+        _time_replays(step, repeat)
+        if device.type == "cuda"
+        else [time_once(step) for _ in range(repeat)]
     )
 
 
-def replayed(step: Step, repeat: int) -> list[float]:
+def _time_replays(step: Step, repeat: int) -> list[float]:
     """Time of a CUDA graph's replays by the device's own clock, after a few that are not counted."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -225,7 +235,7 @@ def replayed(step: Step, repeat: int) -> list[float]:
     return [early.elapsed_time(late) / 1000 for early, late in pairwise(marks)]
 
 
-def markdown(result: dict) -> str:
+def format_table(result: dict) -> str:
     """Microseconds per layer, and ratios."""
     options = result["options"]
     machine = result["machine"]
@@ -237,8 +247,10 @@ def markdown(result: dict) -> str:
     rivals = [name for name in sides if name != "ours"]
     lines = [
         f"{machine['date']}, {', '.join(where)}, CUDA {machine['cuda']}.",
-        f"T = {options['tokens']:,}, {options['layers']} layers of {options['heads']} KV heads of {options['width']}, "
-        f"{options['groups']} query heads each, {options['questions']} questions, tail {options['tail']}; copy "
+        f"T = {options['tokens']:,}, {options['layers']} layers of {options['heads']} KV heads of "
+        f"{options['width']}, "
+        f"{options['groups']} query heads each, {options['questions']} questions, tail "
+        f"{options['tail']}; copy "
         f"{result['bandwidth'] / 1e9:,.0f} GB/s. Microseconds per layer.",
         *(["A rehearsal: these figures mean nothing."] if result["rehearsal"] else []),
         "",

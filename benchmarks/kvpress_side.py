@@ -33,15 +33,17 @@ def measure(job: dict) -> dict:
         .requires_grad_(False)
     )
     ids = torch.tensor([job["context_ids"]])
-    decode(model, squeeze(model, ids[:, : job["warm_up"]], job["ratio"])[0], job)
+    _time_decoding(model, _compress(model, ids[:, : job["warm_up"]], job["ratio"])[0], job)
     with Peak() as peak:
-        cache, seconds = squeeze(model, ids, job["ratio"])
+        cache, seconds = _compress(model, ids, job["ratio"])
     config = model.config
     pairs = config.num_hidden_layers * config.num_key_value_heads * ids.shape[1]
     hidden = sum(len(layer.self_attn.masked_key_indices[0]) for layer in model.model.layers)
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    small = decode(model, cache, job)
-    answers = {"answers": answer(model, cache, job, ids.shape[1])} if "questions" in job else {}
+    small = _time_decoding(model, cache, job)
+    answers = (
+        {"answers": _time_answers(model, cache, job, ids.shape[1])} if "questions" in job else {}
+    )
     whole = DynamicCache()
     # As many queries as keys: the press's masks are forgotten.
     model.model(input_ids=ids, past_key_values=whole)
@@ -51,12 +53,12 @@ def measure(job: dict) -> dict:
         "peak": peak.bytes,
         "held": {"pairs": pairs - hidden, "pairs_full": pairs, "bytes": size, "bytes_full": size},
         "small": small,
-        "full": decode(model, whole, job),
+        "full": _time_decoding(model, whole, job),
         **answers,
     }
 
 
-def squeeze(
+def _compress(
     model: PreTrainedModel, ids: torch.Tensor, ratio: float
 ) -> tuple[DynamicCache, dict[str, float]]:
     """ids (1, S + T) -> the cache, in which evicted pairs are marked, and seconds per phase."""
@@ -70,7 +72,7 @@ def squeeze(
     return cache, seconds
 
 
-def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
+def _time_decoding(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
     """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to
     hide pairs behind.
     """
@@ -90,7 +92,7 @@ def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
     return clock.figures()
 
 
-def answer(model: PreTrainedModel, cache: DynamicCache, job: dict, length: int) -> dict:
+def _time_answers(model: PreTrainedModel, cache: DynamicCache, job: dict, length: int) -> dict:
     """Seconds of a fixed number of tokens for every question, one after the other, by kvpress's own
     pipeline.
     """

@@ -33,21 +33,21 @@ class Peak:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         with contextlib.suppress(OSError):
             REFERENCES.write_text("5")  # resets the high-water mark to the present
-            self.before = resident("VmRSS")
+            self.before = read_memory("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
         if hasattr(self, "before"):
-            self.bytes = max(resident("VmHWM") - self.before, 0)
+            self.bytes = max(read_memory("VmHWM") - self.before, 0)
 
 
-def resident(field: str) -> int:
+def read_memory(field: str) -> int:
     """Return a field of /proc/self/status in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
-def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
+def serve_job(job_file: str, measure: Callable[[dict], dict]) -> None:
     """Read the job, sets its threads and write what `measure` returns to the file that the job
     names.
     """
@@ -58,7 +58,7 @@ def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
     Path(job["result"]).write_text(json.dumps(figures))
 
 
-def processor() -> str:
+def name_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

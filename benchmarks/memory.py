@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.compress_cost import measure_apart, text_of
-from benchmarks.measure import REFERENCES, resident, serve
+from benchmarks.compress_cost import make_text, measure_apart
+from benchmarks.measure import REFERENCES, read_memory, serve_job
 from benchmarks.memory_on_paper import PART, SCORES
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv import evictors
@@ -94,7 +94,7 @@ class Options:
         return self.part or min(PART, min(self.tokens) // 2)
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+def run_memory(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and
     seconds.
     """
@@ -134,7 +134,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "filled": options.filled,
         "part": options.streamed,
         "rows": rows,
-        "growth": growth(rows),
+        "growth": compute_growth(rows),
     }
 
 
@@ -144,22 +144,22 @@ class Phases:
     def __init__(self) -> None:
         self.found: dict[str, dict] = {}
         self.now: str | None = None
-        settle()
-        self.before = resident("VmRSS")
+        release_memory()
+        self.before = read_memory("VmRSS")
 
     def __call__(self, name: str | None) -> None:
         if self.now is not None:
             phase = self.found.setdefault(self.now, {"seconds": 0.0, "peak": 0})
             phase["seconds"] += time.perf_counter() - self.start
-            phase["peak"] = max(phase["peak"], resident("VmHWM") - self.before)
+            phase["peak"] = max(phase["peak"], read_memory("VmHWM") - self.before)
         self.now = name and name.partition(" ")[0]
-        settle()
+        release_memory()
         with contextlib.suppress(OSError):
             REFERENCES.write_text("5")  # the high-water mark starts from the present
         self.start = time.perf_counter()
 
 
-def settle() -> None:
+def release_memory() -> None:
     """Give memory that is free back to the system, so that no phase is charged with what an
     earlier one let go.
     """
@@ -172,12 +172,12 @@ def measure(job: dict) -> dict:
     model, tokenizer = load_model(job["model"])
     adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
     shape = CacheShape.from_model(model)
-    text = text_of(job["tokens"], job["seed"])
+    text = make_text(job["tokens"], job["seed"])
     mode = {
         "offload": job["mode"] == "offload",
         "streaming": job["part"] if job["mode"] == "streaming" else None,
     }
-    make = fill if job["filled"] else squeeze
+    make = _compress_filled if job["filled"] else _compress_text
 
     make(model, tokenizer, text[:WARM_UP], job, mode, adapter, lambda phase: None)
     phases = Phases()
@@ -196,7 +196,7 @@ def measure(job: dict) -> dict:
     }
 
 
-def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
+def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """A whole compression -> bytes of what is kept, and S + T."""
     made = compress(
         model,
@@ -211,14 +211,14 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
     return made.manifest.bytes_held, made.context.positions
 
 
-def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
+def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """The same over a cache of random numbers."""
     context = make_context(tokenizer, text)
     evictor = evictors.make_evictor(job["evictor"])
     if evictor.make_observer(model, context) is not None:
         raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
-    full = filled(model, context.positions, mode["offload"])
+    full = _fill_cache(model, context.positions, mode["offload"])
     phases("score")
     scores = evictor.score(model, tokenizer, context, full)
     prepared = ScoredContext(
@@ -230,7 +230,7 @@ def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     return prepared.evict(job["ratio"], consume=True).nbytes, context.positions
 
 
-def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
+def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
     """Standard normal keys and values."""
     shape = CacheShape.from_model(model)
     full = make_offloaded_cache(model, columns) if offload else DynamicCache()
@@ -243,7 +243,7 @@ def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
     return full
 
 
-def growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
+def compute_growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
     """Of every mode and phase, the exponents of its seconds between neighbouring T that both have
     the phase (a text that fits into one part is not streamed): 1 is linear, 2 quadratic.
     """
@@ -252,25 +252,25 @@ def growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
         ours = [row for row in rows if row["mode"] == mode]
         found[mode] = {
             name: [
-                exponent(*pair, name)
+                _compute_exponent(*pair, name)
                 for pair in pairwise(ours)
                 if all(name in row["phases"] for row in pair)
             ]
-            for name in names_of(ours)
+            for name in _list_phases(ours)
         }
     return found
 
 
-def exponent(early: dict, late: dict, name: str) -> float:
+def _compute_exponent(early: dict, late: dict, name: str) -> float:
     """log of the ratio of a phase's seconds over that of the tokens."""
     more = late["phases"][name]["seconds"] / early["phases"][name]["seconds"]
     return math.log(more) / math.log(late["tokens"] / early["tokens"])
 
 
-def names_of(rows: Sequence[dict]) -> list[str]:
+def _list_phases(rows: Sequence[dict]) -> list[str]:
     """The phases that any row has, in their order."""
     return list({name: None for row in rows for name in row["phases"]})
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], measure)
+    serve_job(sys.argv[1], measure)

@@ -82,7 +82,7 @@ MODELS = (
 )
 
 
-def table() -> str:
+def format_table() -> str:
     """Every model and length, as a table."""
     text = f"bfloat16, r = {RATIO:g}, parts of {PART:,} tokens\n\n"
     text += "| model | T | weights | full cache | one layer | scores | workspace | peak | offload | streaming |\n"

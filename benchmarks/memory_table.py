@@ -9,7 +9,7 @@ from restorekv.context import format_bytes
 from restorekv.evaluation.tables import Table, format_ratio
 
 
-def markdown(result: dict) -> str:
+def format_tables(result: dict) -> str:
     """Return a table of memory and one of seconds and exponents for every mode."""
     model = result["model"]
     machine = result["machine"]
@@ -19,21 +19,23 @@ def markdown(result: dict) -> str:
     parts = f"; streamed {result['part']:,} tokens at a time" if streamed else ""
     text = (
         f"{result['evictor']}, {format_ratio(result['ratio'])}, {source}; random weights, "
-        f"{model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), {model['dtype']}, "
-        f"{machine['threads']} threads on {machine['processor']}. Bytes above what was resident before{parts}.\n"
+        f"{model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} "
+        f"layers), {model['dtype']}, "
+        f"{machine['threads']} threads on {machine['processor']}. Bytes above what was resident "
+        f"before{parts}.\n"
     )
     for mode, growth in result["growth"].items():
         mine = [row for row in rows if row["mode"] == mode]
         counts = mode == "plain" and "prefill" in growth and result["evictor"] == "kvzip"
         for each in (
-            memory_table(mode, mine),
-            seconds_table(mode, mine, growth, model if counts else None),
+            _format_memory(mode, mine),
+            format_seconds(mode, mine, growth, model if counts else None),
         ):
             text += f"\n{each.to_markdown()}\n"
     return text
 
 
-def memory_table(mode: str, rows: Sequence[dict]) -> Table:
+def _format_memory(mode: str, rows: Sequence[dict]) -> Table:
     """Return what a mode must hold, what it held, and what is over."""
     names = list({name: None for row in rows for name in row["phases"]})
     head = [
@@ -48,13 +50,13 @@ def memory_table(mode: str, rows: Sequence[dict]) -> Table:
             format_bytes(row["phases"][name]["peak"]) if name in row["phases"] else ""
             for name in names
         ]
-        over = max(row["peak"] - bound(row), 0)
+        over = max(row["peak"] - compute_bound(row), 0)
         whole = row["before"] + row["peak"]
         lines.append(
             [
                 f"{row['tokens']:,}",
                 format_bytes(row["full"]),
-                format_bytes(bound(row)),
+                format_bytes(compute_bound(row)),
                 *peaks,
                 format_bytes(over),
                 format_bytes(whole),
@@ -63,7 +65,7 @@ def memory_table(mode: str, rows: Sequence[dict]) -> Table:
     return Table(f"{mode}-memory", "Memory", [*head, "workspace", "whole process"], lines)
 
 
-def bound(row: dict) -> int:
+def compute_bound(row: dict) -> int:
     """Return the bytes that a mode may hold besides its workspace."""
     each = {
         "plain": ("full", "layer"),
@@ -73,7 +75,7 @@ def bound(row: dict) -> int:
     return row["scores"] + sum(row[name] for name in each[row["mode"]])
 
 
-def seconds_table(
+def format_seconds(
     mode: str, rows: Sequence[dict], exponents: dict[str, list[float]], model: dict | None = None
 ) -> Table:
     """Return each phase's seconds and growth, the share of the restore pass and, with `model`,
@@ -84,28 +86,30 @@ def seconds_table(
         seconds = [
             f"{row['phases'][name]['seconds']:.2f}" if name in row["phases"] else "" for row in rows
         ]
-        lines.append([name, *seconds, listed(growth)])
+        lines.append([name, *seconds, _format_exponents(growth)])
     if "restore" in exponents:
-        lines.append(["restore pass, share of all", *map(restoring, rows), ""])
+        lines.append(["restore pass, share of all", *map(_format_restore_share, rows), ""])
     lengths = [row["tokens"] for row in rows]
     for name, count in (
-        (("prefill", operations.prefill), ("score", operations.kvzip)) if model else ()
+        (("prefill", operations.count_prefill), ("score", operations.count_kvzip)) if model else ()
     ):
         work = [count(model, tokens) for tokens in lengths]
         steps = zip(pairwise(work), pairwise(lengths), strict=True)
         growth = [
             math.log(more / less) / math.log(late / early) for (less, more), (early, late) in steps
         ]
-        lines.append([f"{name}, TFLOP", *(f"{each / 1e12:.2f}" for each in work), listed(growth)])
+        lines.append(
+            [f"{name}, TFLOP", *(f"{each / 1e12:.2f}" for each in work), _format_exponents(growth)]
+        )
     head = [f"{mode}: phase, s", *(f"T = {tokens:,}" for tokens in lengths), "exponents"]
     return Table(f"{mode}-seconds", "Seconds", head, lines)
 
 
-def listed(exponents: Sequence[float]) -> str:
+def _format_exponents(exponents: Sequence[float]) -> str:
     return ", ".join(f"{each:.2f}" for each in exponents)
 
 
-def restoring(row: dict) -> str:
+def _format_restore_share(row: dict) -> str:
     """Return the share of the restore pass; nothing where it is no phase of its own."""
     seconds = {name: phase["seconds"] for name, phase in row["phases"].items()}
     return f"{seconds['restore'] / sum(seconds.values()):.2%}" if "restore" in seconds else ""

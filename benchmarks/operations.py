@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from restorekv.evictors.kvzip import FIRST_PROMPT, HINT_LENGTH, LATER_PROMPT, KVzip
 
 
-def passed(shape: Mapping[str, int], rows: int, pairs: float) -> float:
+def count_pass(shape: Mapping[str, int], rows: int, pairs: float) -> float:
     """Of a pass of so many rows, each reading so many pairs on average; `shape` as in
     workload.SHAPE.
     """
@@ -28,16 +28,16 @@ def passed(shape: Mapping[str, int], rows: int, pairs: float) -> float:
     return 2 * shape["num_hidden_layers"] * rows * (linear + 2 * pairs * queries)
 
 
-def prefill(shape: Mapping[str, int], tokens: int) -> float:
-    return passed(shape, tokens, (tokens + 1) / 2)
+def count_prefill(shape: Mapping[str, int], tokens: int) -> float:
+    return count_pass(shape, tokens, (tokens + 1) / 2)
 
 
-def kvzip(shape: Mapping[str, int], tokens: int, chunk: int = KVzip.chunk) -> float:
+def count_kvzip(shape: Mapping[str, int], tokens: int, chunk: int = KVzip.chunk) -> float:
     """Of all its passes; a character of the instruction is a token, as in the benchmark."""
     total = 0.0
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start) + (
             len(LATER_PROMPT) + HINT_LENGTH if start else len(FIRST_PROMPT)
         )
-        total += passed(shape, rows, tokens + (rows + 1) / 2)
+        total += count_pass(shape, rows, tokens + (rows + 1) / 2)
     return total

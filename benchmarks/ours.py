@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.measure import Peak, serve
-from benchmarks.timing import TokenTimer, timed
+from benchmarks.measure import Peak, serve_job
+from benchmarks.timing import TokenTimer, time_block
 from restorekv import __version__
 from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
@@ -39,9 +39,9 @@ def measure(job: dict) -> dict:
             config=CompressionConfig(prefix_policy="counted", on_small_budget="fewer"),
         )
 
-    decode(model, squeeze(job["text"][: job["warm_up"]]).cache, job)
+    _time_decoding(model, squeeze(job["text"][: job["warm_up"]]).cache, job)
     total: dict[str, float] = {}
-    with Peak() as peak, timed(total, "total"):
+    with Peak() as peak, time_block(total, "total"):
         made = squeeze(job["text"])
     m = made.manifest
     everything = made.context.positions * m.shape["layers"] * m.shape["heads"]
@@ -60,13 +60,13 @@ def measure(job: dict) -> dict:
             "bytes": m.bytes_held,
             "bytes_full": m.bytes_full,
         },
-        "small": decode(model, made.cache, job),
-        "full": decode(model, whole(model, tokenizer, made.context), job),
-        **({"answers": answer(model, made.cache, job)} if "questions" in job else {}),
+        "small": _time_decoding(model, made.cache, job),
+        "full": _time_decoding(model, _make_full_cache(model, tokenizer, made.context), job),
+        **({"answers": time_answers(model, made.cache, job)} if "questions" in job else {}),
     }
 
 
-def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> RaggedCache:
+def _make_full_cache(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> RaggedCache:
     """The cache at r = 1, which keeps every pair."""
     full = prefill(model, context.ids)
     heads, columns = full.layers[0].keys.shape[1:3]
@@ -75,15 +75,15 @@ def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> Rag
     )
 
 
-def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
+def _time_decoding(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
     """A question and a fixed number of tokens, whatever they are."""
     clock = TokenTimer()
-    for _ in tokens(model, [cache], [torch.tensor(job["question_ids"])], job["decode"]):
+    for _ in write_tokens(model, [cache], [torch.tensor(job["question_ids"])], job["decode"]):
         clock()
     return clock.figures()
 
 
-def tokens(
+def write_tokens(
     model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int
 ) -> Iterator[object]:
     """So many tokens of every answer, which no EOS ends."""
@@ -91,18 +91,18 @@ def tokens(
     return decoding.decode_batch(model, fork_caches(caches), batch, [count] * len(prompts), set())
 
 
-def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
+def time_answers(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
     """Seconds of a fixed number of tokens for every question, all of them in one batch, after a
     short one.
     """
     prompts = [torch.tensor(ids) for ids in job["questions"]]
     seconds = {}
     for name, count in (("warm-up", 2), ("seconds", job["answer"])):
-        with timed(seconds, name):
-            for _ in tokens(model, [cache] * len(prompts), prompts, count):
+        with time_block(seconds, name):
+            for _ in write_tokens(model, [cache] * len(prompts), prompts, count):
                 pass
     return seconds
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], measure)
+    serve_job(sys.argv[1], measure)

@@ -12,7 +12,7 @@ import torch
 Step = Callable[[], object]
 
 
-def each(things: Sequence, act: Callable) -> Step:
+def pass_over(things: Sequence, act: Callable) -> Step:
     """One pass over all of them, such as layers."""
 
     def step() -> None:
@@ -22,14 +22,14 @@ def each(things: Sequence, act: Callable) -> Step:
     return step
 
 
-def clocked(step: Step) -> float:
+def time_once(step: Step) -> float:
     """Its wall time."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
-def copying(count: int, device: torch.device, seconds: Callable[[Step], float]) -> float:
+def measure_bandwidth(count: int, device: torch.device, seconds: Callable[[Step], float]) -> float:
     """Bytes a second, read and written, of one copy of `count` bytes, which `seconds` times."""
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

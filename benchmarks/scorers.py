@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.compress_cost import LEARNED, WARM_UP, random_gate, text_of
-from benchmarks.each import each
+from benchmarks.compress_cost import LEARNED, WARM_UP, make_text, save_random_gate
+from benchmarks.each import measure_each
 from benchmarks.measure import Peak
 from restorekv import pipeline
 from restorekv.compression.budget import parse_ratio
@@ -55,7 +55,8 @@ class Options:
         parse_ratio(self.ratio)
         if self.tokens < WARM_UP or self.threads < 0:
             raise RestoreKVError(
-                f"Measure at least {WARM_UP} tokens with 0 or more threads, not {self.tokens} tokens."
+                f"Measure at least {WARM_UP} tokens with 0 or more threads, not {self.tokens} "
+                "tokens."
             )
         strange = set(self.methods) - {*EVICTORS, AM}
         if strange:
@@ -65,14 +66,14 @@ class Options:
             )
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+def run_scorers(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """Rows {method, prefill, own_prefill, score, multiple, peak}: seconds, and bytes above what was
     resident.
     """
     methods = options.methods or [name for name in (*EVICTORS, AM) if name not in SKIPPED]
-    facts, rows = each(
+    facts, rows = measure_each(
         methods,
-        lambda model, tokenizer, method, folder: measured(
+        lambda model, tokenizer, method, folder: _measure_method(
             model, tokenizer, method, options, folder
         ),
         progress,
@@ -90,13 +91,13 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
 
 
 @torch.no_grad()
-def measured(
+def _measure_method(
     model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path
 ) -> dict:
     """One method, after a warm-up on a short text and a plain prefill."""
-    prepare = preparer(model, tokenizer, method, options, folder)
-    prepare(text_of(WARM_UP, options.seed))
-    text = text_of(options.tokens, options.seed)
+    prepare = _make_preparer(model, tokenizer, method, options, folder)
+    prepare(make_text(WARM_UP, options.seed))
+    text = make_text(options.tokens, options.seed)
     seconds: dict[str, float] = {}
     with time_phase(seconds, "prefill"):
         full = prefill(model, make_context(tokenizer, text).ids)
@@ -114,11 +115,13 @@ def measured(
     }
 
 
-def preparer(
+def _make_preparer(
     model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path
 ) -> Callable[[str], dict[str, float]]:
     """From a text to the seconds of the method's own prefill and of its scoring."""
-    spec = f"{method}:gate={random_gate(model, method, folder)}" if method in LEARNED else method
+    spec = (
+        f"{method}:gate={save_random_gate(model, method, folder)}" if method in LEARNED else method
+    )
     made = pipeline.make_compressor(spec)
 
     def prepare(text: str) -> dict[str, float]:
@@ -133,18 +136,22 @@ def preparer(
     return prepare
 
 
-def markdown(result: dict) -> str:
+def format_table(result: dict) -> str:
     """The rows as a table, cheapest first."""
     model = result["model"]
     machine = result["machine"]
     head = (
-        f"T = {result['tokens']:,}, random weights, {model['parameters'] / 1e6:,.0f} million parameters "
+        f"T = {result['tokens']:,}, random weights, {model['parameters'] / 1e6:,.0f} million "
+        "parameters "
         f"({model['num_hidden_layers']} layers), {model['dtype']}, {machine['threads']} threads on "
-        f"{machine['processor']}.\n\n| method | plain prefill, s | prefill with it, s | scoring, s | adds, in prefills "
+        f"{machine['processor']}.\n\n| method | plain prefill, s | prefill with it, s | scoring, s "
+        "| adds, in prefills "
         "| peak above weights |\n|---|---|---|---|---|---|\n"
     )
     return head + "".join(
-        f"| {row['method']} | {row['prefill']:.1f} | {row['own_prefill']:.1f} | {row['score']:.2f} |"
-        f" {row['multiple']:.2f} | {'unknown' if row['peak'] is None else format_bytes(row['peak'])} |\n"
+        f"| {row['method']} | {row['prefill']:.1f} | {row['own_prefill']:.1f} | {row['score']:.2f} "
+        "|"
+        f" {row['multiple']:.2f} | "
+        f"{'unknown' if row['peak'] is None else format_bytes(row['peak'])} |\n"
         for row in sorted(result["rows"], key=lambda row: row["multiple"])
     )

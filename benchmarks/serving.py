@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import openai
 import torch
 
-from benchmarks.workload import describe_machine, texts
+from benchmarks.workload import cut_texts, describe_machine
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -43,11 +43,11 @@ class Options:
     answer: int
 
 
-def run(options: Options, tell: Callable[[str], None]) -> dict:
+def run_serving(options: Options, tell: Callable[[str], None]) -> dict:
     """Measure the library's own batches, our server, and transformers'."""
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
-    (text,) = texts(tokenizer, options.tokens)
+    (text,) = cut_texts(tokenizer, options.tokens)
     questions = [
         f"What happens in part {number} of the story?" for number in range(options.questions)
     ]
@@ -69,16 +69,20 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
         folder = Path(name)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        rows |= ours(options, folder, text, questions, library, tell)
+        rows |= _measure_ours(options, folder, text, questions, library, tell)
         tell("transformers serve")
-        with serving(["transformers.cli.transformers", "serve", str(folder / "model")]) as client:
-            rows["transformers"] = together(
-                options, questions, lambda each: whole(client, options, folder, text, each)
+        with _run_server(
+            ["transformers.cli.transformers", "serve", str(folder / "model")]
+        ) as client:
+            rows["transformers"] = _ask_together(
+                options,
+                questions,
+                lambda each: _ask_transformers(client, options, folder, text, each),
             )
     return {"options": asdict(options), "machine": describe_machine(1), "seconds": rows}
 
 
-def ours(
+def _measure_ours(
     options: Options,
     folder: Path,
     text: str,
@@ -105,7 +109,7 @@ def ours(
     ]
     command += ["--store", str(folder / "store")]
     tell("restorekv serve")
-    with serving(command) as client:
+    with _run_server(command) as client:
         start = time.perf_counter()
         upload = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
         client.files.wait_for_processing(upload.id, poll_interval=0.1)
@@ -113,8 +117,10 @@ def ours(
         turns = []
         for number in range(ROUNDS):
             tell(f"the library's own batches, and the server's, round {number + 1} of {ROUNDS}")
-            served = together(
-                options, questions, lambda each: asked(client, options, variant, upload.id, each)
+            served = _ask_together(
+                options,
+                questions,
+                lambda each: _ask_ours(client, options, variant, upload.id, each),
             )
             turns.append((library(), served))
         rows |= {
@@ -122,14 +128,14 @@ def ours(
             for name, each in zip(("library", "restorekv"), zip(*turns, strict=True), strict=True)
         }
     tell("restorekv serve, after a restart")
-    with serving(command) as client:
+    with _run_server(command) as client:
         start = time.perf_counter()
-        next(iter(asked(client, options, variant, upload.id, questions[0], stream=True)))
+        next(iter(_ask_ours(client, options, variant, upload.id, questions[0], stream=True)))
         rows["first token after a restart"] = time.perf_counter() - start
     return rows
 
 
-def asked(
+def _ask_ours(
     client: openai.OpenAI, options: Options, model: str, name: str, question: str, **more: object
 ) -> object:
     """Ask our server about an upload."""
@@ -143,7 +149,7 @@ def asked(
     )
 
 
-def whole(
+def _ask_transformers(
     client: openai.OpenAI, options: Options, folder: Path, text: str, question: str
 ) -> object:
     """Ask transformers' server, with the document in the message."""
@@ -153,7 +159,7 @@ def whole(
     )
 
 
-def together(options: Options, questions: list[str], ask: Callable[[str], object]) -> float:
+def _ask_together(options: Options, questions: list[str], ask: Callable[[str], object]) -> float:
     """Return the seconds of all questions, asked by so many clients."""
     ask(questions[0])  # what a server does once
     start = time.perf_counter()
@@ -163,7 +169,7 @@ def together(options: Options, questions: list[str], ask: Callable[[str], object
 
 
 @contextmanager
-def serving(command: list[str]) -> Iterator[openai.OpenAI]:
+def _run_server(command: list[str]) -> Iterator[openai.OpenAI]:
     """Run a server as a process, and gives the block a client."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,7 +198,7 @@ def serving(command: list[str]) -> Iterator[openai.OpenAI]:
         process.wait()
 
 
-def tables(result: dict) -> Iterator[Table | str]:
+def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield the answers a minute of each side, and what the rest took."""
     options = result["options"]
     seconds = result["seconds"]
@@ -208,10 +214,12 @@ def tables(result: dict) -> Iterator[Table | str]:
     )
     yield f"Through HTTP, {rates['restorekv'] / rates['library']:.2f} of the library's own batches."
     yield (
-        f"Prefill {seconds['prefill']:.2f} s, compress {seconds['compress']:.2f} s; first token after a restart "
+        f"Prefill {seconds['prefill']:.2f} s, compress {seconds['compress']:.2f} s; first token "
+        "after a restart "
         f"{seconds['first token after a restart']:.2f} s."
     )
     yield (
-        f"{options['model']}, {options['tokens']:,} tokens, {options['questions']} questions of {options['clients']} "
+        f"{options['model']}, {options['tokens']:,} tokens, {options['questions']} questions of "
+        f"{options['clients']} "
         f"clients, answers of {options['answer']} tokens at most, {result['machine']['processor']}."
     )

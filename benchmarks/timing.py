@@ -31,7 +31,7 @@ class TokenTimer:
 
 
 @contextlib.contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+def time_block(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Write the block's wall time to `seconds[phase]`."""
     start = time.perf_counter()
     yield

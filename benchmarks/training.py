@@ -25,10 +25,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.compress_cost import text_of
-from benchmarks.each import each
+from benchmarks.compress_cost import make_text
+from benchmarks.each import measure_each
 from benchmarks.measure import Peak
-from benchmarks.timing import timed
+from benchmarks.timing import time_block
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import format_bytes
@@ -101,7 +101,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        with Peak() as self.peaks[name], timed(self.seconds, name):
+        with Peak() as self.peaks[name], time_block(self.seconds, name):
             yield
 
     def figures(self) -> dict:
@@ -123,13 +123,13 @@ class Phases:
         }
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+def run_training(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """Rows {variant, seconds by phase, step, peak, peaks by phase, graph, stored}: seconds and
     bytes.
     """
-    facts, rows = each(
+    facts, rows = measure_each(
         VARIANTS,
-        lambda model, tokenizer, title, folder: measured(
+        lambda model, tokenizer, title, folder: _measure_variant(
             model, tokenizer, VARIANTS[title], options, folder / title
         ),
         progress,
@@ -148,13 +148,13 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     }
 
 
-def measured(
+def _measure_variant(
     model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, options: Options, folder: Path
 ) -> dict:
     """One variant: fill the store if there is one, warm up, take the step."""
     config = TrainConfig(questions=options.questions, warmup=0, seed=options.seed)
     short = replace(options, tokens=WARM_UP, answer=1)
-    examples = [example(model, short), example(model, options)]
+    examples = [_make_example(model, short), _make_example(model, options)]
     stored = (folder, variant.store_prefill) if variant.store else ()
     for index in range(len(examples)) if variant.store else ():
         TeacherCache(model, tokenizer, examples, config, *stored).get_context(index)
@@ -170,14 +170,14 @@ def measured(
             sample = StepSample(
                 index, tuple(range(options.questions)), ratio, config.restore_tokens
             )
-            figures = step(teachers, adapter, optimizer, sample)
+            figures = _take_step(teachers, adapter, optimizer, sample)
     finally:
         attention.WORKSPACE = bound
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return {**figures, "step": sum(figures["seconds"].values()), "stored": held}
 
 
-def step(
+def _take_step(
     teachers: TeacherCache,
     adapter: RestoreAdapter,
     optimizer: torch.optim.Optimizer,
@@ -208,24 +208,26 @@ def step(
     return phase.figures()
 
 
-def example(model: PreTrainedModel, options: Options) -> Example:
+def _make_example(model: PreTrainedModel, options: Options) -> Example:
     """Words of random letters, short questions, answers of random ids."""
     draw = random.Random(options.seed)
     ids = model.config.get_text_config().vocab_size
     questions = tuple(f"What does part {number + 1} say?" for number in range(options.questions))
     answers = tuple(tuple(draw.randrange(ids) for _ in range(options.answer)) for _ in questions)
     return Example(
-        text_of(options.tokens, options.seed), questions, (None,) * len(questions), answers
+        make_text(options.tokens, options.seed), questions, (None,) * len(questions), answers
     )
 
 
-def markdown(result: dict) -> str:
+def format_table(result: dict) -> str:
     """The variants as a table."""
     model = result["model"]
     machine = result["machine"]
     head = (
-        f"T = {result['tokens']:,}, {result['questions']} questions with answers of {result['answer']} ids, "
-        f"r = {result['ratio']:g}, KVzip; random weights, {model['parameters'] / 1e6:,.0f} million parameters "
+        f"T = {result['tokens']:,}, {result['questions']} questions with answers of "
+        f"{result['answer']} ids, "
+        f"r = {result['ratio']:g}, KVzip; random weights, {model['parameters'] / 1e6:,.0f} million "
+        "parameters "
         f"({model['num_hidden_layers']} layers), {model['dtype']}, {machine['threads']} threads on "
         f"{machine['processor']}. Seconds; bytes above what was resident before the step.\n\n"
         f"| variant | {' | '.join(PHASES)} | step | peak | graph before backward | on disk |\n"
@@ -237,14 +239,14 @@ def markdown(result: dict) -> str:
         cells = [
             row["variant"],
             *seconds,
-            shown(row["peak"]),
-            shown(row["graph"]),
+            _format_bytes(row["peak"]),
+            _format_bytes(row["graph"]),
             format_bytes(row["stored"]),
         ]
         rows.append(f"| {' | '.join(cells)} |\n")
     return head + "".join(rows)
 
 
-def shown(count: int | None) -> str:
+def _format_bytes(count: int | None) -> str:
     """Bytes, or that this system does not tell."""
     return "unknown" if count is None else format_bytes(count)

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer, texts
+from benchmarks.workload import SHAPE, cut_texts, describe_machine, save_model, save_tokenizer
 from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
@@ -45,16 +45,16 @@ class Options:
     answer: int
 
 
-def run(options: Options, tell: Callable[[str], None]) -> dict:
+def run_vllm(options: Options, tell: Callable[[str], None]) -> dict:
     """Make the documents, then measures one side after the other, each in a process of its own."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="restorekv-vllm-") as name:
         folder = Path(name)
-        facts = save(folder / "model", options.model)
+        facts = save_side_model(folder / "model", options.model)
         model, tokenizer = load_model(str(folder / "model"))
-        documents = texts(tokenizer, options.tokens, options.documents)
+        documents = cut_texts(tokenizer, options.tokens, options.documents)
         rows = []
-        for side, (prompts, transfer, columns) in sides(
+        for side, (prompts, transfer, columns) in iterate_sides(
             model, tokenizer, documents, folder, options, tell
         ):
             tell(f"asking vLLM, {side}")
@@ -62,13 +62,13 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
                 {
                     "side": side,
                     "positions": columns,
-                    **ask(folder, options, prompts, transfer, model.dtype),
+                    **_ask_side(folder, options, prompts, transfer, model.dtype),
                 }
             )
     return {"options": asdict(options), "machine": describe_machine(1), "rows": rows, **facts}
 
 
-def save(folder: Path, name: str) -> dict:
+def save_side_model(folder: Path, name: str) -> dict:
     """Save the model and its tokenizer; of random weights, return what `model` of the result
     says.
     """
@@ -81,7 +81,7 @@ def save(folder: Path, name: str) -> dict:
     return {"model": {"parameters": save_model(folder, SHAPE, seed=0), **facts}}
 
 
-def sides(
+def iterate_sides(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     documents: list[str],
@@ -125,7 +125,7 @@ def sides(
         yield f"r = {ratio}", (prompts, transfer_config(store), columns)
 
 
-def ask(
+def _ask_side(
     folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype
 ) -> dict:
     """Run one side in a process of its own."""
@@ -149,7 +149,7 @@ def ask(
     return json.loads(place.with_suffix(".out.json").read_text())
 
 
-def tables(result: dict) -> Iterator[Table | str]:
+def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield the table and the machine."""
     options = result["options"]
     rows = result["rows"]

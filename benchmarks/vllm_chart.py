@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from benchmarks.chart_bars import grouped
+from benchmarks.chart_bars import group_bars
 from benchmarks.panels import make_chart
 from restorekv.evaluation.charts import BLUE, GREEN, ORANGE, SKY, Chart, Mark
 
@@ -13,7 +13,7 @@ COLD = Mark("cold", ORANGE, hatch="//")
 WARM = Mark("warm", BLUE)
 
 
-def serving(result: Mapping) -> Chart:
+def draw_vllm(result: Mapping) -> Chart:
     """Whole documents and compressed ones, one below the other."""
     options = result["options"]
     rows = result["rows"]
@@ -33,8 +33,8 @@ def serving(result: Mapping) -> Chart:
         )
     }
     panels = [
-        grouped("First token of an answer", "seconds", names, waits, digits=2),
-        grouped(f"{most} questions at once", "tokens a second", names, rates),
+        group_bars("First token of an answer", "seconds", names, waits, digits=2),
+        group_bars(f"{most} questions at once", "tokens a second", names, rates),
     ]
     title = f"Documents of {options['tokens']:,} tokens in vLLM, in space for {options['fitting']} whole ones"
     note = (

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.measure import processor
+from benchmarks.measure import name_processor
 
 PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
 SHAPE = {  # of Qwen3-0.6B
@@ -75,22 +75,22 @@ def describe_machine(threads: int) -> dict:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions,
-        "processor": processor(),
+        "processor": name_processor(),
         "threads": threads,
         "system": platform.platform(),
         **gpu,
     }
 
 
-def novel() -> str:
+def load_novel() -> str:
     """The text of a novel that ships."""
     path = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
     return gzip.decompress(path.read_bytes()).decode()
 
 
-def texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
+def cut_texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
     """So many documents of one length, one behind the other in a novel."""
-    ids = tokenizer.encode(novel())
+    ids = tokenizer.encode(load_novel())
     return [
         tokenizer.decode(ids[start : start + tokens]) for start in range(0, count * tokens, tokens)
     ]

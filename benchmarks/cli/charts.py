@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.charts import write
+from benchmarks.charts import write_charts
 from restorekv.cli.session import print_written
 from restorekv.errors import RestoreKVError
 
@@ -27,5 +27,5 @@ def run(
         raise RestoreKVError(
             f"There are no results in {RESULTS}; name files that a benchmark's --json wrote."
         )
-    for path in write(given, out, png):
+    for path in write_charts(given, out, png):
         print_written(path)

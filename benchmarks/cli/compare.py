@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, each
+from benchmarks.cli.session import run_benchmark, run_each
 from benchmarks.compare import Options
-from benchmarks.compare import run as measure
-from benchmarks.compare_table import tables
+from benchmarks.compare import run_comparison as measure
+from benchmarks.compare_table import make_tables
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 
@@ -44,7 +44,9 @@ def run(
         kvpress_python=kvpress(kvpress_python),
         shape={"num_hidden_layers": layers},
     )
-    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+    )
 
 
 def kvpress(given: Path | None) -> Path | None:

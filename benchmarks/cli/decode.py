@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.compare import KvpressPython, kvpress
-from benchmarks.cli.session import benchmark, each
+from benchmarks.cli.session import run_benchmark, run_each
 from benchmarks.decode import Options
-from benchmarks.decode import run as measure
-from benchmarks.decode_table import tables
+from benchmarks.decode import run_decode as measure
+from benchmarks.decode_table import make_tables
 from restorekv.files import check_target
 
 
@@ -55,4 +55,6 @@ def run(
         kvpress_python=kvpress(kvpress_python),
         shape={"num_hidden_layers": layers},
     )
-    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+    )

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.efficiency import SCORERS, CostOptions, measure
-from benchmarks.efficiency_page import write
+from benchmarks.efficiency import SCORERS, CostOptions, measure_efficiency
+from benchmarks.efficiency_page import write_efficiency_page
 from restorekv.cli import options
 from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
 from restorekv.compression.config import CompressionConfig
@@ -68,6 +68,8 @@ def run(
         with notes.status(f"loading {model}"):
             loaded, tokenizer = open_model(model, dtype, device, rules.name)
         with show_progress_bar("measuring time and memory", lines=True) as update:
-            paths.append(measure(loaded, tokenizer, out, settings, conventions, label, update))
-    for path in [*paths, write(out)]:
+            paths.append(
+                measure_efficiency(loaded, tokenizer, out, settings, conventions, label, update)
+            )
+    for path in [*paths, write_efficiency_page(out)]:
         print_written(path)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, each
-from benchmarks.growing import Options, tables
-from benchmarks.growing import run as measure
+from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.growing import Options, make_tables
+from benchmarks.growing import run_growing as measure
 from restorekv.cli import options as flags
 from restorekv.compression.growing import RESTORE
 from restorekv.files import check_target
@@ -51,4 +51,6 @@ def run(
         together,
         turns,
     )
-    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+    )

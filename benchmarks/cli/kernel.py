@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, prose
-from benchmarks.kernel import REHEARSAL, Options, markdown
-from benchmarks.kernel import run as measure
+from benchmarks.cli.session import print_result, run_benchmark
+from benchmarks.kernel import REHEARSAL, Options, format_table
+from benchmarks.kernel import run_kernel as measure
 from restorekv.files import check_target
 
 
@@ -40,6 +40,8 @@ def run(
     options = Options(tokens=tokens, questions=questions, tail=tail, layers=layers, repeat=repeat)
     options = replace(options, ratios=tuple(ratio)) if ratio else options
     options = REHEARSAL if rehearse else options
-    benchmark(
-        lambda tell: measure(options, tell, rehearse), lambda result: prose(markdown(result)), json
+    run_benchmark(
+        lambda tell: measure(options, tell, rehearse),
+        lambda result: print_result(format_table(result)),
+        json,
     )

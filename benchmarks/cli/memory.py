@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.compare import lengths
-from benchmarks.cli.session import benchmark, prose
+from benchmarks.cli.session import print_result, run_benchmark
 from benchmarks.memory import MODES, Options
-from benchmarks.memory import run as measure
-from benchmarks.memory_on_paper import table
-from benchmarks.memory_table import markdown
+from benchmarks.memory import run_memory as measure
+from benchmarks.memory_on_paper import format_table
+from benchmarks.memory_table import format_tables
 from restorekv.files import check_target
 
 
@@ -49,7 +49,7 @@ def run(
     if json:
         check_target(json)
     if on_paper:
-        prose(table())
+        print_result(format_table())
         return
     modes = tuple(mode) or tuple(each for each in MODES if not (filled and each == "streaming"))
     options = Options(
@@ -62,4 +62,8 @@ def run(
         threads=threads,
         shape={"num_hidden_layers": 1 if quick else layers},
     )
-    benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell),
+        lambda result: print_result(format_tables(result)),
+        json,
+    )

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, prose
-from benchmarks.scorers import Options, markdown
-from benchmarks.scorers import run as measure
+from benchmarks.cli.session import print_result, run_benchmark
+from benchmarks.scorers import Options, format_table
+from benchmarks.scorers import run_scorers as measure
 from restorekv.files import check_target
 
 
@@ -36,4 +36,6 @@ def run(
         threads=threads,
         shape={"num_hidden_layers": layers},
     )
-    benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: print_result(format_table(result)), json
+    )

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, each
-from benchmarks.serving import Options, tables
-from benchmarks.serving import run as measure
+from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.serving import Options, make_tables
+from benchmarks.serving import run_serving as measure
 from restorekv.cli import options as flags
 from restorekv.files import check_target
 
@@ -25,4 +25,6 @@ def run(
     if json:
         check_target(json)
     options = Options(model, tokens, questions, clients, preset, ratio, answer)
-    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+    )

@@ -15,7 +15,7 @@ from restorekv.files import write_json
 
 
 @contextmanager
-def measuring() -> Iterator[Callable[[str], None]]:
+def run_measurement() -> Iterator[Callable[[str], None]]:
     """Give the block a callback for what is being measured: a spinner on a terminal, lines with
     the time elsewhere.
     """
@@ -27,26 +27,26 @@ def measuring() -> Iterator[Callable[[str], None]]:
     yield lambda what: notes.print(f"{time.monotonic() - start:6.0f} s  {what}", highlight=False)
 
 
-def benchmark(
+def run_benchmark(
     measure: Callable[[Callable[[str], None]], dict],
     show: Callable[[dict], None],
     json: Path | None,
 ) -> None:
     """Measure, print the result and write it to `json`, if given."""
     logging.disable_progress_bar()
-    with measuring() as tell:
+    with run_measurement() as tell:
         result = measure(tell)
     show(result)
     if json:
         write_json(json, result)
 
 
-def prose(text: str) -> None:
+def print_result(text: str) -> None:
     """Print Markdown as it is."""
     output.print(text, markup=False, soft_wrap=True)
 
 
-def each(items: Iterable[Table | str]) -> None:
+def run_each(items: Iterable[Table | str]) -> None:
     """Print tables and sentences, one below the other."""
     for item in items:
         output.print(item)

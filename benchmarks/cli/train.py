@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, prose
-from benchmarks.training import Options, markdown
-from benchmarks.training import run as measure
+from benchmarks.cli.session import print_result, run_benchmark
+from benchmarks.training import Options, format_table
+from benchmarks.training import run_training as measure
 from restorekv.files import check_target
 
 
@@ -31,4 +31,6 @@ def run(
     options = Options(
         tokens, questions, answer, ratio, threads, shape={"num_hidden_layers": layers}
     )
-    benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: print_result(format_table(result)), json
+    )

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import benchmark, each
-from benchmarks.vllm import RANDOM, Options, tables
-from benchmarks.vllm import run as measure
+from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.vllm import RANDOM, Options, make_tables
+from benchmarks.vllm import run_vllm as measure
 from restorekv.files import check_target
 
 
@@ -38,4 +38,6 @@ def run(
     if json:
         check_target(json)
     options = Options(model, tokens, documents, fitting, tuple(ratio), tuple(together), answer)
-    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
+    run_benchmark(
+        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+    )

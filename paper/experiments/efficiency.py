@@ -43,7 +43,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     options = cost.CostOptions(tokens=setting.efficiency_tokens)
     conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})
-    cost.measure(model, tokenizer, out, options, conventions, label(setting), tell)
+    cost.measure_efficiency(model, tokenizer, out, options, conventions, label(setting), tell)
 
 
 def label(setting: Setting) -> str:
@@ -62,9 +62,9 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     short = make_label(setting.model, setting.setup.device)
     drawn = {**found, "name": short, "label": short}
     return [
-        charts.compression(drawn),
+        charts.draw_compression(drawn),
         compression(found),
-        charts.latency(drawn),
+        charts.draw_latency(drawn),
         attention(found),
     ], claims(found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import processor
+from benchmarks.measure import name_processor
 from paper.scores import Judged
 from paper.setting import Setting
 from paper.study import Study
@@ -49,7 +49,7 @@ def machine(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     framework = f"PyTorch {torch.__version__}, transformers {version('transformers')}"
     own = {
         "GPU": gpu,
-        "CPU": processor(),
+        "CPU": name_processor(),
         "memory": f"{memory:.0f} GiB",
         "system": platform.platform(),
         "framework": framework,

@@ -16,8 +16,8 @@ from matplotlib.text import Text
 
 from benchmarks import charts as measured
 from benchmarks.__main__ import execute
-from benchmarks.chart_memory import slope
-from benchmarks.chart_texts import apart
+from benchmarks.chart_memory import compute_slope
+from benchmarks.chart_texts import spread_labels
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
 from restorekv.evaluation.charts import NARROW, STYLE, WIDE, make_figure
@@ -219,7 +219,9 @@ def words(path) -> str:
 def drawn(tmp_path, result, name="result") -> str:
     file = tmp_path / f"{name}.json"
     file.write_text(json.dumps(result))
-    assert measured.write([file], tmp_path / "charts") == [tmp_path / "charts" / f"{name}.svg"]
+    assert measured.write_charts([file], tmp_path / "charts") == [
+        tmp_path / "charts" / f"{name}.svg"
+    ]
     return words(tmp_path / "charts" / f"{name}.svg")
 
 
@@ -347,7 +349,7 @@ def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
     )
     result = SHOWN[kind][0] if kind in SHOWN else alone()
     with style.context(STYLE):
-        figure = measured.chart_of(Path("2026-11-21-name.json"), result).composed
+        figure = measured.make_chart_with_note(Path("2026-11-21-name.json"), result).composed
         figure.draw_without_rendering()
         boxes = [
             (text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()
@@ -413,7 +415,7 @@ def test_what_is_no_result_is_refused_and_nothing_is_written(kind, tmp_path):
     if payload is not None:
         bad.write_bytes(payload if isinstance(payload, bytes) else payload.encode())
     with pytest.raises(RestoreKVError, match=told) as error:
-        measured.write([good, bad], tmp_path / "charts")
+        measured.write_charts([good, bad], tmp_path / "charts")
     assert "bad.json" in str(error.value) and not (tmp_path / "charts").exists()
 
 
@@ -421,9 +423,9 @@ def test_places_that_cannot_hold_charts(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps(scorers()))
     with pytest.raises(RestoreKVError, match="is not a folder"):
-        measured.write([file], file)
+        measured.write_charts([file], file)
     with pytest.raises(RestoreKVError, match="Several files are called a"):
-        measured.write([file, tmp_path / "other" / "a.json"], tmp_path / "charts")
+        measured.write_charts([file, tmp_path / "other" / "a.json"], tmp_path / "charts")
 
 
 def test_a_failed_write_leaves_the_old_chart(tmp_path, monkeypatch):
@@ -457,7 +459,7 @@ def test_the_command_reads_the_stored_results(tmp_path, monkeypatch, capsys):
 
 
 def test_labels_of_lines_stand_apart():
-    heights = apart((0.9, 0.89, 0.1, 0.95), (2, 2, 2, 2))
+    heights = spread_labels((0.9, 0.89, 0.1, 0.95), (2, 2, 2, 2))
     ordered = sorted(heights)
     assert min(late - early for early, late in pairwise(ordered)) > 0.15
     assert ordered[0] == 0.1 and ordered[-1] < 1 and heights[1] < heights[0] < heights[3]
@@ -465,8 +467,8 @@ def test_labels_of_lines_stand_apart():
 
 def test_the_slope_is_the_exponent():
     assert (
-        slope([(1000, 2.0), (3000, 1.0), (4000, 32.0)]) == "\nslope 2.00"
-        and slope([(5, 1.0)]) == ""
+        compute_slope([(1000, 2.0), (3000, 1.0), (4000, 32.0)]) == "\nslope 2.00"
+        and compute_slope([(5, 1.0)]) == ""
     )
 
 

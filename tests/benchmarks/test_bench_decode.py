@@ -11,8 +11,16 @@ from rich.console import Console
 from transformers import DynamicCache
 
 from benchmarks import decode, ours
-from benchmarks.decode import QUESTION, RESTORE, Options, compressed, cut, random_full, run
-from benchmarks.decode_table import answers, tables
+from benchmarks.decode import (
+    QUESTION,
+    RESTORE,
+    Options,
+    compress_cache,
+    copy_columns,
+    make_random_cache,
+    run_decode,
+)
+from benchmarks.decode_table import describe_answers, make_tables
 from benchmarks.measure import STATUS
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
@@ -32,22 +40,24 @@ SHAPE = CacheShape(layers=2, heads=2, groups=2, head_dim=16, hidden=32)
 
 def shown(result: dict) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    for item in tables(result):
+    for item in make_tables(result):
         console.print(item)
     return console.export_text()
 
 
 def test_every_side_takes_its_turn_at_every_ratio(monkeypatch):
     jobs = []
-    monkeypatch.setattr(decode, "copying", lambda *_: 1e9)
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda *_: 1e9)
     monkeypatch.setattr(
-        decode, "measured", lambda side, job, *_: jobs.append(job) or {"answers": {"seconds": 0.5}}
+        decode,
+        "measure_side",
+        lambda side, job, *_: jobs.append(job) or {"answers": {"seconds": 0.5}},
     )
     threads, heard = torch.get_num_threads(), []
     options = Options(
         200, (1, 0.25), repeat=1, asked=3, read=64, answer=4, threads=threads, shape=TINY
     )
-    result = json.loads(json.dumps(run(options, heard.append)))
+    result = json.loads(json.dumps(run_decode(options, heard.append)))
     assert heard == ["making the model", "memory held", "r = 1", "r = 0.25", "3 questions: ours"]
     for row, ratio in zip(result["rows"], (1, 0.25), strict=True):
         assert row["pairs"] == 200 * 4 * ratio  # the restore cache is one of them
@@ -80,26 +90,26 @@ def test_our_side_answers_all_questions_in_one_batch(tiny_model):
         lambda _, __, given: sizes.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     with hook:
-        seconds = ours.answer(tiny_model, cache, job)
+        seconds = ours.time_answers(tiny_model, cache, job)
     # 3 rows, end to end.
     assert seconds["seconds"] > 0 and sizes == [(1, 6), (1, 3), (1, 6), (1, 3), (1, 3), (1, 3)]
 
 
 @torch.no_grad()
 def test_caches_hold_what_they_say():
-    full = random_full(SHAPE, 100, seed=1)
+    full = make_random_cache(SHAPE, 100, seed=1)
     before = [layer.keys.clone() for layer in full.layers]
-    made = compressed(full, 0.3, seed=1)
+    made = compress_cache(full, 0.3, seed=1)
     assert made.pairs == 120 and made.restore_length == RESTORE and len(made.lengths.unique()) > 1
     assert all(layer.keys.equal(keys) for layer, keys in zip(full.layers, before, strict=True))
-    short = cut(full, 30)
+    short = copy_columns(full, 30)
     assert [layer.keys.shape for layer in short.layers] == [(1, 2, 30, 16)] * 2
     assert short.layers[0].keys.untyped_storage().nbytes() == 2 * 30 * 16 * 2
 
 
 @torch.no_grad()
 def test_a_round_leaves_the_full_cache_as_it_was(monkeypatch):
-    full = random_full(SHAPE, 50, seed=1)
+    full = make_random_cache(SHAPE, 50, seed=1)
     before = [layer.keys.clone() for layer in full.layers]
 
     def grow(model, ids, mask, positions, cache):
@@ -110,8 +120,8 @@ def test_a_round_leaves_the_full_cache_as_it_was(monkeypatch):
 
     monkeypatch.setattr(decode, "next_logits", grow)
     monkeypatch.setattr(decode.CacheShape, "from_model", lambda model: SHAPE)
-    monkeypatch.setattr(decode, "attention_seconds", lambda *_: {})
-    decode.one_ratio(None, full, Options(50, repeat=2), 0.5, 1.0)
+    monkeypatch.setattr(decode, "time_attention", lambda *_: {})
+    decode.measure_ratio(None, full, Options(50, repeat=2), 0.5, 1.0)
     assert all(layer.keys.equal(keys) for layer, keys in zip(full.layers, before, strict=True))
 
 
@@ -120,7 +130,7 @@ def test_a_round_leaves_the_full_cache_as_it_was(monkeypatch):
 def test_memory_is_that_of_the_process():
     """Here 12 MB of pairs; what allocators round up is a small part."""
     wide = CacheShape(layers=2, heads=2, groups=2, head_dim=64, hidden=32)
-    held = decode.memory(wide, Options(20000), 0.6)
+    held = decode.measure_memory(wide, Options(20000), 0.6)
     # N are among the pairs.
     assert held["pairs"] == 48000 * 256 and held["tail"] == 4 * QUESTION * 256
     assert 0.9 < held["share"] < 1.3 and held["share"] == held["bytes"] / (
@@ -130,8 +140,8 @@ def test_memory_is_that_of_the_process():
 
 def test_kvpress_beside_ours_in_words():
     found = {"asked": 16, "read": 4096, "answer": 24, "ratio": 0.05, "ours": {"rate": 50.0}}
-    assert "kvpress 2.0, 25.0 times as many" in answers(found | {"kvpress": {"rate": 2.0}})
-    assert "refused: no key" in answers(found | {"kvpress": {"refused": "no key"}})
+    assert "kvpress 2.0, 25.0 times as many" in describe_answers(found | {"kvpress": {"rate": 2.0}})
+    assert "refused: no key" in describe_answers(found | {"kvpress": {"refused": "no key"}})
 
 
 @pytest.mark.parametrize(

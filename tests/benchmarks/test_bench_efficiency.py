@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import compress_cost
 from benchmarks import efficiency as cost
-from benchmarks.efficiency_page import write
+from benchmarks.efficiency_page import write_efficiency_page
 from restorekv.compression.config import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
@@ -35,11 +35,11 @@ def in_process(model, options, conventions, scorer, restored):
 
 
 def test_efficiency_compares_base_and_restored(saved_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "compression_apart", in_process)
+    monkeypatch.setattr(cost, "measure_compression_apart", in_process)
     model, tokenizer = load_model(str(saved_model))
     options = cost.CostOptions(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
     heard = []
-    path = cost.measure(
+    path = cost.measure_efficiency(
         model,
         tokenizer,
         tmp_path,
@@ -67,16 +67,19 @@ def test_efficiency_compares_base_and_restored(saved_model, tmp_path, monkeypatc
         stored["latency_ratio"].keys() == {"1", "0.2"}
         and stored["conventions"]["latency_context"] == "prefill"
     )
-    assert cost.measure(model, tokenizer, tmp_path, options, CompressionConfig(), "mine") == path
+    assert (
+        cost.measure_efficiency(model, tokenizer, tmp_path, options, CompressionConfig(), "mine")
+        == path
+    )
     with pytest.raises(RestoreKVError, match="was made with tokens 128"):
-        cost.measure(
+        cost.measure_efficiency(
             model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine"
         )
 
 
 def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
-    prepared = cost.random_prepared(tiny_model, tiny_tokenizer, 100, 3, CompressionConfig())
-    rows = cost.latencies(prepared, ["1", "0.1"], 2)
+    prepared = cost.make_random_context(tiny_model, tiny_tokenizer, 100, 3, CompressionConfig())
+    rows = cost.measure_latencies(prepared, ["1", "0.1"], 2)
     layers, heads, tokens = prepared.scores.shape
     for base, restored, ratio in zip(rows[::2], rows[1::2], (1, 0.1), strict=True):
         assert (
@@ -100,14 +103,14 @@ def test_memory_of_a_gpu_is_the_allocators(monkeypatch):
     for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     figures = {}
-    with compress_cost.memory(torch.device("cuda"), figures):
+    with compress_cost.measure_peak(torch.device("cuda"), figures):
         pass
     assert figures == {"peak": 250}
 
 
 def test_memory_of_a_process_counts_what_is_held():
     figures = {}
-    with compress_cost.memory(torch.device("cpu"), figures):
+    with compress_cost.measure_peak(torch.device("cpu"), figures):
         block = torch.ones(1 << 22)
         del block
     if figures["peak"] is not None:
@@ -124,7 +127,7 @@ def test_wrong_options_are_refused(wrong):
 
 @pytest.mark.slow
 def test_the_command_measures_and_shows_cost(saved_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "compression_apart", in_process)
+    monkeypatch.setattr(cost, "measure_compression_apart", in_process)
     command = (
         "benchmarks",
         "efficiency",
@@ -160,7 +163,7 @@ def test_the_command_measures_and_shows_cost(saved_model, tmp_path, monkeypatch)
 def test_figures_of_an_earlier_version_have_a_page(tmp_path):
     refused = cli("benchmarks", "efficiency", "--page", "--out", tmp_path)
     assert refused.code == 1 and "holds no figures" in refused.err and not list(tmp_path.iterdir())
-    page = write(report_world.write_costs(tmp_path)).read_text()
+    page = write_efficiency_page(report_world.write_costs(tmp_path)).read_text()
     assert "Time to compress a context: tiny-cpu" in page
     assert {path.stem for path in (tmp_path / "efficiency" / "page" / "csv").iterdir()} == {
         "efficiency-tiny-cpu-time",
@@ -173,9 +176,9 @@ def test_figures_of_an_earlier_version_have_a_page(tmp_path):
 def test_a_measurement_runs_in_a_process_of_its_own(saved_model):
     model, _ = load_model(str(saved_model))
     options = cost.CostOptions(("knorm",), 128, "0.2", repeat=1)
-    row = cost.compression_apart(model, options, CompressionConfig(), "knorm", True)
+    row = cost.measure_compression_apart(model, options, CompressionConfig(), "knorm", True)
     assert row["adapter"] == "random" and row["seconds"]["total"] > 0
     with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
-        cost.compression_apart(
+        cost.measure_compression_apart(
             model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True
         )

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "python.md").read_text()
 
 @pytest.mark.slow
 def test_a_small_run_adds_up():
-    result = growing.run(
+    result = growing.run_growing(
         Options("tiny", "tiny:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None
     )
     rows = result["rows"]
@@ -24,12 +24,14 @@ def test_a_small_run_adds_up():
     )
     assert len({row["pairs"] for row in rows.values()}) == 1
     assert all(0 <= row["kl_low"] <= row["kl"] <= row["kl_high"] for row in rows.values())
-    assert len(list(growing.tables(result))) == 2
+    assert len(list(growing.make_tables(result))) == 2
 
 
 @pytest.mark.slow
 def test_composed_texts_are_asked_together():
-    result = growing.run(Options("tiny", "tiny:count=2", "kvzip", "0.2", (), (), 2), lambda _: None)
+    result = growing.run_growing(
+        Options("tiny", "tiny:count=2", "kvzip", "0.2", (), (), 2), lambda _: None
+    )
     assert result["texts"] == 1 and "composed" in result["rows"]
 
 
@@ -39,7 +41,7 @@ def test_divergence_is_weighed_by_tokens():
         {"sum": 9.0, "tokens": 10, "seconds": 1.0, "pairs": 5},
     ]
     twice = [{**line, "sum": 2 * line["sum"], "seconds": 3.0} for line in lines]
-    figures = growing.summary(twice, lines)
+    figures = growing.summarize_lines(twice, lines)
     assert (
         figures["kl"] == pytest.approx(1.0)
         and figures["kl_times"] == 2
@@ -90,7 +92,7 @@ def test_the_servers_table_compares_rates():
     }
     options = {"model": "m", "tokens": 10, "questions": 4, "clients": 2, "answer": 3}
     result = {"options": options, "seconds": seconds, "machine": {"processor": "p"}}
-    table, http, *_ = serving.tables(result)
+    table, http, *_ = serving.make_tables(result)
     assert list(table.rows[1])[1:] == ["20.0", "10.0"] and "0.83 of the library" in http
 
 

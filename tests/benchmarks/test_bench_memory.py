@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import accuracy
-from benchmarks.memory import Options, growth, measure, run
-from benchmarks.memory_on_paper import LENGTHS, MODELS, PART, table
-from benchmarks.memory_table import bound, markdown, seconds_table
+from benchmarks.memory import Options, compute_growth, measure, run_memory
+from benchmarks.memory_on_paper import LENGTHS, MODELS, PART, format_table
+from benchmarks.memory_table import compute_bound, format_seconds, format_tables
 from benchmarks.workload import SHAPE, save_model, save_tokenizer
 from restorekv.errors import RestoreKVError
 from tests.helpers.shapes import TINY
@@ -54,7 +54,7 @@ def test_every_mode_and_phase_is_measured(folder, mode, filled, phases):
     assert all(phase["seconds"] > 0 for phase in row["phases"].values())
     assert row["full"] == TINY["num_hidden_layers"] * row["layer"] and 0 < row["kept"] < row["full"]
     assert 300 * 128 < row["layer"] < 340 * 128  # 2 heads of 16, 2 bytes, keys and values
-    assert row["scores"] < bound({**row, "mode": mode})
+    assert row["scores"] < compute_bound({**row, "mode": mode})
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_every_measurement_is_a_process():
         threads=1,
         shape=TINY,
     )
-    result = run(options)
+    result = run_memory(options)
     assert [(row["tokens"], row["mode"]) for row in result["rows"]] == [
         (tokens, mode) for tokens in (300, 700, 900) for mode in ("plain", "streaming")
     ]
@@ -81,7 +81,7 @@ def test_every_measurement_is_a_process():
         "evict": 0,
         "part": 1,
     }
-    text = markdown(result)
+    text = format_tables(result)
     assert (
         "| plain: T |" in text
         and "| streaming: T |" in text
@@ -94,7 +94,7 @@ def test_growth_is_the_exponent():
         {"tokens": t, "mode": "plain", "phases": {"score": {"seconds": 3 * t**1.5}}}
         for t in (10, 20, 80)
     ]
-    assert growth(rows)["plain"]["score"] == pytest.approx([1.5, 1.5])
+    assert compute_growth(rows)["plain"]["score"] == pytest.approx([1.5, 1.5])
 
 
 def test_growth_of_texts_that_share_a_phase():
@@ -107,9 +107,9 @@ def test_growth_of_texts_that_share_a_phase():
         {"tokens": t, "mode": "streaming", "phases": part if t > 10 else plain}
         for t in (10, 20, 40)
     ]
-    found = growth(rows)["streaming"]
+    found = compute_growth(rows)["streaming"]
     assert found == {"score": [], "restore": [], "part": [0.0]}
-    lines = seconds_table("streaming", rows, found).to_markdown().splitlines()
+    lines = format_seconds("streaming", rows, found).to_markdown().splitlines()
     assert "| score | 2.00 |  |  |  |" in lines and "| part |  | 2.00 | 2.00 | 0.00 |" in lines
     assert "| restore pass, share of all | 50.00% |  |  |  |" in lines
 
@@ -202,7 +202,7 @@ def test_paper_knows_the_models():
     assert llama.peaks(columns)[
         0
     ] == llama.weights + full + full // 32 + 6 * 256 * columns + llama.workspace(columns)
-    assert table().count("\n") == 3 + 1 + len(MODELS) * len(LENGTHS)
+    assert format_table().count("\n") == 3 + 1 + len(MODELS) * len(LENGTHS)
 
 
 def test_what_is_wrong_is_told():
@@ -241,10 +241,10 @@ def test_accuracy_is_measured_beside_the_plain_way(tmp_path):
     """On one document; 8 bits take at least a quarter of float32, and streaming holds as many
     pairs.
     """
-    found = accuracy.run(1, tmp_path)
+    found = accuracy.measure_accuracy(1, tmp_path)
     for (name, ratio), result in found.items():
         (line,), (plain,) = result.lines, found["model", ratio].lines
         assert line["pairs"] == plain["pairs"] and len(line["answers"]) == len(plain["answers"])
         assert (0.25 < line["bytes"] / plain["bytes"] < 0.4) == (name in ("int8", "fp8"))
         assert (line["answers"] == plain["answers"]) or name != "model"
-    assert accuracy.markdown(found).count("\n") == 2 + len(found)
+    assert accuracy.format_table(found).count("\n") == 2 + len(found)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from benchmarks.training import PHASES, VARIANTS, Options, markdown, run
+from benchmarks.training import PHASES, VARIANTS, Options, format_table, run_training
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 
@@ -34,7 +34,7 @@ def young_heap():
 
 def test_every_phase_of_every_variant_is_measured(young_heap):
     heard, bound = [], attention.WORKSPACE
-    result = run(
+    result = run_training(
         Options(tokens=300, questions=2, answer=5, shape=TINY, threads=torch.get_num_threads()),
         heard.append,
     )
@@ -44,7 +44,7 @@ def test_every_phase_of_every_variant_is_measured(young_heap):
         assert set(row["seconds"]) == set(PHASES)
         assert row["step"] == pytest.approx(sum(row["seconds"].values()))
         assert row["peak"] is None or row["peak"] == max(row["peaks"].values())
-        assert f"| {row['variant']} |" in markdown(result)
+        assert f"| {row['variant']} |" in format_table(result)
     rows = {row["variant"]: row for row in result["rows"]}
     assert min(rows["copied"]["seconds"]["score"], rows["anew"]["seconds"]["score"]) > 0
     assert (

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from benchmarks import vllm
-from benchmarks.vllm import Options, tables
+from benchmarks.vllm import Options, make_tables
 from restorekv.model.load import load_model
 from restorekv.storage.portable import MARK, make_mark
 from tests.helpers.pages import ROOT
@@ -42,7 +42,7 @@ def test_the_page_shows_the_stored_result(result):
 
 
 def test_its_table_names_every_side():
-    table, machine = tables(RESULT)
+    table, machine = make_tables(RESULT)
     assert [row[0] for row in table.rows] == [row["side"] for row in RESULT["rows"]]
     assert "smollm2" in machine
 
@@ -59,14 +59,14 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
         "SHAPE",
         vllm.SHAPE | small | {"head_dim": 8, "intermediate_size": 48, "vocab_size": 512},
     )
-    facts = vllm.save(tmp_path / "model", vllm.RANDOM)
+    facts = vllm.save_side_model(tmp_path / "model", vllm.RANDOM)
     assert facts["model"]["num_hidden_layers"] == 2 and facts["model"]["parameters"] > 0
     model, tokenizer = load_model(str(tmp_path / "model"))
     options = Options(vllm.RANDOM, 64, 2, 1, ("0.5",), (1,), 4)
-    documents = vllm.texts(tokenizer, options.tokens, options.documents)
+    documents = vllm.cut_texts(tokenizer, options.tokens, options.documents)
     whole, compressed = (
         side
-        for _, side in vllm.sides(
+        for _, side in vllm.iterate_sides(
             model, tokenizer, documents, tmp_path, options, lambda words: None
         )
     )

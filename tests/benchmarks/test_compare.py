@@ -13,9 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import compare as bench
 from benchmarks import operations
-from benchmarks.compare import Options, middle_of, ratios, run
-from benchmarks.compare_table import tables
-from benchmarks.compress_cost import text_of
+from benchmarks.compare import Options, compute_medians, compute_ratios, run_comparison
+from benchmarks.compare_table import make_tables
+from benchmarks.compress_cost import make_text
 from benchmarks.measure import STATUS, Peak
 from benchmarks.timing import TokenTimer
 from benchmarks.workload import SHAPE, save_tokenizer
@@ -41,14 +41,14 @@ def side(total: float, **more: float) -> dict:
 
 def shown(result: dict) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    for item in tables(result):
+    for item in make_tables(result):
         console.print(item)
     return console.export_text()
 
 
 @pytest.mark.slow
 def test_our_side_alone():
-    result = run(Options(tokens=[bench.WARM_UP], decode=4, threads=1, shape=TINY))
+    result = run_comparison(Options(tokens=[bench.WARM_UP], decode=4, threads=1, shape=TINY))
     (row,) = result["rows"]
     assert set(row["seconds"]) == {"prefill", "score", "restore", "evict", "total"}
     assert sum(row["seconds"].values()) - row["seconds"]["total"] <= row["seconds"]["total"] + 1e-3
@@ -68,14 +68,14 @@ def test_both_sides_are_compared():
         {**side(5.0), "seconds": {**side(4.0)["seconds"], "restore": 1.0, "total": 5.0}},
         side(8.0),
     )
-    found = ratios(ours, kvpress)
+    found = compute_ratios(ours, kvpress)
     assert (
         found["compress"] == 0.5
         and found["compress and restore"] == 0.625
         and found["token"] == 1.0
     )
     kvpress["small"] = {"refused": "Could not find fake keys"}
-    assert ratios(ours, kvpress)["token"] is None
+    assert compute_ratios(ours, kvpress)["token"] is None
     rows = [
         {"tokens": 64, "side": name, **each}
         for name, each in [("ours", ours), ("kvpress", kvpress)]
@@ -84,7 +84,7 @@ def test_both_sides_are_compared():
     text = shown(
         {
             "rows": rows,
-            "ratios": {"64": ratios(ours, kvpress)},
+            "ratios": {"64": compute_ratios(ours, kvpress)},
             "ratio": 0.05,
             "kvpress": "0.5.5",
             "note": None,
@@ -106,13 +106,15 @@ def test_operations_are_those_that_pytorch_counts():
     ids = torch.zeros(1, 50, dtype=torch.long)
     with FlopCounterMode(display=False) as counted:
         model(ids)
-    assert operations.passed(shape, 50, 50) == pytest.approx(counted.get_total_flops(), rel=1e-3)
+    assert operations.count_pass(shape, 50, 50) == pytest.approx(
+        counted.get_total_flops(), rel=1e-3
+    )
     pairs = sum(range(1, 51)) / 50
-    assert operations.prefill(shape, 50) == operations.passed(shape, 50, pairs)
-    passes = operations.passed(shape, 4 + 38, 8 + 43 / 2) + operations.passed(
+    assert operations.count_prefill(shape, 50) == operations.count_pass(shape, 50, pairs)
+    passes = operations.count_pass(shape, 4 + 38, 8 + 43 / 2) + operations.count_pass(
         shape, 4 + 72, 8 + 77 / 2
     )
-    assert operations.kvzip(shape, 8, chunk=4) == passes
+    assert operations.count_kvzip(shape, 8, chunk=4) == passes
 
 
 def test_medians_over_repetitions():
@@ -120,14 +122,14 @@ def test_medians_over_repetitions():
         {"a": 1, "b": {"c": 4.0}, "v": "x", "p": None},
         {"a": 3, "b": {"c": 8.0}, "v": "x", "p": None},
     )
-    assert middle_of([one, two]) == {"a": 2, "b": {"c": 6.0}, "v": "x", "p": None}
+    assert compute_medians([one, two]) == {"a": 2, "b": {"c": 6.0}, "v": "x", "p": None}
 
 
 def test_texts_have_as_many_tokens_as_asked(tmp_path):
     tokenizer = save_tokenizer(tmp_path)
     for tokens in (64, 1000):
-        assert len(tokenizer.encode(text_of(tokens, 0))) == tokens
-    assert text_of(64, 0) == text_of(64, 0) != text_of(64, 1)
+        assert len(tokenizer.encode(make_text(tokens, 0))) == tokens
+    assert make_text(64, 0) == make_text(64, 0) != make_text(64, 1)
 
 
 def test_the_first_tokens_only_warm():
@@ -165,6 +167,6 @@ def test_an_environment_without_kvpress_is_refused(python):
         import kvpress  # noqa: F401
     except ImportError:
         with pytest.raises(RestoreKVError, match="make bench"):
-            run(Options(tokens=[64], kvpress_python=Path(python), shape=TINY))
+            run_comparison(Options(tokens=[64], kvpress_python=Path(python), shape=TINY))
     else:
         pytest.skip("kvpress is installed here")

@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 from restorekv.data.config import BuildConfig
 
 WORDS = (
-    "market lantern river house garden teacher answers question winter stone letter window morning paper method result "
-    "number light field engine captain island mirror copper forest bridge silver planet harbour winding"
+    "market lantern river house garden teacher answers question winter stone letter window morning "
+    "paper method result "
+    "number light field engine captain island mirror copper forest bridge silver planet harbour "
+    "winding"
 ).split()
 BY = "Creative Commons - Attribution - https://creativecommons.org/licenses/by/4.0/"
 BY_SA = (
@@ -30,22 +32,26 @@ def text(seed: object, words: int) -> str:
 def paper(body: str) -> str:
     """A row of LongAlpaca about one paper."""
     return (
-        "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper begins. \n "
+        "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper "
+        "begins. \n "
         f"{body} \n Now the paper ends. \nQuestion: Why does the method work?"
     )
 
 
 def two_papers(one: str, other: str) -> str:
     return (
-        "There are two papers. Memorize them and answer my question after the paper.\n The first paper begins. \n "
-        f"{one} Now the first paper ends. \n The second paper begins. \n {other} Now the second paper ends.\n"
+        "There are two papers. Memorize them and answer my question after the paper.\n The first "
+        "paper begins. \n "
+        f"{one} Now the first paper ends. \n The second paper begins. \n {other} Now the second "
+        "paper ends.\n"
         "Compare the two."
     )
 
 
 def book(body: str) -> str:
     return (
-        "Below is some paragraphs in the book, Emma. Memorize the content and answer my question after the book.\n "
+        "Below is some paragraphs in the book, Emma. Memorize the content and answer my question "
+        "after the book.\n "
         f"{body} \n Now the material ends. Please summarize the book in one paragraph."
     )
 

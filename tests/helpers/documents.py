@@ -3,8 +3,8 @@
 from restorekv.tiny.world import WorldDocument, WorldQuestion
 
 TEXT = (
-    "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. "
-    * 2
+    "the code of the red house is seven; who lives in the blue house? the blue house is the code "
+    "of who. " * 2
 )
 QUESTIONS = (
     WorldQuestion("who?", ("red",), "red", "qa", "all", 3),

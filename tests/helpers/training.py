@@ -7,8 +7,8 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
 
 TEXT = (
-    "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. "
-    * 2
+    "the code of the red house is seven; who lives in the blue house? the blue house is the code "
+    "of who. " * 2
 )
 EXAMPLES = [
     Example(TEXT + tail, ("who lives in the red house?", "is the code seven?"), (" seven", None))
