@@ -118,7 +118,7 @@ def test_a_round_leaves_the_full_cache_as_it_was(monkeypatch):
             layer.update(*(torch.zeros(1, 2, 1, 16).bfloat16() for _ in range(2)))
         return torch.zeros(1, 8)
 
-    monkeypatch.setattr(decode, "next_logits", grow)
+    monkeypatch.setattr(decode, "compute_next_logits", grow)
     monkeypatch.setattr(decode.CacheShape, "from_model", lambda model: SHAPE)
     monkeypatch.setattr(decode, "time_attention", lambda *_: {})
     decode.measure_ratio(None, full, Options(50, repeat=2), 0.5, 1.0)
