@@ -50,7 +50,7 @@ def list_cells(documents: int) -> dict[Key, Cell]:
 def measure_accuracy(
     documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None
 ) -> dict[Key, Result]:
-    """What is missing in the folder is done."""
+    """Answer what the folder does not hold yet, and return all results."""
     wanted = list_cells(documents)
 
     def tell(told: GridProgress) -> None:
@@ -63,14 +63,16 @@ def measure_accuracy(
 
 
 def format_table(results: dict[Key, Result]) -> str:
-    """A row for every variant and ratio."""
+    """Return a table with a row for every variant and ratio."""
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
     for (name, ratio), result in results.items():
         plain = results[STORAGES[0], ratio]
         found = score_answers(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
         gain = f"{found['gain']:+.1f} [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
-        text += f"| {name} | {ratio} | {found['score']:.1f} | {'' if result is plain else gain} | {share:.3f} |\n"
+        if result is plain:
+            gain = ""
+        text += f"| {name} | {ratio} | {found['score']:.1f} | {gain} | {share:.3f} |\n"
     return text
 
 

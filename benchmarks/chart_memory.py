@@ -58,7 +58,8 @@ def draw_memory(result: Mapping) -> Chart:
     lengths = sorted({row["tokens"] for row in result["rows"]})
     panels = _make_panels(modes) if len(lengths) > 1 else _draw_one_length(modes)
     span = f"T = {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-    title = f"Compressing with {name_evictor(result['evictor'])}, {format_layers(result['model']['num_hidden_layers'])}, {span}"
+    layers = format_layers(result["model"]["num_hidden_layers"])
+    title = f"Compressing with {name_evictor(result['evictor'])}, {layers}, {span}"
     filled = ", a cache filled with random numbers instead of a prefill" if result["filled"] else ""
     note = (
         f"{format_ratio(result['ratio'])}{filled}. Peak: resident memory above the weights, MB are "

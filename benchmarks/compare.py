@@ -5,8 +5,9 @@ Both sides load the same weights and the same tokens from one folder, use the sa
 and compress with KVzip to the same ratio and under the same prefix policy (counted). A measurement
 is a process of its own:
 
-    load, compress a short text as a warm-up, compress T tokens (seconds per phase, peak memory above what was
-    resident), ask a question and generate a fixed number of tokens, fill a full cache, generate again (r = 1).
+    load, compress a short text as a warm-up, compress T tokens (seconds per phase, peak memory
+    above what was resident), ask a question and generate a fixed number of tokens, fill a full
+    cache, generate again (r = 1).
 
 Ours also runs a restore pass with a random adapter (n = 8, rank 8), whose share is told apart.
 kvpress needs transformers < 5.3, hence its own environment; which side goes first alternates.
@@ -35,7 +36,10 @@ KVPRESS = "kvpress"
 WARM_UP = 64  # tokens
 # Short, because kvpress must find one key that every query of the question turns away from.
 QUESTION = "Why?"
-NO_KVPRESS = "kvpress is not measured, because there is no environment for it; run `make bench`, or give --kvpress-python."
+NO_KVPRESS = (
+    "kvpress is not measured, because there is no environment for it; "
+    "run `make bench`, or pass --kvpress-python."
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def measure_side(side: str, job: dict, folder: Path, python: Path | None) -> dic
 
 
 def compute_medians(found: Sequence[dict]) -> dict:
-    """The median of every number over the repetitions; whatever is not a number is the first one's."""
+    """Return the median of every number over the repetitions, and the rest of the first one."""
     middle = {}
     for key, first in found[0].items():
         every = [each[key] for each in found if key in each]

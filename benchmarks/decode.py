@@ -8,11 +8,13 @@ measured in turn, round after round:
     attention    one pass over all layers' attention with random queries, seconds per layer
     step         a pass of the whole model for one token of every question
     ours         the compressed cache, r T H pairs a layer, heads of unequal lengths
-    rectangle    transformers' DynamicCache of as many pairs, heads of one length; at r = 1 that is the full one
+    rectangle    transformers' DynamicCache of as many pairs, heads of one length; at r = 1 that is
+                 the full one
     full         transformers' DynamicCache of all T tokens
-    as rows      attention over the full cache by one call of SDPA that reads a KV head once for its group: SDPA at its
-                 best, which transformers does not use here
-    roofline     bytes of pairs and tail over the bandwidth of a copy (read and written), measured in the same run
+    as rows      attention over the full cache by one call of SDPA that reads a KV head once for its
+                 group: SDPA at its best, which transformers does not use here
+    roofline     bytes of pairs and tail over the bandwidth of a copy (read and written), measured
+                 in the same run
 
 `held` is resident memory that a compressed cache adds to this process, over the bytes of its pairs,
 which include the restore cache, and of its tail behind that. `answers` are tokens a second of many
@@ -144,7 +146,7 @@ def run_decode(options: Options, progress: Callable[[str], None] = lambda phase:
 
 
 def make_random_cache(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
-    """A full cache of random numbers."""
+    """Make a full cache of random numbers."""
     full = DynamicCache()
     generator = torch.Generator().manual_seed(seed)
     size = 1, shape.heads, tokens, shape.head_dim
@@ -242,7 +244,7 @@ def measure_ratio(
 
 
 def copy_columns(full: DynamicCache, length: int) -> DynamicCache:
-    """The first `length` columns, copied."""
+    """Return the first `length` columns, copied."""
     short = DynamicCache()
     for index, layer in enumerate(full.layers):
         short.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)

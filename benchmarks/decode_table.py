@@ -62,10 +62,12 @@ def describe_answers(measured: dict) -> str:
     """Says how many tokens a second each side answers."""
     ours = measured[OURS]
     kvpress = measured.get(KVPRESS, {})
-    words = f"{measured['asked']} questions to {measured['read']:,} tokens at {format_ratio(measured['ratio'])}"
+    ratio = format_ratio(measured["ratio"])
+    words = f"{measured['asked']} questions to {measured['read']:,} tokens at {ratio}"
     words += f", {measured['answer']} tokens each: {ours['rate']:.1f} tokens a second"
     if "rate" in kvpress:
-        return f"{words}, kvpress {kvpress['rate']:.1f}, {ours['rate'] / kvpress['rate']:.1f} times as many."
+        times = ours["rate"] / kvpress["rate"]
+        return f"{words}, kvpress {kvpress['rate']:.1f}, {times:.1f} times as many."
     return (
         f"{words}; kvpress refused: {kvpress['refused']}" if "refused" in kvpress else f"{words}."
     )

@@ -1,10 +1,11 @@
 """`python -m benchmarks efficiency`: what restoring costs (the paper's Fig. efficiency), on any
 model.
 
-(a) compression   prefill, scoring, restore pass and eviction, with and without the restore pass, for every scorer;
-                  each measurement is a process of its own (`compress_cost`)
-(b) latency       seconds of one layer's attention in one decode step, and bytes and pairs held, against r; the base
-                  and the restored cache take turns at the same budget B in this process
+(a) compression   prefill, scoring, restore pass and eviction, with and without the restore pass,
+                  for every scorer; each measurement is a process of its own (`compress_cost`)
+(b) latency       seconds of one layer's attention in one decode step, and bytes and pairs held,
+                  against r; the base and the restored cache take turns at the same budget B in this
+                  process
 
 OUT/efficiency/<label>.json
 """
@@ -51,12 +52,18 @@ WARM_UP = 3  # decode steps
 Progress = Callable[[int, int], None]
 DEFINITIONS = {
     "seconds": "medians over the repetitions in one process, after a warm-up",
-    "peak": "the most bytes held while compressing, above the loaded model, in a process of its own; with the restore "
-    "pass the adapter's weights count too",
-    "overhead": "seconds of the restore pass over all other seconds of the same process; difference of the peaks, also "
-    "over the base's peak",
-    "milliseconds": "one layer's attention for one new token of batch 1: the median over the steps of the mean over "
-    "layers",
+    "peak": (
+        "the most bytes held while compressing, above the loaded model, in a process of its own; "
+        "with the restore pass the adapter's weights count too"
+    ),
+    "overhead": (
+        "seconds of the restore pass over all other seconds of the same process; difference of the "
+        "peaks, also over the base's peak"
+    ),
+    "milliseconds": (
+        "one layer's attention for one new token of batch 1: the median over the steps of the mean "
+        "over layers"
+    ),
     "latency_ratio": "median over the steps of restored / base, measured in turn",
     "bytes": "everything that the compressed cache holds",
     "pairs": "KV pairs held, chat prefix included",
@@ -199,7 +206,7 @@ def _prepare_context(
     options: CostOptions,
     conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Return the context whose attention is timed, scored by the first scorer or filled at random."""
+    """Return the context whose attention is timed, with scores of a scorer or at random."""
     scorer = options.scorers[0]
     adapter, _ = _find_adapter(model, scorer)
     if options.latency_context == "random":

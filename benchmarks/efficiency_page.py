@@ -108,7 +108,8 @@ def draw_compression(found: Mapping) -> Chart:
         }
         for row in rows
     ]
-    note = f"Seconds, median of {found['conventions']['repeat']} runs, by phase; {describe_machine(found)}."
+    repeat = found["conventions"]["repeat"]
+    note = f"Seconds, median of {repeat} runs, by phase; {describe_machine(found)}."
     return make_chart(make_slug("efficiency", found["name"], "time"), title, [panel], note, data)
 
 

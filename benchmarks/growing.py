@@ -203,7 +203,7 @@ def measure_conversation(
 
 
 def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
-    """Return KL per token with its interval, and time and KL as multiples of compressing at once."""
+    """Return KL per token with its interval, and both as multiples of compressing at once."""
     sums, tokens = (
         np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens")
     )

@@ -8,10 +8,13 @@ one. A pass goes through all layers, each with a cache of its own, so that one l
 left the L2 cache before they are read again; the CUDA graph of a pass is replayed.
 
     ours            attention over ragged context and tail, both kernels
-    sdpa            PyTorch's choice for a rectangle of as many pairs and the tail, query heads grouped by itself
-    sdpa, as rows   the same with a KV head's query heads given as rows of one product, which reads each pair once
+    sdpa            PyTorch's choice for a rectangle of as many pairs and the tail, query heads
+                    grouped by itself
+    sdpa, as rows   the same with a KV head's query heads as rows of one product, which reads each
+                    pair once
     flash-attn      flash_attn_with_kvcache, where that package is installed
-    roofline        bytes of pairs and tail over the bandwidth of a copy (read and written), measured in the same run
+    roofline        bytes of pairs and tail over the bandwidth of a copy (read and written),
+                    measured in the same run
 
 Figures are seconds per layer, medians over replays; before anything is timed, ours is compared with
 the definition.
@@ -114,7 +117,7 @@ def check_device(rehearse: bool) -> None:
 
 
 def measure_ratio(options: Options, ratio: float, bandwidth: float, device: torch.device) -> dict:
-    """One ratio, on caches of its own."""
+    """Measure one ratio, on caches of its own."""
     generator = torch.Generator(device).manual_seed(options.seed)
     layers = [make_random_layer(options, ratio, generator) for _ in range(options.layers)]
     tiles.plan_tiles(layers)
@@ -178,7 +181,7 @@ def make_random_layer(options: Options, ratio: float, generator: torch.Generator
 
 
 def check_kernel(query: Tensor, layer: RaggedLayer) -> None:
-    """A wrong kernel is not worth timing."""
+    """Refuse a wrong kernel, which is not worth timing."""
     scale = query.shape[-1] ** -0.5
     wished = naive.attend_ragged(query.float(), layer, None, scale)
     error = (
@@ -209,7 +212,7 @@ def _list_rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], T
 
 
 def _time_step(step: Step, repeat: int, device: torch.device) -> float:
-    """The median of `repeat`, after one that only warms."""
+    """Return the median of `repeat` times, after one that only warms up."""
     step()
     return median(
         _time_replays(step, repeat)
@@ -219,7 +222,7 @@ def _time_step(step: Step, repeat: int, device: torch.device) -> float:
 
 
 def _time_replays(step: Step, repeat: int) -> list[float]:
-    """Time of a CUDA graph's replays by the device's own clock, after a few that are not counted."""
+    """Time the replays of a CUDA graph by the device's own clock, after a few that only warm up."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

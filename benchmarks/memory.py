@@ -7,7 +7,8 @@ warm-up on a short text. Memory is resident memory above what was there before (
 every phase the high-water mark, which starts anew.
 
     plain      the full cache in memory          bound: full cache + one layer + scores + workspace
-    offload    all but one layer in a file       bound: one layer, twice + scores + what is kept + workspace
+    offload    all but one layer in a file       bound: one layer, twice + scores + what is kept
+                                                        + workspace
     streaming  as the prefill goes               bound: what is kept + one part + scores + workspace
 
 `filled` fills the cache with random numbers instead of a prefill, which takes most of the time and
@@ -168,7 +169,7 @@ def release_memory() -> None:
 
 
 def measure(job: dict) -> dict:
-    """One compression, phase by phase."""
+    """Measure one compression, phase by phase."""
     model, tokenizer = load_model(job["model"])
     adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
     shape = CacheShape.from_model(model)
@@ -197,7 +198,7 @@ def measure(job: dict) -> dict:
 
 
 def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
-    """A whole compression -> bytes of what is kept, and S + T."""
+    """Compress a text; return the bytes of what is kept, and S + T."""
     made = compress(
         model,
         tokenizer,
@@ -212,7 +213,7 @@ def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[
 
 
 def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
-    """The same over a cache of random numbers."""
+    """Compress a cache of random numbers; return the bytes of what is kept, and S + T."""
     context = make_context(tokenizer, text)
     evictor = evictors.make_evictor(job["evictor"])
     if evictor.make_observer(model, context) is not None:
@@ -231,7 +232,7 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
 
 
 def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
-    """Standard normal keys and values."""
+    """Return a full cache of standard normal keys and values."""
     shape = CacheShape.from_model(model)
     full = make_offloaded_cache(model, columns) if offload else DynamicCache()
     for layer in range(shape.layers):
@@ -268,7 +269,7 @@ def _compute_exponent(early: dict, late: dict, name: str) -> float:
 
 
 def _list_phases(rows: Sequence[dict]) -> list[str]:
-    """The phases that any row has, in their order."""
+    """Return the phases that any row has, in their order."""
     return list({name: None for row in rows for name in row["phases"]})
 
 

@@ -4,15 +4,19 @@ All sizes follow from a model's shape; bfloat16, binary units. The parts, with C
 
     weights     2 bytes a parameter
     full cache  2 * L * H * D * C * 2          one layer  the same over L
-    scores      6 * L * H * C                  a float32 score a pair, and whether it stays, twice at the most;
-                                               10 where the best are sought in a copy without the prefix: streaming
+    scores      6 * L * H * C                  a float32 score a pair, and whether it stays, twice
+                                               at the most; 10 where the best are sought in a copy
+                                               without the prefix: streaming
     kept        r of the full cache            one part   P = 2,048 columns of the full cache
-    workspace   c * (3 * C + 2 * (4 * d + 3 * f + 4 * q)), c = min(4096, 2^26 / C, C) rows of a chunk, hidden width d,
-                MLP width f, q = H * G * D: the mask as booleans and as numbers, and a layer's activations
+    workspace   c * (3 * C + 2 * (4 * d + 3 * f + 4 * q)), c = min(4096, 2^26 / C, C) rows of a
+                chunk, hidden width d, MLP width f, q = H * G * D: the mask as booleans and as
+                numbers, and a layer's activations
 
     plain       weights + full cache + one layer + scores + workspace
-    offload     weights + one layer, twice (held and joined with the chunk's pairs) + kept + scores + workspace
-    streaming   weights + kept + one part + scores + workspace of a part, C = P, which is prefilled alone
+    offload     weights + one layer, twice (held and joined with the chunk's pairs) + kept + scores
+                + workspace
+    streaming   weights + kept + one part + scores + workspace of a part, C = P, which is prefilled
+                alone
 
 That is a CPU's. A GPU holds a third layer when it offloads: the next one, fetched ahead. Prefixes
 are counted as text.
@@ -83,9 +87,10 @@ MODELS = (
 
 
 def format_table() -> str:
-    """Every model and length, as a table."""
+    """Return a table of every model and length."""
     text = f"bfloat16, r = {RATIO:g}, parts of {PART:,} tokens\n\n"
-    text += "| model | T | weights | full cache | one layer | scores | workspace | peak | offload | streaming |\n"
+    text += "| model | T | weights | full cache | one layer | scores | workspace | peak | offload |"
+    text += " streaming |\n"
     text += "|---" * 10 + "|\n"
     for model in MODELS:
         for tokens in LENGTHS:

@@ -67,7 +67,7 @@ def measure(job: dict) -> dict:
 
 
 def _make_full_cache(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> RaggedCache:
-    """The cache at r = 1, which keeps every pair."""
+    """Make the cache at r = 1, which keeps every pair."""
     full = prefill(model, context.ids)
     heads, columns = full.layers[0].keys.shape[1:3]
     return RaggedCache.from_dense(
@@ -76,7 +76,7 @@ def _make_full_cache(model: PreTrainedModel, tokenizer: Tokenizer, context: Cont
 
 
 def _time_decoding(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
-    """A question and a fixed number of tokens, whatever they are."""
+    """Time a question and a fixed number of tokens, whatever they are."""
     clock = TokenTimer()
     for _ in write_tokens(model, [cache], [torch.tensor(job["question_ids"])], job["decode"]):
         clock()

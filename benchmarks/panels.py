@@ -61,7 +61,8 @@ def make_bars(
         unit: the label of the axis of lengths.
         names: one for every bar or group of bars, from the top down.
         parts: the lengths of every series; None is a bar left out.
-        texts: what is written next to the bars: one row for whole stacks, or one row for each series.
+        texts: what is written next to the bars: one row for whole stacks, or one row for each
+            series.
         stacked: whether the series are parts of one bar, or bars next to each other.
         width: of the panel, in inches.
     """

@@ -13,7 +13,7 @@ Step = Callable[[], object]
 
 
 def pass_over(things: Sequence, act: Callable) -> Step:
-    """One pass over all of them, such as layers."""
+    """Return a step that acts on all of them, such as layers."""
 
     def step() -> None:
         for thing in things:
@@ -23,7 +23,7 @@ def pass_over(things: Sequence, act: Callable) -> Step:
 
 
 def time_once(step: Step) -> float:
-    """Its wall time."""
+    """Return the wall time of a step."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -94,7 +94,7 @@ def run_scorers(options: Options, progress: Callable[[str], None] = lambda phase
 def _measure_method(
     model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path
 ) -> dict:
-    """One method, after a warm-up on a short text and a plain prefill."""
+    """Measure one method, after a warm-up on a short text and a plain prefill."""
     prepare = _make_preparer(model, tokenizer, method, options, folder)
     prepare(make_text(WARM_UP, options.seed))
     text = make_text(options.tokens, options.seed)
@@ -137,7 +137,7 @@ def _make_preparer(
 
 
 def format_table(result: dict) -> str:
-    """The rows as a table, cheapest first."""
+    """Return a table of the rows, cheapest first."""
     model = result["model"]
     machine = result["machine"]
     head = (

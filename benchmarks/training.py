@@ -6,8 +6,10 @@ takes one step on a context of T tokens with KVzip, a few questions and given an
 as a mixture holds its teacher's answers) after a step on a short text as a warm-up. The variants
 differ in one thing from one to the next:
 
-    copied            everything is made anew; the restore pass copies the full cache, whatever its size
-    anew              everything is made anew; a large full cache is referred to (`restorekv.model.attention.WORKSPACE`)
+    copied            everything is made anew; the restore pass copies the full cache, whatever its
+                      size
+    anew              everything is made anew; a large full cache is referred to
+                      (`restorekv.model.attention.WORKSPACE`)
     scores stored     scores and teacher are read from a store, the prefill is made anew
     prefill stored    the full cache is read from the store too
 """
@@ -151,7 +153,7 @@ def run_training(options: Options, progress: Callable[[str], None] = lambda phas
 def _measure_variant(
     model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, options: Options, folder: Path
 ) -> dict:
-    """One variant: fill the store if there is one, warm up, take the step."""
+    """Measure one variant: fill the store if there is one, warm up, take the step."""
     config = TrainConfig(questions=options.questions, warmup=0, seed=options.seed)
     short = replace(options, tokens=WARM_UP, answer=1)
     examples = [_make_example(model, short), _make_example(model, options)]
@@ -220,7 +222,7 @@ def _make_example(model: PreTrainedModel, options: Options) -> Example:
 
 
 def format_table(result: dict) -> str:
-    """The variants as a table."""
+    """Return a table of the variants."""
     model = result["model"]
     machine = result["machine"]
     head = (

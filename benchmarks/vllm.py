@@ -171,4 +171,5 @@ def make_tables(result: dict) -> Iterator[Table | str]:
         [*head, *(f"tokens/s, {x}" for x in names)],
         lines,
     )
-    yield f"{options['model']}, documents of {options['tokens']:,} tokens, {result['machine']['processor']}."
+    processor = result["machine"]["processor"]
+    yield f"{options['model']}, documents of {options['tokens']:,} tokens, {processor}."

@@ -36,7 +36,10 @@ def draw_vllm(result: Mapping) -> Chart:
         group_bars("First token of an answer", "seconds", names, waits, digits=2),
         group_bars(f"{most} questions at once", "tokens a second", names, rates),
     ]
-    title = f"Documents of {options['tokens']:,} tokens in vLLM, in space for {options['fitting']} whole ones"
+    title = (
+        f"Documents of {options['tokens']:,} tokens in vLLM, "
+        f"in space for {options['fitting']} whole ones"
+    )
     note = (
         f"{options['model']}; answers of {options['answer']} tokens. Cold: the document was not in "
         "vLLM's cache. Compressed: SnapKV, one length per head."

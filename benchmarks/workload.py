@@ -40,7 +40,7 @@ TEMPLATE = (
 
 
 def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
-    """Save random bfloat16 weights (tied embeddings, no EOS) and return the number of parameters."""
+    """Save random bfloat16 weights (tied embeddings, no EOS); return the number of parameters."""
     config = Qwen3Config(
         **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
@@ -83,7 +83,7 @@ def describe_machine(threads: int) -> dict:
 
 
 def load_novel() -> str:
-    """The text of a novel that ships."""
+    """Return the text of a novel that ships."""
     path = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
     return gzip.decompress(path.read_bytes()).decode()
 

@@ -13,7 +13,7 @@ from langchain_openai import ChatOpenAI
 
 
 def ask(url: str, document: Path, questions: list[str]) -> list[str]:
-    """Uploads a document once and returns the answers to questions about it."""
+    """Upload a document once and return the answers to questions about it."""
     client = openai.OpenAI(base_url=url, api_key="none")
     with document.open("rb") as file:
         upload = client.files.create(file=file, purpose="user_data")

@@ -18,7 +18,7 @@ from llama_index.llms.openai_like import OpenAILike
 def ask(
     url: str, document: Path, questions: list[str], model: str = "smollm2:fast-0.1"
 ) -> list[str]:
-    """Returns the answers to questions about a document."""
+    """Return the answers to questions about a document."""
     chat = OpenAILike(
         api_base=url, api_key="none", model=model, is_chat_model=True, temperature=0, max_tokens=64
     )

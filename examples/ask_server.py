@@ -11,7 +11,7 @@ import openai
 
 
 def ask(url: str, document: Path, questions: list[str]) -> list[str]:
-    """Uploads a document once and returns the answers to questions about it."""
+    """Upload a document once and return the answers to questions about it."""
     client = openai.OpenAI(base_url=url, api_key="none")
     # The one that uploads are compressed for, such as smollm2:fast-0.1.
     model = client.models.list().data[-1].id

@@ -1,7 +1,7 @@
 """Compress a text once, ask it several questions, save the cache and ask again.
 
-python examples/quickstart.py                   # SmolLM2 and a fairy tale; about a minute on a CPU
-python examples/quickstart.py tiny              # the tiny model that ships, on its own kind of text; seconds
+python examples/quickstart.py         # SmolLM2 and a fairy tale; about a minute on a CPU
+python examples/quickstart.py tiny    # the tiny model that ships, on its own kind of text; seconds
 """
 
 import sys
@@ -35,7 +35,8 @@ def main(name: str = "smollm2") -> None:
         small.save(path)
         again = CompressedContext.load(path, model, tokenizer)
         print(
-            f"From a file of {path.stat().st_size / 1e6:.1f} MB: {again.ask(questions[0], max_new_tokens=32).strip()}"
+            f"From a file of {path.stat().st_size / 1e6:.1f} MB: "
+            f"{again.ask(questions[0], max_new_tokens=32).strip()}"
         )
 
 

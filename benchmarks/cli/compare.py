@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare`: compressing and answering, beside kvpress 0.5.5, on this machine."""
+"""`python -m benchmarks compare`: compressing and answering beside kvpress 0.5.5, here."""
 
 from pathlib import Path
 from typing import Annotated

@@ -182,7 +182,7 @@ def class_name(kind: str) -> str:
 
 
 def tiny_config(kind: str, **overrides: object) -> PretrainedConfig:
-    """Return a config of a model type with small sizes, and windows and positions of a few tokens."""
+    """Return a small config of a model type, with windows and positions of a few tokens."""
     config_class = type(CONFIG_MAPPING[kind]())
     if "text_config" in getattr(config_class, "sub_configs", {}):
         return tiny_text_config(config_class, kind, overrides)

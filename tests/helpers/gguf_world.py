@@ -1,4 +1,4 @@
-"""Small GGUF files, written with llama.cpp's own package from models and tokenizers made in memory."""
+"""Small GGUF files, written with llama.cpp's own package from models made in memory."""
 
 import json
 from pathlib import Path

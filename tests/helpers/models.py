@@ -80,7 +80,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]]:
-    """The likeliest ids of each row, a cache and a prompt of ids (q,), with the EOS that ended it."""
+    """Return the likeliest ids of each row, a cache and a prompt of ids (q,), with its last EOS."""
     answers = [[] for _ in prompts]
     batch = decoding.pad_prompts(model, caches, prompts)
     for row, token in decoding.decode_batch(

@@ -18,7 +18,7 @@ print(digest_samples(make_benchmark(sys.argv[2]).load_samples(tokenizer, "kvpres
 
 
 def digest_elsewhere(spec: str, hash_seed: int = 7) -> str:
-    """Return the digest of a benchmark's samples, tokenized for the tiny model, in a new process."""
+    """Return the digest of a benchmark's samples for the tiny model, from a new process."""
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     command = [sys.executable, "-c", CODE, TINY, spec]
     return subprocess.run(

@@ -4,7 +4,10 @@ import torch
 
 from restorekv.model.prompt import encode_text
 
-TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is not the red house; "
+TEXT = (
+    "the code of the red house is seven; who lives in the blue house? "
+    "the blue house is not the red house; "
+)
 
 
 def rotate(x, cos, sin):

@@ -8,6 +8,9 @@ suffice. A static tail shows its whole buffer and a tensor says where to write, 
 is the same work (see `FixedSteps` in generation/decoding.py).
 """
 
+# Keys and values are properties here and attributes in transformers.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 import torch
@@ -30,7 +33,10 @@ class CompressedLayer(CacheLayerMixin):
     def columns(self) -> int:
         raise NotImplementedError
 
-    def lazy_initialization(self, *_: object) -> None:
+    # transformers' own versions have other parameters.
+    def lazy_initialization(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *_: object
+    ) -> None:
         """Do nothing: a compressed layer is complete from the start."""
 
     def get_seq_length(self, *_: object) -> int:
@@ -86,7 +92,7 @@ class TailLayer(CompressedLayer):
     # Assigned keys or values are tensors of their own, not the start of a buffer.
 
     @property
-    def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def keys(self) -> Tensor:
         return self._keys
 
     @keys.setter
@@ -97,7 +103,7 @@ class TailLayer(CompressedLayer):
         self.static = None
 
     @property
-    def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def values(self) -> Tensor:
         return self._values
 
     @values.setter
