@@ -278,9 +278,9 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
     kind = find_engine_class("vllm")
     if not find_spec("vllm"):
         with pytest.raises(RestoreKVError, match="pip install vllm"):
-            kind.check_options()
+            kind.check_options({})
     with pytest.raises(RestoreKVError, match="goes with --vllm-url"):
-        kind.check_options(folder=tmp_path)
+        kind.check_options({"folder": tmp_path})
     plain = FakeVllm(model, tiny_tokenizer, tmp_path / "portable", connector=False)
     with (
         listening(plain.app) as url,

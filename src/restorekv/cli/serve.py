@@ -91,7 +91,7 @@ def run(
         engine,
         {k: v for k, v in own.items() if v},
     )
-    server.find_engine_class(engine).check_options(**settings.options)
+    server.find_engine_class(engine).check_options(settings.options)
     server.Variant.parse(settings.default, model)
     if shared:
         server.SharedFolder(shared)  # refuses what cannot be used

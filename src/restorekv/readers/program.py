@@ -76,7 +76,8 @@ def extract_html(content: bytes) -> str:
 class TextCollector(HTMLParser):
     """Collects the text outside of scripts and the like."""
 
-    CDATA_CONTENT_ELEMENTS = HIDDEN
+    # Documented as an attribute to set, though typeshed has it as final.
+    CDATA_CONTENT_ELEMENTS = HIDDEN  # pyright: ignore[reportGeneralTypeIssues]
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from openai.types import FileDeleted, Model
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
@@ -33,6 +33,8 @@ LOG = logging.getLogger("restorekv.serve")
 OPEN_PATHS = ("/health", "/ready", *PATHS)  # asked without a key
 BYTES = "application/octet-stream"
 METRICS = "text/plain; version=0.0.4"
+
+Responses = dict[int | str, dict[str, Any]]  # what `/openapi.json` says of answers, by status
 
 
 def make_app(
@@ -131,8 +133,8 @@ def add_errors(app: FastAPI, service: Service) -> None:
             # The framework names the methods of only one of the path's routes.
             methods = set()
             for route in app.routes:
-                if route.matches(request.scope)[0] is not Match.NONE:
-                    methods |= route.methods
+                if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+                    methods |= route.methods or set()
             headers = {"allow": ", ".join(sorted(methods))}
         return make_problem_response(error.status_code, message, headers=headers)
 
@@ -172,7 +174,9 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
 def add_routes(app: FastAPI, questions: Questions, is_ready: Callable[[], bool]) -> None:
     """Add every path but those of files, responses and the page."""
     service = questions.service
-    not_yet = {503: {"model": schemas.Ready, "description": "The server still starts or ends"}}
+    not_yet: Responses = {
+        503: {"model": schemas.Ready, "description": "The server still starts or ends"}
+    }
 
     @app.get("/health")
     async def health() -> schemas.Status:
@@ -203,7 +207,7 @@ def add_routes(app: FastAPI, questions: Questions, is_ready: Callable[[], bool])
 
 def add_files(app: FastAPI, service: Service) -> None:
     """Add the paths of uploads."""
-    full = {507: {"model": schemas.Problem, "description": "The server's disk is full"}}
+    full: Responses = {507: {"model": schemas.Problem, "description": "The server's disk is full"}}
     binary = schemas.describe_content(BYTES)
 
     @app.post("/v1/files", response_model_exclude_unset=True, responses=full)

@@ -71,7 +71,10 @@ class CheckedRequest(Request):
                 self._checked = parse_body(raw)
         return self._checked
 
-    async def form(self, **_: object) -> FormData:
+    # Starlette's can also be used as a context manager, which FastAPI does not do.
+    async def form(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, **_: object
+    ) -> FormData:
         """Return the form of an upload, which has one file and small fields; raise BodyError."""
         try:
             form = await super().form(max_files=1, max_fields=len(FORM), max_part_size=FIELD)

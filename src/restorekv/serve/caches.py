@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -100,7 +100,10 @@ def make_cache_key(sha256: str, variant: Variant, made_with: Sequence[str]) -> s
     return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
-class CacheEngine(Engine):
+Active = TypeVar("Active", bound=ActiveQuestion)
+
+
+class CacheEngine(Engine, Generic[Active]):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
     `compress_settings` are fields of `CompressionConfig` in addition to a variant's own; caches
@@ -124,6 +127,7 @@ class CacheEngine(Engine):
         self.memory = memory
         self.stops = decoding.get_stop_ids(model, tokenizer)
         identity = identify_model(model, tokenizer)
+        assert identity.template is not None  # since there is a tokenizer
         settings = [f"{name}={value}" for name, value in self.compress_settings.items()]
         self.made_with: tuple[str, ...] = (
             identity.fingerprint,
@@ -147,7 +151,7 @@ class CacheEngine(Engine):
         self.preparers: ThreadPoolExecutor | None = None
 
     @staticmethod
-    def check_options(**options: object) -> None:
+    def check_options(options: Mapping[str, Any]) -> None:
         """Refuse options of the engine that cannot work, before a model is loaded."""
         if options:
             raise RestoreKVError(
@@ -189,11 +193,11 @@ class CacheEngine(Engine):
         return nullcontext()
 
     @abstractmethod
-    def prepare(self, question: ServedQuestion) -> ActiveQuestion:
+    def prepare(self, question: ServedQuestion) -> Active:
         """Return a question with its documents loaded and its prompt as ids; runs in a thread."""
 
     @abstractmethod
-    async def write(self, active: ActiveQuestion) -> None:
+    async def write(self, active: Active) -> None:
         """Write the answers into the rows; return when all have ended or nobody waits."""
 
     def make_reply(self, active: ActiveQuestion) -> Reply:

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ class LocalQuestion(ActiveQuestion):
     written: Future[None] = field(default_factory=Future)
 
 
-class EmbeddedEngine(CacheEngine):
+class EmbeddedEngine(CacheEngine[LocalQuestion]):
     """Answers up to generate.BATCH questions at a time.
 
     At most `waiting` more wait for a place; None is no limit. They hold no document.
@@ -82,11 +83,9 @@ class EmbeddedEngine(CacheEngine):
         self.answering = threading.Thread(
             target=self._answer_all, name="restorekv-answer", daemon=True
         )
+        layers: Any = get_backbone(model).layers
         with HOOKS_LOCK:
-            self.hooks = [
-                layer.register_forward_pre_hook(self._give_way)
-                for layer in get_backbone(model).layers
-            ]
+            self.hooks = [layer.register_forward_pre_hook(self._give_way) for layer in layers]
 
     def start(self) -> None:
         """Start the thread that answers."""
@@ -102,7 +101,8 @@ class EmbeddedEngine(CacheEngine):
     def close(self) -> None:
         """End; what is still being answered gets an error."""
         super().close()
-        self.preparers.shutdown(wait=False)
+        if self.preparers:
+            self.preparers.shutdown(wait=False)
         self.prepared.put(None)
         self.answering.join(JOIN)
         with HOOKS_LOCK:
@@ -156,6 +156,7 @@ class EmbeddedEngine(CacheEngine):
         rows = make_choosers(
             sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
         )
+        assert rows is not None
         manifest = joined.manifest
         return LocalQuestion(
             question=question,
@@ -233,7 +234,8 @@ class EmbeddedEngine(CacheEngine):
 
     def _deliver(self, event: Event) -> None:
         """Pass a token on; with the last one, the question's task continues."""
-        active: LocalQuestion = event.task.label
+        active = event.task.label
+        assert isinstance(active, LocalQuestion)
         try:
             if event.error is None and event.token is not None:
                 active.pass_token(event.sample, event.token, event.likely)
@@ -246,6 +248,7 @@ class EmbeddedEngine(CacheEngine):
     def _give_up(self, error: Exception) -> None:
         """End all questions with an error."""
         for task in (*self.scheduler.tasks, *self.scheduler.line):
+            assert isinstance(task.label, LocalQuestion)
             settle_future(task.label.written, error=error)
         self.scheduler = Scheduler(self.model, self.stops)
 

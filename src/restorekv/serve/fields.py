@@ -8,7 +8,7 @@ answers without a word.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, LiteralString
 
 from pydantic import ConfigDict
 from pydantic_core import PydanticCustomError
@@ -141,6 +141,6 @@ def make_config(idle: frozenset[str], refused: Refused) -> ConfigDict:
     return ConfigDict(json_schema_extra=extend)
 
 
-def make_field_error(code: str, name: str, why: str) -> PydanticCustomError:
+def make_field_error(code: LiteralString, name: str, why: str) -> PydanticCustomError:
     """Return an error that app.py turns into an answer that names the field."""
     return PydanticCustomError(code, "{param} {why}", {"param": name[:120], "why": why})

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from asyncio import Transport
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from fastapi import Request
@@ -308,7 +308,7 @@ def make_problem_response(
     status: int,
     message: str,
     code: str | None = None,
-    headers: dict | None = None,
+    headers: Mapping[str, str] | None = None,
     param: str | None = None,
 ) -> Response:
     """Return an error as OpenAI's API writes it.

@@ -40,9 +40,10 @@ Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
 FILE = r"file-[0-9a-f]{24}"
 KEY = r"[0-9a-f]{32}"
 SHA256 = r"[0-9a-f]{64}"
-UPLOADED = "uploaded"
-PROCESSED = "processed"
-FAILED = "error"
+Status = Literal["uploaded", "processed", "error"]
+UPLOADED: Status = "uploaded"
+PROCESSED: Status = "processed"
+FAILED: Status = "error"
 
 
 class IndexRow(BaseModel):
@@ -61,7 +62,7 @@ class FileRow(IndexRow):
     bytes: int
     created: int
     expires: int | None
-    status: Literal["uploaded", "processed", "error"]
+    status: Status
     problem: str
 
 

@@ -213,7 +213,9 @@ async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIter
             yield format_event(replies.make_chunk(header, number, delta, likely=likely))
         reply = pending.reply.result()
         for number, answer in enumerate(reply.answers):
-            chunk = replies.make_chunk(header, number, ChoiceDelta(), finish=answer.finish)
+            chunk = replies.make_chunk(
+                header, number, ChoiceDelta(), finish=replies.find_finish(answer)
+            )
             yield format_event(chunk)
         if (request.stream_options or {}).get("include_usage"):
             yield format_event(replies.make_usage_chunk(header, reply))

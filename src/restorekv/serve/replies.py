@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.generation.answers import Answer
 from restorekv.serve import schemas
 from restorekv.serve.engine import Engine, Reply, ServedDocument
 from restorekv.serve.store import Upload
@@ -57,7 +58,7 @@ def make_completion(
         message = ChatCompletionMessage(role="assistant", content=answer.text, refusal=None)
         choices.append(
             chat_completion.Choice(
-                index=number, message=message, finish_reason=answer.finish, logprobs=likely
+                index=number, message=message, finish_reason=find_finish(answer), logprobs=likely
             )
         )
     return schemas.Completion(
@@ -69,6 +70,11 @@ def make_completion(
         usage=count_usage(header, reply),
         restorekv=make_cost(reply),
     )
+
+
+def find_finish(answer: Answer) -> Literal["stop", "length"]:
+    """Return why an answer ended: at its limit, or by itself."""
+    return "length" if answer.finish == "length" else "stop"
 
 
 def make_chunk(
@@ -145,7 +151,7 @@ def describe_logprobs(
     """Return the log-probabilities of tokens, given with those of the likeliest ones."""
 
     def describe(token: int, value: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
+        text = str(tokenizer.decode([token]))
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
     content = []

@@ -246,7 +246,7 @@ def count_usage(pending: PendingAnswer, reply: Reply) -> types.ResponseUsage:
         input_tokens=counts.prompt_tokens,
         output_tokens=counts.completion_tokens,
         total_tokens=counts.total_tokens,
-        input_tokens_details=InputTokensDetails(**details),
+        input_tokens_details=InputTokensDetails.model_validate(details),
         output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
     )
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.generation.answers import Answer
 from restorekv.pipeline import compress
 from restorekv.serve.app import make_app
 from restorekv.serve.caches import CacheEngine
@@ -179,6 +180,7 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         try:
             context = CompressedContext.load(path, model, tokenizer)
             answer = context.ask("Which code?", 2, details=True)
+            assert isinstance(answer, Answer)
         finally:
             hook.remove()
     # Every token of the answer is read once, but the last.

@@ -5,6 +5,9 @@ replies.py and responses.py make them, and `/openapi.json` describes them. An an
 the fields that were set, also those set to None, and no others.
 """
 
+# The openai package's fields may be changed, so pyright refuses that their types are narrowed.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 from typing import Any, Literal

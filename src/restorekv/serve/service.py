@@ -173,10 +173,11 @@ class Service:
     async def _get_document(self, part: DocumentPart, variant: Variant) -> ServedDocument:
         if isinstance(part, UploadedFile):
             return await self.get_uploaded(part.id, variant)
-        text = part
         if isinstance(part, AttachedFile):
             loop = asyncio.get_running_loop()
             text = await loop.run_in_executor(READERS, extract_text, part.name, part.content)
+        else:
+            text = part
         # As files are read, whose byte order mark is not part of the text.
         text = text.lstrip("\ufeff")
         digest = start_document_hash(TEXT)

@@ -31,7 +31,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, read_bytes, replace_file
 from restorekv.readers.extract import find_kind
 from restorekv.serve.documents import start_document_hash
-from restorekv.serve.index import FILE, KEY, UPLOADED, Index
+from restorekv.serve.index import FILE, KEY, UPLOADED, Index, Status
 from restorekv.serve.shared import SharedFolder
 
 LOG = logging.getLogger("restorekv.serve")
@@ -56,7 +56,7 @@ class Upload:
     bytes: int
     created: int
     expires: int | None
-    status: str
+    status: Status
     problem: str
 
 
@@ -238,7 +238,7 @@ class Store:
                 f"{name} was deleted while it was read; upload it again."
             ) from None
 
-    def set_status(self, upload: Upload, status: str, problem: str = "") -> None:
+    def set_status(self, upload: Upload, status: Status, problem: str = "") -> None:
         """Record how processing an upload ended.
 
         No cache stays of one that was deleted meanwhile.

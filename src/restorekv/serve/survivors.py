@@ -67,14 +67,18 @@ def split_into_pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[
     before = 0
     start = 0
     for end in range(1, len(ids) + 1):
-        known = tokenizer.decode(ids[before:start])
-        text = tokenizer.decode(ids[before:end])
+        known = _decode(tokenizer, ids[before:start])
+        text = _decode(tokenizer, ids[before:end])
         if text.endswith("\ufffd") and end - start < LONGEST and end < len(ids):
             continue
         piece = text.removeprefix(known)
         if not text.startswith(known):  # the tokenizer cleans spaces: it changed an earlier one
-            piece = tokenizer.decode(ids[start:end])
+            piece = _decode(tokenizer, ids[start:end])
         pieces.append((piece, end - start))
         before = start
         start = end
     return pieces
+
+
+def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
+    return str(tokenizer.decode(list(ids)))

@@ -173,8 +173,10 @@ class InProcessVllm:
 
 def _likely_of_output(output: Any) -> list[Likely]:
     """Return the log-probabilities of one of vLLM's outputs."""
+    if not output.logprobs:
+        return []
     found = []
-    for token, given in zip(output.token_ids, output.logprobs or (), strict=False):
+    for token, given in zip(output.token_ids, output.logprobs, strict=False):
         likeliest = {other: each.logprob for other, each in given.items()}
         found.append((given[token].logprob, likeliest))
     return found

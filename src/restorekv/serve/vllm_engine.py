@@ -68,7 +68,7 @@ class VllmQuestion(ActiveQuestion):
             self.computed = max(self.context.positions - cached, 0)
 
 
-class VllmEngine(CacheEngine):
+class VllmEngine(CacheEngine[VllmQuestion]):
     """Answers up to `waiting` questions at a time, as vLLM schedules them.
 
     `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
@@ -95,7 +95,8 @@ class VllmEngine(CacheEngine):
         store.on_drop = self.portables.forget
         self.client: VllmClient
         if url:
-            vocabulary = model.get_input_embeddings().weight.shape[0]
+            embeddings: Any = model.get_input_embeddings()
+            vocabulary = embeddings.weight.shape[0]
             self.client = RemoteVllm(url, self.portables.folder, vocabulary)
         else:
             fingerprint = fingerprint_model(model)
@@ -109,11 +110,10 @@ class VllmEngine(CacheEngine):
             )
 
     @staticmethod
-    def check_options(
-        url: str = "", folder: Path | None = None, options: Mapping[str, Any] | None = None
-    ) -> None:
+    def check_options(options: Mapping[str, Any]) -> None:
         """Refuse options that cannot work, before a model is loaded."""
-        if folder and not url:
+        url = options.get("url")
+        if options.get("folder") and not url:
             raise RestoreKVError(
                 "--vllm-store goes with --vllm-url; without one, the store's own folder is used."
             )

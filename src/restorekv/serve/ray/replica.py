@@ -184,14 +184,16 @@ def make_deployment(least: int, most: int, resources: Mapping[str, float]) -> se
             "target_ongoing_requests": decoding.BATCH,
         }
         number = {"autoscaling_config": autoscaling}
-    return serve.deployment(
+    router: Any = DocumentRouter  # Ray's annotation lacks classes
+    deployment: Any = serve.deployment(
         Replica,
         name="documents",
         max_ongoing_requests=2 * decoding.BATCH,
         ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources["GPU"]},
-        request_router_config=RequestRouterConfig(request_router_class=DocumentRouter),
+        request_router_config=RequestRouterConfig(request_router_class=router),
         **number,
     )
+    return deployment
 
 
 def pack_question(question: ServedQuestion) -> dict[str, Any]:
