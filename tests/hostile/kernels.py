@@ -260,7 +260,9 @@ def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
     worst = 0.0
     for each in samples:
         try:
-            error = each.error(fault(each.query, each.layer, each.mask, each.scale), each.defined())
+            error = each.measure_error(
+                fault(each.query, each.layer, each.mask, each.scale), each.compute_definition()
+            )
         except RuntimeError:
             return float("inf")
         share = error / proofs.compute_tolerance(dtype, each.largest)

@@ -1,9 +1,10 @@
-"""Decides whether an adapter or a gate was made for these weights, other weights of the model, or
+"""Whether an adapter or a gate was made for these weights, for other weights of the model, or for
 another model.
 
-A fingerprint identifies exact weights. A sketch, about a thousand values from all matrices, measures how close two sets
-of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and 2 bits have a cosine similarity of
-1.000, 0.996, 0.99 and 0.95 with the model itself, random weights of the same scale one of 0.03.
+A fingerprint identifies exact weights. A sketch, about a thousand values from all matrices, tells
+how close two sets of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and
+2 bits have a cosine similarity of 1.000, 0.996, 0.99 and 0.95 with the model itself, random weights
+of the same scale one of 0.03.
 """
 
 import base64
@@ -23,7 +24,7 @@ LEAST_SIMILARITY = 0.9
 
 
 class BaseCard(Protocol):
-    """What the records of adapters and gates share."""
+    """What the cards of adapters and gates say of the model that they were made for."""
 
     model: str
     fingerprint: str
@@ -31,25 +32,25 @@ class BaseCard(Protocol):
     weights: dict | None
 
 
-def measure_similarity(
-    one: Mapping[str, object] | None, other: Mapping[str, object] | None
-) -> float:
-    """Returns the cosine similarity of two sketches, or 0 if one is missing or the architectures
-    differ.
+def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> float:
+    """Return the cosine similarity of the sketches in two descriptions of weights.
+
+    It is 0 if one is missing or damaged, or if the architectures differ.
     """
     if not one or not other or one.get("architecture") != other.get("architecture"):
         return 0.0
     try:
-        first, second = (decode_sketch(each["sketch"]) for each in (one, other))
+        first = decode_sketch(one["sketch"])
+        second = decode_sketch(other["sketch"])
     except (KeyError, TypeError, ValueError, RuntimeError):
         return 0.0
-    return (
-        float(torch.cosine_similarity(first, second, dim=0)) if first.shape == second.shape else 0.0
-    )
+    if first.shape != second.shape:
+        return 0.0
+    return float(torch.cosine_similarity(first, second, dim=0))
 
 
 def decode_sketch(sketch: str) -> Tensor:
-    """Returns the values of a sketch as float32."""
+    """Return the values of a sketch as float32."""
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
@@ -88,8 +89,8 @@ def check_base(
     identity = identity or identify_model(model)
     if card.rope != identity.rope:
         raise error(
-            f"The {what} was made with RoPE {make_printable(card.rope)}, the model has {identity.rope}; "
-            "load the model with the same RoPE configuration."
+            f"The {what} was made with RoPE {make_printable(card.rope)}, "
+            f"the model has {identity.rope}; load the model with the same RoPE configuration."
         )
     if card.fingerprint == identity.fingerprint:
         return

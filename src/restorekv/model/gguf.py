@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -58,21 +59,22 @@ _REMEDY = "give the model's own folder or hub id"
 class Header:
     """The metadata of a GGUF file as Python values, and the names of its tensors."""
 
-    fields: Mapping[str, object]
+    fields: Mapping[str, Any]
     tensors: frozenset[str]
 
-    def of_model(self, key: str) -> object:
-        """Returns a field whose name starts with the architecture, such as llama.context_length."""
+    def of_model(self, key: str) -> Any:
+        """Return a field whose name starts with the architecture, such as llama.context_length."""
         return self.fields.get(f"{self.fields.get('general.architecture')}.{key}")
 
 
 def find_file(name: str) -> Path | None:
-    """Returns the GGUF file that `name` is or that the folder `name` holds; None for other models."""
+    """Return the GGUF file that `name` is or that the folder `name` holds, if it does."""
     if os.path.exists(name) and not os.path.isdir(name):
         with reraise_as(ModelError), open_with_size(Path(name), name) as (file, _):
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(
-                    f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id."
+                    f"{name} is a file but not a GGUF file; "
+                    "give a model folder, a GGUF file or a hub id."
                 )
         return Path(name)
     if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
@@ -89,18 +91,24 @@ def find_file(name: str) -> Path | None:
 
 
 def find_installed(package: str) -> Path | None:
-    """Returns the GGUF file in a package's folder without importing the package."""
+    """Return the GGUF file in a package's folder without importing the package."""
     spec = find_spec(package)
-    folders = (spec.submodule_search_locations or []) if spec else []
-    return next((path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))), None)
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    return None
 
 
 def prepare_folder(file: Path, name: str) -> Path:
-    """Returns the transformers folder made from a GGUF file, now or before; messages call the model
-    `name`.
+    """Return the transformers folder made from a GGUF file, now or before.
+
+    Messages call the model `name`.
     """
     with reraise_as(ModelError):
         key = f"{digest_file(file)[:16]}-{VERSION}"
+    # A folder that is ready needs no lock, and may lie where this user cannot write.
     root = find_cache_folder()
     if root is not None and is_private_folder(root) and load_marker(root / key):
         return root / key
@@ -111,86 +119,91 @@ def prepare_folder(file: Path, name: str) -> Path:
                 make_folder(file, name, folder)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"Cannot keep {name} in {folder.parent} ({summarize_error(error)}); free some space there or set "
-            "RESTOREKV_CACHE to another folder."
+            f"Cannot keep {name} in {folder.parent} ({summarize_error(error)}); "
+            "free some space there or set RESTOREKV_CACHE to another folder."
         ) from error
     return folder
 
 
 def find_private_folder() -> Path:
-    """Returns the folder of prepared models, which nobody else can change; without one, a temporary
-    one.
+    """Return the folder of prepared models, which nobody else can change.
+
+    Where there can be none, a temporary one takes its place.
     """
     root = find_cache_folder()
+    if root is None:
+        return Path(make_temporary_folder("There is no home folder").name)
     problem = _find_problem(root)
-    return Path(make_temporary_folder(problem).name) if root is None or problem else root
+    if problem is not None:
+        return Path(make_temporary_folder(problem).name)
+    return root
 
 
 def read_quantization(folder: Path) -> str:
-    """Returns the quantization of the GGUF file that a folder was made from, such as "GGUF Q4_1"."""
+    """Return the quantization of the GGUF file that a folder was made from, such as "GGUF Q4_1"."""
     return read_record(folder / MARKER, str(folder / MARKER))["weights"]
 
 
-def _find_problem(root: Path | None) -> str | None:
-    """Returns why models cannot be kept in a folder, which is made if there is none; None for a
-    good one.
-    """
-    if root is None:
-        return "There is no home folder"
+def _find_problem(root: Path) -> str | None:
+    """Make a folder if there is none; return why models cannot be kept in it, or None."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "RESTOREKV_CACHE" not in os.environ and _is_own(root.stat()):
             # A proof that was kept first made it as the umask says.
             root.chmod(root.stat().st_mode & ~WRITABLE_BY_OTHERS)
         with tempfile.TemporaryFile(dir=root):
-            return None if is_private_folder(root) else f"Others can change the cache folder {root}"
+            pass
     except OSError:
         return f"The cache folder {root} cannot be written"
+    if not is_private_folder(root):
+        return f"Others can change the cache folder {root}"
+    return None
 
 
 def is_private_folder(root: Path) -> bool:
-    """Returns whether nobody else can replace what this user keeps in a folder."""
+    """Return whether nobody else can replace what this user keeps in a folder."""
     try:
         status = root.stat()
     except OSError:
         return False
-    return _is_own(status) and (
-        not status.st_mode & WRITABLE_BY_OTHERS
-        or bool(status.st_mode & stat.S_ISVTX)
-        or os.name != "posix"
-    )
+    if not _is_own(status):
+        return False
+    if os.name != "posix":
+        return True  # other systems have no such permissions
+    # In a sticky folder, such as /tmp, others can add files but not replace them.
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    return is_sticky or not status.st_mode & WRITABLE_BY_OTHERS
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Returns whether a file belongs to this user or to the system's administrator."""
+    """Return whether a file belongs to this user or to the system's administrator."""
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
 def _is_trusted(path: Path, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    """Returns whether nobody but this user and the administrator can have written a file, which is
-    no link.
+    """Return whether nobody but this user and the administrator can have written a file.
+
+    It must be of a `kind`, and so no link.
     """
     status = path.lstat()
-    return (
-        kind(status.st_mode)
-        and _is_own(status)
-        and not (os.name == "posix" and status.st_mode & WRITABLE_BY_OTHERS)
-    )
+    if not kind(status.st_mode) or not _is_own(status):
+        return False
+    return os.name != "posix" or not status.st_mode & WRITABLE_BY_OTHERS
 
 
 @cache
 def make_temporary_folder(problem: str) -> tempfile.TemporaryDirectory:
-    """Makes a folder that is removed when the process ends, and warns that nothing will be kept."""
-    effect = (
-        "the model is prepared again in every process; set RESTOREKV_CACHE to a folder of your own"
+    """Make a folder that is removed when the process ends, and warn that nothing will be kept."""
+    warn(
+        f"{problem}, so the model is prepared again in every process; "
+        "set RESTOREKV_CACHE to a folder of your own."
     )
-    warn(f"{problem}, so {effect}.")
     return tempfile.TemporaryDirectory(prefix="restorekv-")
 
 
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time prepare a folder; the others wait."""
+    """Let one process at a time prepare a folder; the others wait."""
     while True:
         with file_lock(folder.with_name(f".{folder.name}.lock")) as acquired:
             if acquired:
@@ -200,7 +213,7 @@ def _folder_lock(folder: Path) -> Iterator[None]:
 
 
 def load_marker(folder: Path) -> dict | None:
-    """Returns the marker of a folder that is whole and that nobody else can have written.
+    """Return the marker of a complete folder that nobody else can have written, None for any other.
 
     Every file that the marker lists has the right size and, unless it is large, contents.
     """
@@ -208,28 +221,27 @@ def load_marker(folder: Path) -> dict | None:
         if not (_is_trusted(folder, stat.S_ISDIR) and _is_trusted(folder / MARKER)):
             return None
         marker = read_record(folder / MARKER, str(folder / MARKER))
-        sound = marker["version"] == VERSION
-        for name, (size, expected) in marker["files"].items() if sound else ():
+        if marker["version"] != VERSION:
+            return None
+        for name, (size, expected) in marker["files"].items():
             path = folder / name
-            sound = (
-                sound
-                and Path(name).name == name
-                and _is_trusted(path)
-                and path.stat().st_size == size
-            )
-            sound = sound and (size > _HASHED_BYTES or digest_file(path) == expected)
+            if Path(name).name != name or not _is_trusted(path) or path.stat().st_size != size:
+                return None
+            if size <= _HASHED_BYTES and digest_file(path) != expected:
+                return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return marker if sound else None
+    return marker
 
 
 def make_folder(file: Path, name: str, folder: Path) -> None:
-    """Writes the folder under a temporary name and renames it, or leaves nothing."""
+    """Write the folder under a temporary name and rename it, or leave nothing."""
     if find_spec("gguf") is None:
         raise ModelError(describe_missing_extra(f"Reading {file}", "gguf", "gguf"))
     size = file.stat().st_size / 1e6
     print(
-        f"preparing {name} from its GGUF file ({size:,.0f} MB), once: about half a minute for a small model",
+        f"preparing {name} from its GGUF file ({size:,.0f} MB), once: "
+        "about half a minute for a small model",
         file=sys.stderr,
         flush=True,
     )
@@ -256,7 +268,7 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
 
 
 def _remove(place: Path) -> None:
-    """Removes what is not a prepared model; of a link, the link alone."""
+    """Remove what is not a prepared model; of a link, the link alone."""
     if stat.S_ISDIR(place.lstat().st_mode):
         shutil.rmtree(place)
     else:
@@ -264,7 +276,7 @@ def _remove(place: Path) -> None:
 
 
 def load_header(file: Path) -> Header:
-    """Reads the header; refuses damaged files and those that transformers would read incorrectly."""
+    """Read the header; refuse damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
     with reraise_as(ModelError):
@@ -276,7 +288,8 @@ def load_header(file: Path) -> Header:
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except Exception as error:  # its parser raises many kinds
         raise ModelError(
-            f"The GGUF file {file} is damaged or cut short; fetch it again ({summarize_error(error)})."
+            f"The GGUF file {file} is damaged or cut short; fetch it again "
+            f"({summarize_error(error)})."
         ) from error
     header = Header(fields, frozenset(tensor.name for tensor in reader.tensors))
     if (fields.get("split.count") or 1) > 1:
@@ -286,31 +299,25 @@ def load_header(file: Path) -> Header:
             "join them with llama-gguf-split --merge",
         )
     scaling = header.of_model("rope.scaling.type")
-    if scaling not in (None, "none") or header.tensors & {
-        "rope_freqs.weight",
-        "rope_factors_long.weight",
-    }:
+    scaling_tensors = header.tensors & {"rope_freqs.weight", "rope_factors_long.weight"}
+    if scaling not in (None, "none") or scaling_tensors:
         raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
     return header
 
 
 def convert_file(file: Path, header: Header, folder: Path) -> None:
-    """Writes model and tokenizer as transformers saves them, then MARKER."""
+    """Write model and tokenizer as transformers saves them, then MARKER."""
     longest = header.of_model("context_length") or 2048
+    local = {"gguf_file": file.name, "local_files_only": True, **NO_CODE}
     try:
         tokenizer = gguf_tokenizer.build_tokenizer(header.fields, int(longest))
-        source = {
-            "pretrained_model_name_or_path": str(file.parent),
-            "gguf_file": file.name,
-            "local_files_only": True,
-            **NO_CODE,
-        }
         with _silence_transformers():
-            config = AutoConfig.from_pretrained(**source)
+            config = AutoConfig.from_pretrained(str(file.parent), **local)
             if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default
                 config.head_dim = header.of_model("attention.key_length") or config.head_dim
             model, report = AutoModelForCausalLM.from_pretrained(
-                **source,
+                str(file.parent),
+                **local,
                 config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
@@ -319,7 +326,9 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
             )
     except Exception as error:  # transformers raises many kinds
         raise _conversion_error(file, summarize_error(error)) from error
-    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    wrong = list(report["missing_keys"])
+    for key, *_ in report["mismatched_keys"]:
+        wrong.append(key)
     if wrong:  # transformers would draw them at random
         raise _conversion_error(
             file, f"it lacks {min(wrong)} or has it in a shape that its header does not give"
@@ -327,13 +336,14 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
     # Newer versions would not save a model marked as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     with _silence_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    files = {
-        path.name: (path.stat().st_size, digest_file(path)) for path in sorted(folder.iterdir())
-    }
+    files = {}
+    for path in sorted(folder.iterdir()):
+        files[path.name] = path.stat().st_size, digest_file(path)
     marker = {
         "version": VERSION,
         "file": file.name,
@@ -348,7 +358,7 @@ def _conversion_error(file: Path, reason: str, remedy: str = _REMEDY) -> ModelEr
 
 
 def _name_quantization(header: Header) -> str:
-    """Returns the file's quantization, such as "GGUF Q4_1"."""
+    """Return the file's quantization, such as "GGUF Q4_1"."""
     from gguf import LlamaFileType
 
     try:
@@ -360,7 +370,7 @@ def _name_quantization(header: Header) -> str:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silences the progress bars and messages of transformers, some of which no setting turns off."""
+    """Silence transformers; no setting turns off some of its progress bars and messages."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -69,7 +69,7 @@ class Cursor:
         self.order = "<"
 
     def take(self, count: int) -> bytes:
-        """Returns the next `count` bytes."""
+        """Return the next `count` bytes."""
         self.claim(count)
         raw = self.file.read(count)
         if len(raw) != count:
@@ -81,7 +81,7 @@ class Cursor:
         self.file.seek(count, 1)
 
     def claim(self, count: int) -> None:
-        """Counts bytes as read; refuses more than are left."""
+        """Count bytes as read; refuses more than are left."""
         if count > self.left:
             raise ValueError("it is cut short, or one of its counts is wrong")
         self.left -= count
@@ -91,7 +91,7 @@ class Cursor:
         return layout.unpack(self.take(layout.size))[0]
 
     def count(self, what: str, most: int) -> int:
-        """Returns a number of things."""
+        """Return a number of things."""
         found = int(self.number("Q"))
         if found > most:
             raise ValueError(f"it counts {found:,} {what}, and such files have at most {most:,}")
@@ -105,9 +105,7 @@ class Cursor:
 
 
 def check_header(path: Path) -> None:
-    """Refuses a GGUF file whose header does not fit the file, or describes a model that it does not
-    hold.
-    """
+    """Refuse a header that does not fit its file, or describes a model that the file lacks."""
     with open_with_size(path, f"The GGUF file {path}") as (file, size):
         cursor = Cursor(file, size)
         try:
@@ -135,7 +133,7 @@ def check_header(path: Path) -> None:
 
 
 def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
-    """Returns the fields that are numbers or short texts, and the lengths of arrays as `KEY[]`."""
+    """Return the fields that are numbers or short texts, and the lengths of arrays as `KEY[]`."""
     known: dict[str, object] = {}
     elements = 0
     for _ in range(count):
@@ -146,9 +144,9 @@ def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
         if kind == TEXT:
             known[key] = cursor.text()[:KEY_BYTES].decode("utf-8", "replace")
         elif kind == ARRAY:
-            known[f"{key}[]"] = length = _skip_array(
-                cursor, WORDS if key.startswith("tokenizer.") else LISTED
-            )
+            most = WORDS if key.startswith("tokenizer.") else LISTED
+            length = _skip_array(cursor, most)
+            known[f"{key}[]"] = length
             elements += length
             if elements > ELEMENTS:
                 raise ValueError(f"its arrays have more than {ELEMENTS:,} elements")
@@ -160,7 +158,7 @@ def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
 
 
 def _skip_array(cursor: Cursor, most: int) -> int:
-    """Returns the number of an array's elements and goes to its end."""
+    """Return the number of an array's elements and goes to its end."""
     kind = int(cursor.number("I"))
     length = cursor.count("elements in an array", most)
     if kind == TEXT:
@@ -176,9 +174,7 @@ def _skip_array(cursor: Cursor, most: int) -> int:
 def _read_tensors(
     cursor: Cursor, count: int, size: int, known: Mapping[str, object]
 ) -> dict[str, Dimensions]:
-    """Returns the dimensions of the tensors by their names; refuses tensors that the file has no
-    room for.
-    """
+    """Return the tensors' dimensions by name; refuse tensors that the file has no room for."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     shapes: dict[str, Dimensions] = {}
@@ -210,11 +206,12 @@ def _read_tensors(
 
 
 def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -> None:
-    """Refuses a description of a larger model than the tensors are of, which transformers would
-    make room for.
+    """Refuse a description of a larger model than the tensors are of.
+
+    transformers would make room for it.
     """
     kind = known.get("general.architecture")
-    largest = max((size for shape in shapes.values() for size in shape), default=0)
+    largest = max((max(shape) for shape in shapes.values()), default=0)
 
     def of_model(name: str) -> int:
         value = known.get(f"{kind}.{name}", 0)

@@ -1,10 +1,11 @@
-"""Builds the tokenizer that the fields of a GGUF file describe.
+"""Build the tokenizer that the fields of a GGUF file describe.
 
 That of transformers is wrong: for SmolLM2, 5.2 adds CodeLlama's extra tokens and a wrong end token,
 and 5.23 splits text like GPT-2, so that "\\n\\n1." becomes other tokens than in training.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -49,8 +50,8 @@ SPLITS = {
 }
 
 
-def build_tokenizer(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast:
-    """Builds it from the file's `tokenizer.*` fields, for texts of up to `longest` tokens.
+def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the file's `tokenizer.*` fields, for texts of `longest` tokens.
 
     Raises ValueError, with the reason, for an unknown kind of vocabulary or of splitting.
     """
@@ -61,28 +62,30 @@ def build_tokenizer(fields: Mapping[str, object], longest: int) -> PreTrainedTok
         raise ValueError(
             f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama are known here"
         )
-    tokenizer = (
-        _build_sentencepiece(own, tokens) if kind == "llama" else _build_byte_level(own, tokens)
-    )
-    for each, special in ((CONTROL, True), (USER_DEFINED, False)):
-        chosen = [
-            token
-            for token, its in zip(tokens, own.get("token_type") or (), strict=False)
-            if its == each
-        ]
-        added = [AddedToken(token, normalized=False, special=special) for token in chosen]
-        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
-    ids = {
-        name: own.get(f"{key}_token_id")
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
-    special = {
-        f"{name}_token": tokens[number] for name, number in ids.items() if number is not None
-    }
+    if kind == "llama":
+        tokenizer = _build_sentencepiece(own, tokens)
+    else:
+        tokenizer = _build_byte_level(own, tokens)
+    control = []
+    user_defined = []
+    for token, its_type in zip(tokens, own.get("token_type") or (), strict=False):
+        if its_type == CONTROL:
+            control.append(AddedToken(token, normalized=False, special=True))
+        elif its_type == USER_DEFINED:
+            user_defined.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(user_defined)
+    special = {}
+    for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = own.get(f"{field}_token_id")
+        if number is not None:
+            special[f"{name}_token"] = tokens[number]
     if "bos_token" in special and own.get("add_bos_token", kind == "llama"):
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids["bos"])]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos}:1 $B:1",
+            special_tokens=[(bos, own["bos_token_id"])],
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -93,10 +96,8 @@ def build_tokenizer(fields: Mapping[str, object], longest: int) -> PreTrainedTok
     )
 
 
-def _build_byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
-    """Builds BPE over bytes, each written as one printable character, as in GPT-2, Llama 3 and
-    Qwen.
-    """
+def _build_byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """Build BPE over bytes, each written as one character, as in GPT-2, Llama 3 and Qwen."""
     split = SPLITS.get(own.get("pre"))
     if split is None:
         raise ValueError(f"how its tokenizer splits text, {own.get('pre')!r}, is not known here")
@@ -107,31 +108,38 @@ def _build_byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Token
     )
     if split == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    first = {"gpt2": None, "digits": pre_tokenizers.Digits(individual_digits=True)}
-    first = first[split] if split in first else pre_tokenizers.Split(Regex(split), "isolated")
-    rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt2", "digits"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, rest]) if first else rest
+    if split in ("gpt2", "digits"):  # GPT-2's own regex, which is part of ByteLevel
+        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        if split == "digits":
+            steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    else:
+        steps = [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _build_sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
-    """Builds BPE over characters with bytes as a fallback, as in Llama 2, Mistral and Phi-3; scores
-    order merges.
-    """
+def _build_sentencepiece(own: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """Build BPE over characters with bytes as a fallback, as in Llama 2, Mistral and Phi-3."""
     kinds = own.get("token_type") or [NORMAL] * len(tokens)
     scores = own.get("scores") or [0.0] * len(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     lengths = [len(token) for number, token in enumerate(tokens) if kinds[number] == NORMAL]
     if max(lengths, default=0) > LETTERS or sum(lengths) > ALL_LETTERS:
         raise ValueError("its tokenizer has longer tokens than any that is known")
-    ranked = [
-        (-scores[number], number, (token[:cut], token[cut:]))
-        for number, token in enumerate(tokens)
-        if kinds[number] == NORMAL
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
+    # The file has no merges, but scores that order them: every split of a token into two tokens is
+    # a merge, and that of the best token comes first.
+    ranked = []
+    for number, token in enumerate(tokens):
+        if kinds[number] != NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            first, second = token[:cut], token[cut:]
+            if first in vocabulary and second in vocabulary:
+                ranked.append((-scores[number], number, (first, second)))
     merges = [pair for *_, pair in sorted(ranked)]
     unknown = tokens[own.get("unknown_token_id") or 0]
     tokenizer = Tokenizer(
@@ -139,11 +147,12 @@ def _build_sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> To
             vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
         )
     )
-    prefix = own.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
-    )
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    if own.get("add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer

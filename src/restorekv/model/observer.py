@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import get_observer, observe_attention
+from restorekv.model.attention import Pairs, get_observer, observe_attention
 from restorekv.model.shape import get_backbone
 
 
@@ -44,17 +44,16 @@ HOOKS_LOCK = threading.Lock()  # PyTorch numbers hooks without one
 
 
 class Observer(Protocol):
-    """Sees a prefill: called for every layer of every chunk; may return the layer's attention
-    output (Q, H * G, D).
-    """
+    """Sees a prefill."""
 
-    def on_layer(self, view: LayerView) -> Tensor | None: ...
+    def on_layer(self, view: LayerView) -> Tensor | None:
+        """See a layer of a chunk; may return the layer's attention output (Q, H * G, D)."""
+        ...
 
 
 @contextmanager
 def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
-    """Calls on_layer(LayerView) for every attention layer of every pass in the block, in the order
-    of the layers.
+    """Call on_layer(LayerView) for every attention layer of every pass in the block, in order.
 
     A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged
     layer.
@@ -69,23 +68,30 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
-    def before_attention(module, query, key, value, mask, scale) -> Tensor | None:
-        ragged = key if isinstance(key, RaggedLayer) else None
-        keys, values = ragged.pair if ragged else (key, value)
-        grouped = query[0].unflatten(0, (keys.shape[1], -1))
-        output = on_layer(
-            LayerView(
-                module.layer_idx,
-                module,
-                scale,
-                inputs[0][0],
-                grouped,
-                keys[0],
-                values[0],
-                ragged,
-                mask,
-            )
+    def before_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Pairs,
+        value: Pairs,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor | None:
+        ragged = None
+        if isinstance(key, RaggedLayer):
+            ragged = key
+            key, value = ragged.pair
+        view = LayerView(
+            layer=module.layer_idx,
+            module=module,
+            scale=scale,
+            hidden=inputs[0][0],
+            query=query[0].unflatten(0, (key.shape[1], -1)),
+            key=key[0],
+            value=value[0],
+            ragged=ragged,
+            mask=mask,
         )
+        output = on_layer(view)
         return None if output is None else output[None]
 
     layers = get_backbone(model).layers

@@ -1,5 +1,4 @@
-"""A full cache of which only one layer at a time is in memory; the others are in files, or in the
-host's memory.
+"""A full cache of which one layer at a time is in memory; the others are in files, or on the host.
 
 On a CPU, keys and values are views of temporary files that are mapped into memory. When another
 layer is needed, the pages of the previous one leave the process; the system writes them out and
@@ -41,19 +40,21 @@ Pair = tuple[Tensor, Tensor]  # keys and values (1, H, length, D)
 
 
 def make_offloaded_cache(model: PreTrainedModel, columns: int) -> Cache:
-    """Returns an empty cache with room for S + T columns; it offloads nothing where no store has
-    proven itself.
+    """Return an empty cache with room for S + T columns.
+
+    On a device where no store has proven itself, it offloads nothing.
     """
     shape = CacheShape.from_model(model)
-    size = shape.layers, (shape.heads, columns, shape.head_dim), model.dtype, model.device
-    if not proofs.needs_proof(model.device):
-        return Cache(layers=make_store(*size).layers)
-    key = model.device, shape.heads, shape.groups, shape.head_dim, model.dtype
-    if _uses_streams(model.device) and proofs.is_proven("offload", *key):
-        return Cache(layers=make_store(*size).layers)
-    if proofs.is_proven("offload-plain", *key):
-        return Cache(layers=make_store(*size, streams=False).layers)
-    return DynamicCache()
+    device = model.device
+    streams = True
+    if proofs.needs_proof(device):
+        key = device, shape.heads, shape.groups, shape.head_dim, model.dtype
+        streams = _uses_streams(device) and proofs.is_proven("offload", *key)
+        if not streams and not proofs.is_proven("offload-plain", *key):
+            return DynamicCache()
+    size = shape.heads, columns, shape.head_dim
+    store = make_store(shape.layers, size, model.dtype, device, streams)
+    return Cache(layers=store.layers)
 
 
 def make_store(
@@ -63,8 +64,14 @@ def make_store(
     device: torch.device,
     streams: bool = True,
 ) -> OffloadStore:
-    """Returns the store for a device: files for a CPU, else the host's memory, with a second stream
-    if there is one.
+    """Return the store for a device: files for a CPU, else the host's memory.
+
+    Args:
+        count: L, the number of layers.
+        size: (H, columns, D) of a layer's keys.
+        dtype: Of the numbers.
+        device: Where the model is.
+        streams: Copy on a second stream, if the device has one.
     """
     if not proofs.needs_proof(device):
         return FileStore(count, size, dtype, device)
@@ -72,7 +79,7 @@ def make_store(
 
 
 def _uses_streams(device: torch.device) -> bool:
-    """Returns whether copies can run on a second stream, from pinned memory."""
+    """Return whether copies can run on a second stream, from pinned memory."""
     return device.type == "cuda"
 
 
@@ -86,13 +93,14 @@ class OffloadedLayer(DynamicLayer):
     def __init__(self, store: OffloadStore, index: int) -> None:
         self.store = store
         self.index = index
-        self.room = None
+        self.room: Tensor | None = None
         self.length = 0
         super().__init__()
 
-    def stored(self) -> Pair:
-        """Returns the pairs where they are stored."""
-        return tuple(self.room[:, :, :, : self.length])
+    def get_stored(self) -> Pair:
+        """Return the pairs where they are stored."""
+        keys, values = self.room[:, :, :, : self.length]
+        return keys, values
 
     @property
     def keys(self) -> Tensor | None:
@@ -105,7 +113,7 @@ class OffloadedLayer(DynamicLayer):
         return self.store.load(self)[1] if self.length else None
 
     def release(self, value: None) -> None:
-        """Frees the room: the setter of `keys` and `values`, which takes None alone."""
+        """Free the room: the setter of `keys` and `values`, which takes None alone."""
         if value is not None:
             raise ValueError("an offloaded layer is written by update alone")
         self.room = None
@@ -124,8 +132,9 @@ class OffloadedLayer(DynamicLayer):
             self.is_initialized = True
         start = self.length
         self.length = self.length + key_states.shape[-2]
-        for stored, states in zip(self.stored(), (key_states, value_states), strict=True):
-            self.store.write(self, stored[:, :, start:], states)
+        keys, values = self.get_stored()
+        self.store.write(self, keys[:, :, start:], key_states)
+        self.store.write(self, values[:, :, start:], value_states)
         return self.store.append(self, (key_states, value_states))
 
     def get_seq_length(self, *_: object) -> int:
@@ -151,28 +160,29 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def allocate(self, layer: OffloadedLayer) -> Tensor:
-        """Returns (2, 1, H, columns, D)."""
+        """Return (2, 1, H, columns, D)."""
 
     @abstractmethod
     def write(self, layer: OffloadedLayer, target: Tensor, states: Tensor) -> None:
-        """Stores pairs (1, H, Q, D)."""
+        """Store pairs (1, H, Q, D)."""
 
     @abstractmethod
     def load(self, layer: OffloadedLayer) -> Pair:
-        """Returns a layer's pairs on the model's device; those of other layers may leave it."""
+        """Return a layer's pairs on the model's device; those of other layers may leave it."""
 
     def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
-        """Does the same after `new` pairs were stored."""
+        """Like `load`, but may reuse what is on the device, because `new` was just written."""
         return self.load(layer)
 
     @abstractmethod
     def release(self, layer: OffloadedLayer) -> None:
-        """Forgets a layer."""
+        """Forget a layer."""
 
 
 class FileStore(OffloadStore):
-    """One temporary file per layer, reserved before any work; the pages of one layer are in the
-    process.
+    """One temporary file per layer, reserved before any work.
+
+    The pages of one layer at a time are in the process.
     """
 
     def __init__(
@@ -183,7 +193,10 @@ class FileStore(OffloadStore):
         super().__init__(count, size, dtype, device)
         folder = tempfile.gettempdir()
         needed = count * self.nbytes
-        message = f"The full cache takes {needed / 1e9:,.1f} GB and {folder} has less; set TMPDIR to a roomier folder."
+        message = (
+            f"The full cache takes {needed / 1e9:,.1f} GB and {folder} has less; "
+            "set TMPDIR to a roomier folder."
+        )
         if shutil.disk_usage(folder).free < needed:
             raise RestoreKVError(message)
         try:
@@ -205,10 +218,10 @@ class FileStore(OffloadStore):
         if self.loaded is not layer:
             self.unload()
             self.loaded = layer
-        return layer.stored()
+        return layer.get_stored()
 
     def unload(self) -> None:
-        """Takes a layer's pages out of the process; the system writes them to disk before it reuses
+        """Take a layer's pages out of the process; the system writes them to disk before it reuses
         the memory.
         """
         pages = self.maps.get(self.loaded.index) if self.loaded else None
@@ -251,11 +264,10 @@ class HostStore(OffloadStore):
         target.transpose(1, 2).copy_(states.transpose(1, 2).contiguous(), non_blocking=self.cuda)
 
     def load(self, layer: OffloadedLayer) -> Pair:
+        # The device holds this layer and, on its way there, the next one; the others leave it.
         following = self.layers[(layer.index + 1) % len(self.layers)]
-        wanted = (layer.index, following.index)
-        self.on_device = {
-            index: self.on_device[index] for index in wanted if index in self.on_device
-        }
+        for index in set(self.on_device) - {layer.index, following.index}:
+            del self.on_device[index]
         pair = self.on_device.get(layer.index) or self.copy_to_device(layer)
         self.on_device[layer.index] = pair
         self.wait()
@@ -264,32 +276,37 @@ class HostStore(OffloadStore):
         return pair
 
     def copy_to_device(self, layer: OffloadedLayer) -> Pair:
-        """Copies a layer on the second stream, which a reader has to wait for."""
+        """Copy a layer on the second stream, which a reader has to wait for."""
         if not self.cuda:
-            return tuple(x.to(self.device, copy=True) for x in layer.stored())
+            keys, values = layer.get_stored()
+            return keys.to(self.device, copy=True), values.to(self.device, copy=True)
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)  # writes must be finished, and reused memory must be free
         with torch.cuda.stream(self.stream):
-            pair = tuple(x.to(self.device, non_blocking=True, copy=True) for x in layer.stored())
-        for copied in pair:
-            copied.record_stream(current)
-        return pair
+            keys, values = layer.get_stored()
+            keys = keys.to(self.device, non_blocking=True, copy=True)
+            values = values.to(self.device, non_blocking=True, copy=True)
+        # The allocator must not give their memory away while the current stream reads it.
+        keys.record_stream(current)
+        values.record_stream(current)
+        return keys, values
 
     def wait(self) -> None:
-        """Lets what the device does next begin after the copies on the second stream."""
+        """Let what the device does next begin after the copies on the second stream."""
         if self.cuda:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
         if layer.length == new[0].shape[-2]:
             self.on_device[layer.index] = new
-        elif (
-            layer.index in self.on_device
-        ):  # the shorter pair is freed before the next layer is copied
-            self.wait()  # it may still be on its way
-            both = zip(self.on_device.pop(layer.index), new, strict=True)
-            self.on_device[layer.index] = tuple(torch.cat(each, 2) for each in both)
-            del both
+        elif layer.index in self.on_device:
+            self.wait()  # the shorter pair may still be on its way
+            keys, values = self.on_device.pop(layer.index)
+            self.on_device[layer.index] = (
+                torch.cat([keys, new[0]], 2),
+                torch.cat([values, new[1]], 2),
+            )
+            del keys, values  # which frees the shorter pair before the next layer is copied
         return self.load(layer)
 
     def release(self, layer: OffloadedLayer) -> None:
@@ -297,7 +314,7 @@ class HostStore(OffloadStore):
 
 
 def _reserve_file(nbytes: int) -> mmap.mmap:
-    """Maps an unnamed temporary file whose blocks are allocated now, where the system can do that.
+    """Map an unnamed temporary file whose blocks are allocated now, where the system can do so.
 
     If the disk filled up later, the first write to a missing block would end the process with a
     signal.
@@ -311,7 +328,7 @@ def _reserve_file(nbytes: int) -> mmap.mmap:
 
 
 def trim_heap() -> None:
-    """Returns freed memory to the system; glibc would keep up to a whole full cache of it for
+    """Return freed memory to the system; glibc would keep up to a whole full cache of it for
     later.
     """
     with contextlib.suppress(OSError, AttributeError):

@@ -30,36 +30,37 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iterator[Measurement]:
-    """Measures the share of wrong numbers among those that readers get."""
+    """Measure the share of wrong numbers among those that readers get."""
     columns = _count_columns(target)
     size = target.heads, columns, target.dim
-    options = {} if streams else {"streams": False}
-    store = make_store(LAYERS, size, target.dtype, target.device, **options)
+    store = make_store(LAYERS, size, target.dtype, target.device, streams)
     generator = torch.Generator().manual_seed(1)
-    on_cpu = [
-        tuple(
+    on_cpu: list[Pair] = []
+    there: list[Pair] = []
+    for _ in range(LAYERS):
+        keys, values = (
             torch.rand(1, *size, generator=generator, dtype=torch.float32).to(target.dtype)
             for _ in range(2)
         )
-        for _ in range(LAYERS)
-    ]
-    there = [tuple(x.to(target.device) for x in pair) for pair in on_cpu]
+        on_cpu.append((keys, values))
+        there.append((keys.to(target.device), values.to(target.device)))
+    # A prefill: every layer grows by a piece at a time.
     start = 0
     grown = []
     for number, share in enumerate(STEPS):
         end = columns if number == len(STEPS) - 1 else start + max(int(columns * share), 1)
-        for layer, pair in zip(store.layers, there, strict=True):
-            found = layer.update(*(x[:, :, start:end].clone() for x in pair))
+        for layer, (keys, values) in zip(store.layers, there, strict=True):
+            found = layer.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone())
             grown.append((layer.index, end, _copy_pair(found)))
         start = end
     del there
     wrong = sum(_measure_wrong_share(found, on_cpu[index], end) for index, end, found in grown)
     yield Measurement("a prefill", wrong, 0.0)
     for order in ORDERS:
-        read = [
-            (index, _copy_pair((store.layers[index].keys, store.layers[index].values)))
-            for index in order
-        ]
+        read = []
+        for index in order:
+            layer = store.layers[index]
+            read.append((index, _copy_pair((layer.keys, layer.values))))
         wrong = sum(_measure_wrong_share(found, on_cpu[index], columns) for index, found in read)
         yield Measurement(f"layers read in the order {', '.join(map(str, order))}", wrong, 0.0)
     for layer in store.layers:
@@ -67,38 +68,32 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
 
 
 def _count_columns(target: Target) -> int:
-    """Returns the columns of a layer: many on a device with streams, whose copies should take a
-    while.
-    """
+    """Return the columns of a layer: many for a GPU, where copies should take a while."""
     numbers = COLUMNS if target.device.type == "cuda" else COLUMNS >> 8
     return max(numbers // (target.heads * target.dim), 8)
 
 
 def _copy_pair(pair: Pair) -> Pair:
-    """Returns copies that the device makes now, as attention would read the pair now."""
-    return tuple(x.clone() for x in pair)
+    """Return copies that the device makes now, as attention would read the pair now."""
+    keys, values = pair
+    return keys.clone(), values.clone()
 
 
 def _measure_wrong_share(found: Pair, wanted: Pair, end: int) -> float:
-    """Returns the share of numbers that differ; NaN differs."""
-    return (
-        sum(
-            float((x.cpu() != y[:, :, :end]).double().mean())
-            for x, y in zip(found, wanted, strict=True)
-        )
-        / 2
-    )
+    """Return the share of numbers that differ; NaN differs."""
+    shares = []
+    for ours, theirs in zip(found, wanted, strict=True):
+        shares.append(float((ours.cpu() != theirs[:, :, :end]).double().mean()))
+    return sum(shares) / 2
 
 
 def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
-    """Says why there is no offloading without a second stream on a device, or nothing."""
+    """Say why there is no offloading without a second stream on a device, or nothing."""
     return "it is for GPUs; a CPU offloads into temporary files" if device.type == "cpu" else ""
 
 
 def register_stores(make_store: MakeStore) -> None:
-    """Makes both components known: with a second stream on a GPU, with files on a CPU; and without
-    streams.
-    """
+    """Register both stores: files on a CPU or a second stream on a GPU, and one without streams."""
     register_component(
         Component(
             "offload",

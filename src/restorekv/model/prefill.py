@@ -21,10 +21,14 @@ MASK = 1 << 26
 def prefill(
     model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into: Cache | None = None
 ) -> Cache:
-    """ids (1, S + T) -> a cache with keys and values (1, H, S + T, D) of every layer, appended to
-    `into` if given.
+    """Return a cache with keys and values (1, H, S + T, D) of every layer.
 
-    `chunk` bounds the memory of activations; by default that of the mask is bounded too.
+    Args:
+        model: Its decoder runs, chunk by chunk.
+        ids: (1, S + T).
+        chunk: Tokens of a chunk, which bounds the memory of activations; by default the memory of
+            the mask is bounded, too.
+        into: A cache to append to; a new one by default.
     """
     full = DynamicCache() if into is None else into
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
@@ -34,11 +38,11 @@ def prefill(
 
 
 class ReadOnlyLayer(DynamicLayer):
-    """Shows a dense layer's pairs followed by those of the current pass, which `keys` and `values`
-    hold alone.
+    """Shows a dense layer's pairs followed by those of the current pass.
 
-    Nothing has to be removed after a pass, and only one layer at a time holds the joined copy. The
-    dense layer is not touched before its turn, since an offloaded one is elsewhere until then.
+    `keys` and `values` hold the pairs of the pass alone. Nothing has to be removed after a pass,
+    and only one layer at a time holds the joined copy. The dense layer is not touched before its
+    turn, since an offloaded one is elsewhere until then.
     """
 
     def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
@@ -56,15 +60,13 @@ class ReadOnlyLayer(DynamicLayer):
         """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
         self.keys = key_states
         self.values = value_states
-        cached = (x[..., : self.columns, :] for x in (self.dense.keys, self.dense.values))
-        return tuple(
-            torch.cat(pair, dim=-2) for pair in zip(cached, (key_states, value_states), strict=True)
-        )
+        keys = self.dense.keys[..., : self.columns, :]
+        values = self.dense.values[..., : self.columns, :]
+        return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
 
 
 def read_only_view(full: Cache, columns: int | None = None) -> Cache:
-    """Returns a cache for passes that read `full`, or its first `columns` columns, and never change
-    it.
+    """Return a cache for passes that read `full`, or its first `columns`, and never change it.
 
     Of a ragged cache, these are columns of its tail; the context is always read whole.
     """
@@ -74,16 +76,26 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
 def _view_layer(
     layer: DynamicLayer | RaggedLayer, columns: int | None
 ) -> ReadOnlyLayer | RaggedLayer:
-    """Returns one layer of such a cache."""
+    """Return one layer of such a cache."""
     if not isinstance(layer, RaggedLayer):
         return ReadOnlyLayer(layer, columns)
-    context = (layer.context_keys, layer.context_values, layer.offsets, layer.positions)
-    return RaggedLayer(*context, layer.seen, *(x[..., :columns, :] for x in layer.pair), layer.bias)
+    keys, values = layer.pair
+    return RaggedLayer(
+        layer.context_keys,
+        layer.context_values,
+        layer.offsets,
+        layer.positions,
+        layer.seen,
+        keys[..., :columns, :],
+        values[..., :columns, :],
+        layer.bias,
+    )
 
 
 class QueryOnlyLayer(CompressedLayer):
-    """Shows only the pairs of a pass, at positions after `seen` cached ones; the pass's observer
-    computes attention.
+    """Shows only the pairs of a pass, at positions after `seen` cached ones.
+
+    The pass's observer computes attention.
     """
 
     columns = 0
@@ -96,10 +108,10 @@ class QueryOnlyLayer(CompressedLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Returns (1, H, Q, D) unchanged."""
+        """Return (1, H, Q, D) unchanged."""
         return key_states, value_states
 
 
 def query_only_view(full: Cache) -> Cache:
-    """Returns a cache for passes whose observer reads `full` itself; nothing of it is copied."""
+    """Return a cache for passes whose observer reads `full` itself; nothing of it is copied."""
     return Cache(layers=[QueryOnlyLayer(full.get_seq_length()) for _ in full.layers])

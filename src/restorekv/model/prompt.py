@@ -1,5 +1,6 @@
-"""Text to token ids through any chat template; no other module uses templates, and tokenize.py
-alone calls tokenizers.
+"""Text to token ids through any chat template.
+
+No other module uses templates, and tokenize.py alone calls tokenizers.
 
 The template is rendered around a separator and split there, as kvpress does. What precedes the
 separator, with the text, is the context that is compressed; what follows it closes the user's turn
@@ -65,8 +66,9 @@ class Context:
 
 
 def get_default_between(tokenizer: Tokenizer) -> str:
-    """Returns what separates document and question: `between` of the tokenizer's config, or a blank
-    line.
+    """Return what separates document and question.
+
+    It is `between` of the tokenizer's config, or a blank line.
     """
     return str(tokenizer.init_kwargs.get("between", BETWEEN))
 
@@ -74,11 +76,17 @@ def get_default_between(tokenizer: Tokenizer) -> str:
 def make_context(
     tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, between: str = "", system: str = ""
 ) -> Context:
-    """Tokenizes prefix and text together, so that a boundary at the template merges as in training.
+    """Tokenize prefix and text together, so that a boundary at the template merges as in training.
 
-    `text` may be token ids (T,) instead, which follow the prefix's. Nothing stands before a
-    question unless `between` says what; benchmarks and training data word theirs whole. `system` is
-    the system message before the text; without one, the template may have its own.
+    Args:
+        tokenizer: The model's.
+        text: The context as text, or its token ids (T,), which follow the prefix's.
+        between: What precedes every question: nothing unless given, since the questions of
+            benchmarks and training data are complete.
+        system: The system message before the text; without one, the template may have its own.
+
+    Raises:
+        RestoreKVError: The context is empty, or the template does not fit the text.
     """
     check_unicode(system)
     refuse_control_tokens(
@@ -99,14 +107,15 @@ def make_context(
     suffix = encode_text(tokenizer, after=after)
     if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
-            f"The chat template puts {len(between):,} and {len(after):,} characters around every question, and files "
-            f"hold {AROUND_LETTERS:,} and {AROUND_TOKENS:,} tokens; use a shorter template."
+            f"The chat template puts {len(between):,} and {len(after):,} characters around every "
+            f"question, and files hold {AROUND_LETTERS:,} and {AROUND_TOKENS:,} tokens; "
+            "use a shorter template."
         )
     return Context(ids, prefix.shape[-1], suffix, after, between)
 
 
 def check_system_message(system: object) -> str:
-    """Returns a system message, of which None is the empty one; refuses what is no text."""
+    """Return a system message, empty for None; refuse what is not a text."""
     if not isinstance(system, str | None):
         raise RestoreKVError(
             f"A system message is text, not {type(system).__name__}; leave it out for none."
@@ -117,11 +126,15 @@ def check_system_message(system: object) -> str:
 def fit_context(
     model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0
 ) -> tuple[Context, int]:
-    """Returns the context and how many tokens of its end were cut, so that ROOM of the model's
-    positions is left.
+    """Return the context and how many tokens of its end were cut.
 
-    "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many
-    positions.
+    ROOM of the model's positions stays free after it.
+
+    Args:
+        model: The model that will answer.
+        context: What it is asked about.
+        too_long: "cut" or, to raise TextTooLongError instead of cutting, "refuse".
+        offset: How many positions the question is moved by.
     """
     check_choice("max_context", too_long, TOO_LONG)
     limit = count_usable_positions(model)
@@ -140,8 +153,8 @@ def fit_context(
             room = f"there is room for {most:,} and a question, because {get_support(model).beyond}"
             fix = "use another model"
         error = TextTooLongError(
-            f"The context has {context.tokens:,} tokens, and {room}; shorten it, cut its end (--max-context cut) "
-            f"or {fix}."
+            f"The context has {context.tokens:,} tokens, and {room}; shorten it, "
+            f"cut its end (--max-context cut) or {fix}."
         )
         error.tokens, error.positions, error.room = context.tokens, limit, most
         raise error
@@ -149,23 +162,26 @@ def fit_context(
 
 
 def count_usable_positions(model: PreTrainedModel) -> int:
-    """Returns how many positions the model was made for and sees whole (support.py)."""
+    """Return how many positions the model was made for and sees whole (support.py)."""
     return min(count_positions(model.config), get_support(model).positions)
 
 
 def warn_if_beyond_positions(model: PreTrainedModel, positions: int, what: str) -> None:
-    """Refuses `what` where the model would see it otherwise (support.py); warns where it is beyond
-    its positions.
+    """Warn where `what` reaches beyond the positions that the model was made for.
+
+    Refuse it where the model would see it otherwise than the package (support.py).
     """
     refuse_beyond(model, positions, what)
-    if positions > (limit := count_positions(model.config)):
+    limit = count_positions(model.config)
+    if positions > limit:
         warn(
-            f"{what} reaches beyond the model's {limit:,} positions; expect bad answers, or shorten it."
+            f"{what} reaches beyond the model's {limit:,} positions; "
+            "expect bad answers, or shorten it."
         )
 
 
 def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
-    """Returns ids (T,) as (1, T) long; refuses what is no sequence of the tokenizer's ids."""
+    """Return ids (T,) as (1, T) long; refuse what is not a sequence of the tokenizer's ids."""
     if isinstance(ids, list | tuple) and all(type(each) is int for each in ids):
         ids = torch.tensor(ids, dtype=torch.long)
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
@@ -186,10 +202,14 @@ def encode_question(
     answer_prefix: str = "",
     empty: bool = False,
 ) -> Tensor:
-    """Tokenizes `between`, the question, the template's suffix and the answer's first words as one
-    text: (1, q).
+    """Return the ids (1, q) of a question with all that surrounds it, tokenized as one text.
 
-    `empty` allows an empty question, for a context that ends with what is asked.
+    Args:
+        tokenizer: The model's.
+        context: Its `between` precedes the question, and its suffix, the template's, follows.
+        question: What is asked.
+        answer_prefix: The answer's first words, which the model continues.
+        empty: Allow an empty question, for a context that ends with what is asked.
     """
     check_question(question, empty)
     return encode_text(
@@ -198,7 +218,7 @@ def encode_question(
 
 
 def check_question(question: object, empty: bool = False) -> None:
-    """Refuses what is no text, and unless allowed, what is an empty one."""
+    """Refuse what is not a text, and unless allowed, an empty one."""
     if not isinstance(question, str):
         raise RestoreKVError(
             f"A question is text, not {type(question).__name__}; give several to ask, as a list."
@@ -208,40 +228,46 @@ def check_question(question: object, empty: bool = False) -> None:
 
 
 def hash_template(tokenizer: Tokenizer) -> str:
-    """Returns 16 hex digits of the template's text around the user's words."""
+    """Return 16 hex digits of the template's text around the user's words."""
     return hashlib.sha256("\0".join(split_template(tokenizer)).encode()).hexdigest()[:16]
 
 
 def split_template(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
-    """Returns the template's text before and after the user's words; without a template, BOS and a
-    newline.
+    """Return the template's text before and after the user's words.
+
+    Without a template, that is BOS, with the system message on a line of its own, and a newline.
     """
     if not tokenizer.chat_template:
-        return (tokenizer.bos_token or "") + (f"{system}\n" if system else ""), "\n"
+        before = tokenizer.bos_token or ""
+        if system:
+            before += f"{system}\n"
+        return before, "\n"
     before, after = _render_parts(tokenizer, ["user"], system)
     return before, after
 
 
 def render_between_turns(tokenizer: Tokenizer) -> str:
-    """Returns the template's text between an answer and the user's next words; without a template,
-    a newline.
+    """Return the template's text between an answer and the user's next words.
+
+    Without a template, that is a newline.
     """
-    return (
-        _render_parts(tokenizer, ["user", "assistant", "user"])[2]
-        if tokenizer.chat_template
-        else "\n"
-    )
+    if not tokenizer.chat_template:
+        return "\n"
+    return _render_parts(tokenizer, ["user", "assistant", "user"])[2]
 
 
 def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
-    """Returns the template's text around and between messages of these roles, after a system
-    message if given.
+    """Return the template's text around and between messages of these roles.
+
+    A system message, if given, precedes them and is part of the first text.
     """
     messages = [{"role": role, "content": SEPARATOR} for role in roles]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
     template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.get_chat_template())
     try:
         text = tokenizer.apply_chat_template(
-            [{"role": "system", "content": system}, *messages] if system else messages,
+            messages,
             chat_template=template,
             tokenize=False,
             add_generation_prompt=True,
@@ -258,7 +284,8 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
         )
     if len(parts) > len(roles) + 1 or (system and system.strip() not in parts[0]):
         raise RestoreKVError(
-            "The tokenizer's chat template has no place for these messages; leave the system text out."
+            "The tokenizer's chat template has no place for these messages; "
+            "leave the system text out."
         )
     return parts
 
@@ -266,5 +293,5 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 def encode_text(
     tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = ""
 ) -> Tensor:
-    """Returns the ids (1, length) int64 of `text_ids`."""
+    """Return the ids (1, length) int64 of `text_ids`."""
     return torch.tensor([tokenize_text(tokenizer, text, before, after, more)], dtype=torch.long)

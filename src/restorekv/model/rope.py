@@ -81,7 +81,8 @@ def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     kind = getattr(rotary, "rope_type", None)
     if kind not in SHIFTABLE:
         raise RestoreKVError(
-            f"Keys of a model with RoPE of the kind {kind!r} cannot be moved; use one of {', '.join(SHIFTABLE)}."
+            f"Keys of a model with RoPE of the kind {kind!r} cannot be moved; "
+            f"use one of {', '.join(SHIFTABLE)}."
         )
     frequencies = rotary.inv_freq.double()
     shifted = _rotate_pairs(keys.double(), frequencies * positions)
@@ -121,5 +122,6 @@ def _check_layout(model: PreTrainedModel, rotary: torch.nn.Module) -> None:
     ours = _rotate_pairs(keys, rotary.inv_freq.double() * 3)
     if expected is None or not torch.allclose(expected, ours, atol=1e-4):
         raise RestoreKVError(
-            f"{type(model).__name__} rotates keys in an order that restorekv does not know, so they cannot be moved."
+            f"{type(model).__name__} rotates keys in an order that restorekv does not know, "
+            "so they cannot be moved."
         )

@@ -25,6 +25,7 @@ class CacheShape:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "CacheShape":
+        """Return the shape that the model's config gives; raises ModelError where it gives none."""
         config = model.config.get_text_config()
         others = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
         if others:
@@ -37,34 +38,38 @@ class CacheShape:
             heads = int(getattr(config, "num_key_value_heads", None) or queries)
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
             return cls(
-                config.num_hidden_layers, heads, queries // heads, head_dim, config.hidden_size
+                layers=config.num_hidden_layers,
+                heads=heads,
+                groups=queries // heads,
+                head_dim=head_dim,
+                hidden=config.hidden_size,
             )
-        except (
-            Exception
-        ) as error:  # no heads, or layers of different shapes; configs raise errors of their own
+        # No heads, or layers of different shapes: configs raise errors of their own classes.
+        except Exception as error:
             raise ModelError(
                 f"{config.model_type} does not say the size of every layer's heads "
-                f"({summarize_error(error)}); use a decoder with one kind of attention in all layers."
+                f"({summarize_error(error)}); "
+                "use a decoder with one kind of attention in all layers."
             ) from error
 
 
 def get_backbone(model: PreTrainedModel) -> nn.Module:
-    """Returns the backbone, which outputs hidden states and skips the LM head."""
+    """Return the part of the model that outputs hidden states and skips the LM head."""
     found = model.get_decoder()
     # Llama 4 returns itself.
     return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and
-    Gemma do.
+    """Return the logits (..., V) of last hidden states (..., d).
+
+    They are scaled and capped as Granite, Cohere and Gemma do.
     """
     config = model.config.get_text_config()
-    scores = model.get_output_embeddings()(hidden)
-    scores = (
-        scores
-        * (getattr(config, "logit_scale", None) or 1)
-        / (getattr(config, "logits_scaling", None) or 1)
-    )
+    scale = getattr(config, "logit_scale", None) or 1
+    divisor = getattr(config, "logits_scaling", None) or 1
     cap = getattr(config, "final_logit_softcapping", None)
-    return torch.tanh(scores / cap) * cap if cap else scores
+    scores = model.get_output_embeddings()(hidden) * scale / divisor
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    return scores

@@ -1,5 +1,5 @@
-"""Text is text: control tokens that a user's text spells are encoded as characters; only the chat
-template writes them.
+"""Text to token ids and back. Text is text: only the chat template writes control tokens, and those
+that a user's text spells are encoded as characters.
 
 Control tokens are the special ones and those added tokens with punctuation that the chat template
 names, such as `<think>`. Other added tokens, such as runs of spaces, are vocabulary. Text without
@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import tokenizers
@@ -23,56 +24,59 @@ from transformers import PreTrainedTokenizerFast
 
 from restorekv.errors import RestoreKVError
 
-_SAFE_TOKENIZERS: WeakKeyDictionary[Tokenizer, tuple[tuple, "SafeTokenizer"]] = WeakKeyDictionary()
 REPLACEMENT = "\ufffd"  # of bytes that make no character
-_CONTROL_TOKENS: WeakKeyDictionary[Tokenizer, tuple[tuple, dict[int, str]]] = WeakKeyDictionary()
+
+Remembered = TypeVar("Remembered")
+# What is remembered of a tokenizer, with the state of the tokenizer that it was made in.
+Memory = WeakKeyDictionary[Tokenizer, tuple[tuple, Remembered]]
+_SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
+_CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
 
 
 def tokenize_text(
     tokenizer: Tokenizer, text: str, before: str = "", after: str = "", more: str = ""
 ) -> list[int]:
-    """Returns the ids of before + text + after + more, tokenized as one, without BOS and EOS.
+    """Return the ids of before + text + after + more, tokenized as one, without BOS and EOS.
 
-    `before` and `after` are the template's; `text` and `more` are the user's.
+    Args:
+        tokenizer: Any tokenizer; only fast ones can encode a control token as characters.
+        text: The user's, such as a context or a question.
+        before: The template's, before the text.
+        after: The template's, after the text.
+        more: The user's again, such as the first words of an answer.
+
+    Raises:
+        RestoreKVError: The user's text spells a control token and the tokenizer is a slow one.
     """
     check_unicode(text + more)
     ids = tokenizer.encode(before + text + after + more, add_special_tokens=False, verbose=False)
     control = find_control_tokens(tokenizer)
-    written = [
-        _pick_control_ids(tokenizer.encode(part, add_special_tokens=False), control)
-        for part in (before, after)
-    ]
-    if _pick_control_ids(ids, control) == [*written[0], *written[1]]:
-        return ids
-    copy = get_safe_tokenizer(tokenizer)
-    if copy is not None:
-        before, after = (
-            copy.escape_control_tokens(part, own)
-            for part, own in zip((before, after), written, strict=True)
-        )
-        return copy.backend.encode(before + text + after + more, add_special_tokens=False).ids
+    in_before = _pick_control_ids(tokenizer.encode(before, add_special_tokens=False), control)
+    in_after = _pick_control_ids(tokenizer.encode(after, add_special_tokens=False), control)
+    if _pick_control_ids(ids, control) == in_before + in_after:
+        return ids  # all control tokens are the template's
+    safe = get_safe_tokenizer(tokenizer)
+    if safe is not None:
+        before = safe.escape_control_tokens(before, in_before)
+        after = safe.escape_control_tokens(after, in_after)
+        return safe.backend.encode(before + text + after + more, add_special_tokens=False).ids
     refuse_control_tokens(control.values(), text + more)
     return ids  # an unknown character, whose id is a control token's
 
 
 def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
-    """Returns where each token of a user's text starts and ends in it, in characters."""
+    """Return where each token of a user's text starts and ends in it, in characters."""
     if not tokenizer.is_fast:
         raise RestoreKVError(
             "Cutting texts needs a tokenizer that maps tokens to characters; use a fast tokenizer."
         )
     check_unicode(text)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    copy = (
-        get_safe_tokenizer(tokenizer)
-        if _pick_control_ids(found["input_ids"], find_control_tokens(tokenizer))
-        else None
-    )
-    return (
-        copy.backend.encode(text, add_special_tokens=False).offsets
-        if copy
-        else found["offset_mapping"]
-    )
+    if _pick_control_ids(found["input_ids"], find_control_tokens(tokenizer)):
+        safe = get_safe_tokenizer(tokenizer)
+        if safe is not None:
+            return safe.backend.encode(text, add_special_tokens=False).offsets
+    return found["offset_mapping"]
 
 
 class TextStream:
@@ -89,11 +93,9 @@ class TextStream:
         self.ids: list[int] = []
         self.certain = ""  # the text up to the last id with which all its characters were whole
         self.pending = False  # whether ids after that have added nothing to it yet
-        self.stream = (
-            DecodeStream(skip_special_tokens=skip_special_tokens)
-            if _can_stream(tokenizer)
-            else None
-        )
+        self.stream: DecodeStream | None = None
+        if _can_stream(tokenizer):
+            self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def push(self, token: int) -> str:
         """Add an id and return the text so far, without a character at its end of which bytes are
@@ -101,20 +103,22 @@ class TextStream:
         """
         self.ids.append(token)
         if self.stream is not None:
-            self.step(token)
+            self._step(self.stream, token)
+        # Not "else": a step may have left the stream.
         if self.stream is None:
-            whole = self.decode_all()
-            self.pending = whole.endswith(REPLACEMENT)
+            text = self._decode_all()
+            self.pending = text.endswith(REPLACEMENT)
             if not self.pending:
-                self.certain = whole
+                self.certain = text
         return self.certain
 
-    def step(self, token: int) -> None:
-        """Add what the library says this id adds to the text; leave its stream where that is not
-        the whole text.
+    def _step(self, stream: DecodeStream, token: int) -> None:
+        """Add what the library says this id adds to the text.
+
+        Leave its stream for good where that is not the whole text.
         """
         try:
-            piece = self.stream.step(self.tokenizer.backend_tokenizer, token)
+            piece = stream.step(self.tokenizer.backend_tokenizer, token)
         except Exception:  # it has no type for a text that does not begin as it did before
             self.stream = None
             return
@@ -122,21 +126,19 @@ class TextStream:
         self.pending = piece is None
         # A wrong byte can turn the characters before it, which the stream has left behind, into
         # replacements.
-        if piece and REPLACEMENT in piece and self.certain != self.decode_all():
+        if piece and REPLACEMENT in piece and self.certain != self._decode_all():
             self.stream = None
 
     def get_text(self) -> str:
         """Return the text of all ids, exactly as the tokenizer decodes them."""
-        return self.decode_all() if self.pending else self.certain
+        return self._decode_all() if self.pending else self.certain
 
-    def decode_all(self) -> str:
+    def _decode_all(self) -> str:
         return self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens)
 
 
 def _can_stream(tokenizer: Tokenizer) -> bool:
-    """Return whether `decode` is the tokenizers library's own, with nothing done to the text
-    afterwards.
-    """
+    """Return whether `decode` is the tokenizers library's own and leaves its text as it is."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -147,9 +149,7 @@ def _can_stream(tokenizer: Tokenizer) -> bool:
 
 
 def decode_utf8(payload: bytes, what: str) -> str:
-    """Returns UTF-8 bytes as a text, without a byte order mark; `what` begins the sentence of an
-    error.
-    """
+    """Return UTF-8 bytes as text, without a byte order mark; `what` begins an error's sentence."""
     try:
         text = payload.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -162,7 +162,7 @@ def decode_utf8(payload: bytes, what: str) -> str:
 
 
 def check_unicode(text: str) -> None:
-    """Refuses half a character, which bytes that are not UTF-8 become on a command line."""
+    """Refuse half a character, which bytes that are not UTF-8 become on a command line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -172,19 +172,21 @@ def check_unicode(text: str) -> None:
 
 
 def _pick_control_ids(ids: Iterable[int], control: dict[int, str]) -> list[int]:
+    """Return those ids that are control tokens, in their order."""
     return [each for each in ids if each in control]
 
 
 def find_control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Returns the control tokens by their ids."""
+    """Return the control tokens by their ids."""
 
     def find() -> dict[int, str]:
         template = str(tokenizer.chat_template)
-        return {
-            number: token.content
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special or (re.search(r"[^\w\s]", token.content) and token.content in template)
-        }
+        found = {}
+        for number, token in tokenizer.added_tokens_decoder.items():
+            has_punctuation = re.search(r"[^\w\s]", token.content)
+            if token.special or (has_punctuation and token.content in template):
+                found[number] = token.content
+        return found
 
     return _remember(_CONTROL_TOKENS, tokenizer, find)
 
@@ -197,32 +199,29 @@ class SafeTokenizer:
     names: dict[int, tuple[str, str]]  # the usual name and the secret one
 
     def escape_control_tokens(self, text: str, ids: Iterable[int]) -> str:
-        """Returns a text of the template with the secret names of those control tokens that the
-        tokenizer sees in it.
+        """Return a text of the template with the secret names of its control tokens.
 
-        It misses some: a normalizer that prepends a space to every text does so to a token's name,
-        too.
+        `ids` are those that the tokenizer sees in the text. It misses some: a normalizer that
+        prepends a space to every text does so to a token's name, too.
         """
+        # Longer names first, since one may begin with another.
         names = dict(sorted((self.names[each] for each in ids), key=lambda pair: -len(pair[0])))
-        return (
-            re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text)
-            if names
-            else text
-        )
+        if not names:
+            return text
+        return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text)
 
 
 def get_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer | None:
-    """Returns such a copy, which is made once, or None where the tokenizer is not a fast one."""
-    return (
-        _remember(_SAFE_TOKENIZERS, tokenizer, lambda: _make_safe_tokenizer(tokenizer))
-        if getattr(tokenizer, "is_fast", False)
-        else None
-    )
+    """Return the tokenizer's safe copy, which is made once; None for a slow tokenizer."""
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    return _remember(_SAFE_TOKENIZERS, tokenizer, lambda: _make_safe_tokenizer(tokenizer))
 
 
 def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
-    """Renames added tokens, words and merges alike, so that neither the splitter nor the model
-    finds an old name.
+    """Make the copy: neither the splitter nor the model may find an old name of a control token.
+
+    So added tokens, words and merges are renamed alike.
     """
     control = find_control_tokens(tokenizer)
     names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
@@ -238,9 +237,11 @@ def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
     else:
         model["vocab"] = [[names.get(word, word), *score] for word, *score in words]
     if "merges" in model:
-        model["merges"] = [
-            pair for pair in model["merges"] if not {*pair, "".join(pair)} & names.keys()
-        ]
+        merges = []
+        for pair in model["merges"]:
+            if not {*pair, "".join(pair)} & names.keys():
+                merges.append(pair)
+        model["merges"] = merges
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
@@ -252,21 +253,24 @@ def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
 
 
 def _remember(
-    memory: WeakKeyDictionary, tokenizer: Tokenizer, make: Callable[[], object]
-) -> object:
-    """Returns what `make` returned for this tokenizer, unless tokens were added or the template
-    changed since.
+    memory: Memory[Remembered], tokenizer: Tokenizer, make: Callable[[], Remembered]
+) -> Remembered:
+    """Return what `make` returned for this tokenizer.
+
+    It is made anew if tokens were added or the template changed since.
     """
     state = (len(tokenizer), str(tokenizer.chat_template))
-    if memory.get(tokenizer, (None,))[0] != state:
-        memory[tokenizer] = state, make()
-    return memory[tokenizer][1]
+    known = memory.get(tokenizer)
+    if known is None or known[0] != state:
+        known = state, make()
+        memory[tokenizer] = known
+    return known[1]
 
 
 def refuse_control_tokens(
     control: Iterable[str], text: str, what: str = "text", whose: str = "a slow tokenizer"
 ) -> None:
-    """Refuses a text that spells a control token, where it cannot be encoded as characters."""
+    """Refuse a text that spells a control token, where it cannot be encoded as characters."""
     if spelled := [each for each in control if each in text]:
         raise RestoreKVError(
             f"The {what} has {spelled[0]}, a control token of {whose}; take it out."

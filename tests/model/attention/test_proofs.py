@@ -59,7 +59,7 @@ def answer(given):
 
 
 def definition(given):
-    return given.defined().to(given.query.dtype).flatten(1, 2).transpose(1, 2)
+    return given.compute_definition().to(given.query.dtype).flatten(1, 2).transpose(1, 2)
 
 
 # What could be wrong with a backend; each gets the right one and the arguments.
@@ -185,7 +185,9 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
         again = answer(given)
     assert len(calls) == checked, "a backend that is wrong was called again"
     assert found.equal(again) and found.equal(attended_by(frozen, given))
-    error = given.error(found.transpose(1, 2).unflatten(1, given.query.shape[1:3]), given.defined())
+    error = given.measure_error(
+        found.transpose(1, 2).unflatten(1, given.query.shape[1:3]), given.compute_definition()
+    )
     assert error <= proofs.compute_tolerance(dtype, given.largest)
 
 

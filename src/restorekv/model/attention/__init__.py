@@ -12,6 +12,8 @@ definition there.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,9 @@ from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles
-from restorekv.model.attention import trials as _trials  # noqa: F401  (registers what has to prove itself)
+
+# Importing the trials registers the backends as components that have to prove themselves.
+from restorekv.model.attention import trials as _trials  # noqa: F401
 
 try:
     from restorekv.model.attention import triton_attend
@@ -45,24 +49,23 @@ BACKENDS: dict[str, Backend] = {
 }
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend_ragged
-LADDER = {  # on a device that is not a CPU: the first that can answer and has proven itself
-    **({} if triton_attend is None else {"triton": triton_attend}),
-    "cascade": cascade,
-    "frozen": frozen,
-    "naive": naive,
-}
+# On a device that is not a CPU: the first that can answer and has proven itself.
+LADDER: dict[str, ModuleType] = {"cascade": cascade, "frozen": frozen, "naive": naive}
+if triton_attend is not None:
+    LADDER = {"triton": triton_attend, **LADDER}
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
 WORKSPACE = 16 << 20
 
 _callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
-_open: list[str] = []  # open blocks of `observing` and `using` in all threads
+# The variables that open blocks of all threads have set.
+_open: list[str] = []
 
 
 @contextmanager
 def observe_attention(callback: Callback) -> Iterator[None]:
-    """Calls callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's
+    """Call callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's
     attention.
 
     Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result;
@@ -75,7 +78,7 @@ def observe_attention(callback: Callback) -> Iterator[None]:
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Forces one of BACKENDS for ragged layers, instead of the one that `choose` picks."""
+    """Force one of BACKENDS for ragged layers, instead of the one that `choose_backend` picks."""
     if backend not in BACKENDS:
         raise RestoreKVError(
             f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}."
@@ -88,10 +91,10 @@ def force_backend(backend: str) -> Iterator[None]:
 def inspect_attention(
     on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]
 ) -> Iterator[None]:
-    """Shows every call of `attend` and every mask that transformers makes, with the function it is
-    made from.
+    """Show every call of `attend_layer` and every mask that transformers makes.
 
-    on_call(module, query, key, value, mask, scale, options) is called before a layer's attention.
+    on_call(module, query, key, value, mask, scale, options) is called before a layer's attention,
+    and on_mask(mask, function) gets the function that a mask is made from.
     """
     with _set_variable(_inspectors, (on_call, on_mask)):
         yield
@@ -99,9 +102,7 @@ def inspect_attention(
 
 @contextmanager
 def suspend_overrides() -> Iterator[None]:
-    """Runs the block without the observer and the forced backend of the blocks around it, as a
-    proof does.
-    """
+    """Run the block, such as a proof, without the observer and the backend of outer blocks."""
     with (
         _set_variable(_callback, None),
         _set_variable(_backend, None),
@@ -112,8 +113,9 @@ def suspend_overrides() -> Iterator[None]:
 
 @contextmanager
 def _set_variable(variable: ContextVar, value: object) -> Iterator[None]:
-    """Sets a variable in the block. torch.compile cannot read it, so it is read only while some
-    block is open.
+    """Set a variable in the block.
+
+    torch.compile cannot read a ContextVar, so it is read only while some block is open.
     """
     token = variable.set(value)
     _open.append(variable.name)
@@ -124,21 +126,23 @@ def _set_variable(variable: ContextVar, value: object) -> Iterator[None]:
         variable.reset(token)
 
 
-def _get_variable(variable: ContextVar) -> object | None:
-    """Returns the value that an open block has set, or None."""
+def _get_variable(variable: ContextVar) -> Any:
+    """Return the value that an open block has set, or None."""
     return variable.get() if variable.name in _open else None
 
 
 def get_observer() -> Callback | None:
-    """Returns the callback of this thread's innermost `observing` block."""
+    """Return the callback of this thread's innermost `observe_attention` block."""
     return _get_variable(_callback)
 
 
 def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has
-    gradients everywhere.
+    """Return the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`.
+
+    `frozen` has gradients everywhere.
     """
-    if name := _get_variable(_backend):
+    name = _get_variable(_backend)
+    if name is not None:
         if proofs.needs_proof(query.device):
             proofs.require_proof(name, *_get_proof_key(query))
         return BACKENDS[name]
@@ -146,20 +150,22 @@ def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
         return stored.attend_ragged
     if proofs.needs_proof(query.device):
         return _choose_proven(query, layer)
-    return cascade.attend_ragged if cascade.can_answer(query, layer) else frozen.attend_ragged
+    if cascade.can_answer(query, layer):
+        return cascade.attend_ragged
+    return frozen.attend_ragged
 
 
 def _choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Returns the fastest backend that can answer and has proven itself on the query's device."""
+    """Return the fastest backend that can answer and has proven itself on the query's device."""
     for name, module in LADDER.items():
-        usable = getattr(module, "can_answer", None)
-        if (usable is None or usable(query, layer)) and proofs.is_proven(
-            name, *_get_proof_key(query)
-        ):
+        can_answer = getattr(module, "can_answer", None)  # backends without it always can
+        if can_answer is not None and not can_answer(query, layer):
+            continue
+        if proofs.is_proven(name, *_get_proof_key(query)):
             return module.attend_ragged
     raise RestoreKVError(
-        f"{proofs.describe_device(query.device)} computes attention wrongly even with PyTorch's own operations; use another "
-        f"device, and {proofs.REPORT}."
+        f"{proofs.describe_device(query.device)} computes attention wrongly even with PyTorch's "
+        f"own operations; use another device, and {proofs.REPORT}."
     )
 
 
@@ -169,65 +175,67 @@ def _get_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dt
 
 
 def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
-    """Stores the context of a cache in 8 bits, on the CPU where its device has not proven that it
-    can.
+    """Store the context of a cache as `storage` says: "model" leaves it, "int8" and "fp8" pack it.
+
+    A device that has not proven that it can pack gets rows that the CPU has packed.
     """
     first = cache.layers[0]
-    key = first.device, first.heads, groups, first.restore_keys.shape[-1], first.dtype
+    head_dim = first.restore_keys.shape[-1]
     if (
         storage == "model"
         or not proofs.needs_proof(first.device)
-        or proofs.is_proven(storage, *key)
+        or proofs.is_proven(storage, first.device, first.heads, groups, head_dim, first.dtype)
     ):
         cache.quantize(storage)
         return
     for layer in cache.layers:
-        rows = layer.context_keys.cpu(), layer.context_values.cpu()
-        packed = quantized.quantize(*rows, layer.bounds, storage)
-        layer.context_keys, layer.context_values = (each.to(first.device) for each in packed)
+        keys, values = quantized.quantize(
+            layer.context_keys.cpu(), layer.context_values.cpu(), layer.bounds, storage
+        )
+        layer.context_keys = keys.to(first.device)
+        layer.context_values = values.to(first.device)
 
 
 def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
-    """Returns a layer for one call: an 8-bit context is unpacked if the backend cannot read it (see
-    `unpacks`).
+    """Return a layer for one call, unpacked where the backend cannot read an 8-bit context.
 
     A device that has not proven that it can read 8 bits gets numbers that the CPU has unpacked.
     """
     if not stored.is_packed(layer):
         return layer
-    if proofs.needs_proof(query.device) and not proofs.is_proven(
-        _get_storage(layer), *_get_proof_key(query)
-    ):
+    storage = _get_storage(layer)
+    if proofs.needs_proof(query.device) and not proofs.is_proven(storage, *_get_proof_key(query)):
         return stored.unpack_layer(layer, torch.device("cpu"))
-    return stored.unpack_layer(layer) if _is_unpacked_whole(layer) else layer
+    if _is_unpacked_whole(layer):
+        return stored.unpack_layer(layer)
+    return layer
 
 
 def _get_storage(layer: RaggedLayer) -> str:
-    """Returns the name of a packed layer's storage."""
-    codes: QuantizedRows = layer.context_keys
-    return next(
-        name for name, kind in quantized.STORAGE_DTYPES.items() if kind == codes.codes.dtype
-    )
+    """Return the name of a packed layer's storage."""
+    rows: QuantizedRows = layer.context_keys
+    for name, dtype in quantized.STORAGE_DTYPES.items():
+        if dtype == rows.codes.dtype:
+            return name
+    raise ValueError(f"no storage has codes of {rows.codes.dtype}")
 
 
 def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
-    """Makes the GPU backend's work lists for all layers and their forks, before a CUDA graph
-    records a step.
-    """
+    """Make the GPU backend's work lists for all layers, before a CUDA graph records a step."""
     if triton_attend is not None and layers[0].device.type == "cuda":
         tiles.plan_tiles(layers)
 
 
 def _is_unpacked_whole(layer: RaggedLayer) -> bool:
-    """Returns whether to unpack a whole 8-bit context: for a forced backend, and on a GPU if
-    WORKSPACE suffices.
+    """Return whether to unpack a whole 8-bit context at once.
+
+    A forced backend reads no 8 bits. On a GPU the kernel is faster than `stored`, if the unpacked
+    context fits into WORKSPACE.
     """
-    if not stored.is_packed(layer):
-        return False
+    if _get_variable(_backend) is not None:
+        return True
     nbytes = 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
-    return _get_variable(_backend) is not None or (
-        layer.device.type != "cpu" and nbytes <= WORKSPACE
-    )
+    return layer.device.type != "cpu" and nbytes <= WORKSPACE
 
 
 def attend_layer(
@@ -238,45 +246,62 @@ def attend_layer(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, H*G, Q, D) -> (B, Q, H*G, D), with the signature of transformers'
-    AttentionInterface.
+    """Compute a layer's attention, with the signature of transformers' AttentionInterface.
+
+    Args:
+        module: The attention layer.
+        query: (B, H*G, Q, D), after RoPE.
+        key: (B, H, K, D), or a layer of one of our caches, which holds keys and values.
+        value: (B, H, K, D), or the same layer.
+        attention_mask: (B or 1, 1, Q, K) bool of what a query sees, or None for a causal mask; for
+            a ragged layer, K counts the pairs of its tail alone.
+        dropout: For dense keys and values alone.
+        scaling: The factor of the logits, D^-0.5 by default.
+        **kwargs: What the module hands to transformers' own functions.
+
+    Returns:
+        (B, Q, H*G, D), and None in place of the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, FlatLayer):
-        parts = [
-            attend_layer(module, rows, own, own, mask, scaling=scale)[0]
-            for own, rows, mask in key.split_query(query)
-        ]
-        flat = [part.flatten(0, 1) for part in parts]
-        return (flat[0] if len(flat) == 1 else torch.cat(flat))[None], None
-    if (inspectors := _get_variable(_inspectors)) is not None:
-        inspectors[0](module, query, key, value, attention_mask, scale, kwargs)
+        # Rows of different questions lie end to end; each part has its own cache.
+        flat = []
+        for own, rows, mask in key.split_query(query):
+            part, _ = attend_layer(module, rows, own, own, mask, scaling=scale)
+            flat.append(part.flatten(0, 1))
+        joined = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return joined[None], None
+    inspectors = _get_variable(_inspectors)
+    if inspectors is not None:
+        on_call, _ = inspectors
+        on_call(module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
-        parts = key.split_query(query, attention_mask)
-        return torch.cat(
-            [
-                attend_layer(module, rows, own, own, mask, scaling=scale)[0]
-                for own, rows, mask in parts
-            ]
-        ), None
-    ragged = isinstance(key, RaggedLayer)
-    if (callback := _get_variable(_callback)) is not None:
-        result = callback(module, query, key, value, attention_mask, scale)
-        if result is not None and not ragged:
-            return result, None
-    if ragged:
+        parts = []
+        for own, rows, mask in key.split_query(query, attention_mask):
+            part, _ = attend_layer(module, rows, own, own, mask, scaling=scale)
+            parts.append(part)
+        return torch.cat(parts), None
+    callback = _get_variable(_callback)
+    replacement = None
+    if callback is not None:
+        replacement = callback(module, query, key, value, attention_mask, scale)
+    if isinstance(key, RaggedLayer):
         window = kwargs.get("sliding_window")
         if window is not None and attention_mask is None and key.get_seq_length() > window:
             # model.generate over a fork comes here; the package's own loops refuse before.
             raise ModelError(
-                f"The model sees at most {window:,} positions, and the cache has {key.get_seq_length():,}; ask less."
+                f"The model sees at most {window:,} positions, and the cache has "
+                f"{key.get_seq_length():,}; ask less."
             )
         grouped = query.unflatten(1, (key.heads, -1))
         layer = _unpack_for_call(grouped, key)
-        result = choose_backend(grouped, layer)(grouped, layer, attention_mask, scale)
+        backend = choose_backend(grouped, layer)
+        result = backend(grouped, layer, attention_mask, scale)
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
+    if replacement is not None:
+        return replacement, None
     if attention_mask is not None and _shares_heads(query, dropout, kwargs):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).contiguous(), None
@@ -286,18 +311,20 @@ def attend_layer(
 
 
 def _shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
-    """Returns whether SDPA can read a KV head once for all its query heads under a mask, as its CPU
-    kernel does.
+    """Return whether SDPA can read a KV head once for all its query heads under a mask.
 
-    The result is the same; transformers copies keys and values for every query head.
+    Its CPU kernel can. The result is the same; transformers copies keys and values for every query
+    head.
     """
-    plain = all(options.get(name) is None for name in ("softcap", "position_bias"))
-    return query.device.type == "cpu" and not torch.is_grad_enabled() and not dropout and plain
+    if options.get("softcap") is not None or options.get("position_bias") is not None:
+        return False
+    return query.device.type == "cpu" and not torch.is_grad_enabled() and not dropout
 
 
 def install_attention(model: PreTrainedModel) -> None:
-    """Routes every attention layer of `model` through `attend`; dense layers give the same result
-    as with SDPA.
+    """Route every attention layer of `model` through `attend_layer`.
+
+    Dense layers give the same result as with SDPA.
     """
     if model.config._attn_implementation == NAME:
         return
@@ -305,18 +332,23 @@ def install_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise ModelError(
-            f"{type(model).__name__} has no exchangeable attention; use a model with AttentionInterface."
+            f"{type(model).__name__} has no exchangeable attention; "
+            "use a model with AttentionInterface."
         ) from error
 
 
-def make_mask(*args: object, **options: object) -> Tensor | None:
-    """Returns what transformers' mask for SDPA is; while somebody inspects, plain causal masks are
-    made too.
+def make_mask(*args: Any, **options: Any) -> Tensor | None:
+    """Return transformers' mask for SDPA, with the signature of AttentionMaskInterface.
+
+    While somebody inspects, plain causal masks are made too, which SDPA does without.
     """
-    if (inspectors := _get_variable(_inspectors)) is None:
+    inspectors = _get_variable(_inspectors)
+    if inspectors is None:
         return sdpa_mask(*args, **options)
-    mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
-    inspectors[1](mask, options.get("mask_function", causal_mask_function))
+    options["allow_is_causal_skip"] = False
+    mask = sdpa_mask(*args, **options)
+    _, on_mask = inspectors
+    on_mask(mask, options.get("mask_function", causal_mask_function))
     return mask
 
 

@@ -1,5 +1,4 @@
-"""A pass's attention on a CPU over the pairs of a cache and its own pairs, with its weights for an
-observer.
+"""A pass's attention on a CPU over the pairs of a cache and its own, with weights for an observer.
 
 Every row sees all cached pairs and its own pairs up to itself. Rows are processed in blocks, the G
 query heads of one KV head together, so that a block's logits stay in the processor's cache and
@@ -36,12 +35,20 @@ def attend_pass(
     inside: Sequence[slice] = (),
     on_weights: OnWeights = lambda *_: None,
 ) -> Tensor:
-    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q,
-    H * G, D).
+    """Compute what `naive.attend_pass` defines.
 
-    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached
-    columns in `inside` (ordered, disjoint slices) followed by the own pairs: (G, high - low, W +
-    high) float32, which it may change.
+    Args:
+        query: (H, G, Q, D).
+        own: The pass's own keys and values, (H, Q, D) each.
+        cached: Returns the cached keys and values of a head, (K, D) each.
+        scale: The factor of the logits.
+        inside: The cached columns whose weights are wanted, as ordered, disjoint slices; W in all.
+        on_weights: Called with head, low, high and the weights (G, high - low, W + high) float32 of
+            the rows [low, high), a softmax over the columns `inside` and the own pairs up to
+            `high`. It may change them.
+
+    Returns:
+        (Q, H * G, D).
     """
     heads, groups, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -85,13 +92,13 @@ def _average_values(
 
 
 def merge_parts(one: Part, two: Part) -> Part:
-    """Returns the average over two disjoint sets of pairs, and its log-sum-exp."""
+    """Return the average over two disjoint sets of pairs, and its log-sum-exp."""
     lse = torch.logaddexp(one[1], two[1])
     return (one[1] - lse).exp() * one[0] + (two[1] - lse).exp() * two[0], lse
 
 
 def split_outside(inside: Sequence[slice], count: int) -> list[slice]:
-    """Returns the columns of [0, count) that are not in `inside`, in tiles."""
+    """Return the columns of [0, count) that are not in `inside`, in tiles."""
     edges = [0, *(edge for part in inside for edge in (part.start, part.stop)), count]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return [

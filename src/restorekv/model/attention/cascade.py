@@ -1,5 +1,4 @@
-"""Ragged attention on a CPU for decoding and batches of questions, with PyTorch's fused kernel for
-each head.
+"""Ragged attention on a CPU for decoding and questions, with PyTorch's fused kernel for each head.
 
 All queries of a batch, B questions times G group heads, read the rows of one head's context at once
 and in place: nothing is padded, widened or copied. A long head is cut into pieces, since the kernel
@@ -25,7 +24,7 @@ _QUERY_BLOCK = 32  # queries for one thread
 
 
 def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
-    """Returns whether this backend can answer: on a CPU, with one dtype, without gradients."""
+    """Return whether this backend can answer: on a CPU, with one dtype, without gradients."""
     tensors = query, layer.keys, layer.values
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return (
@@ -43,7 +42,8 @@ def attend_ragged(
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
-            "The backend 'cascade' runs on a CPU without gradients; leave out attention.force_backend(...)."
+            "The backend 'cascade' runs on a CPU without gradients; "
+            "leave out attention.force_backend(...)."
         )
     batch, heads, groups, queries, width = query.shape
     # With one row the kernel multiplies differently, at half the speed.
@@ -62,33 +62,33 @@ def attend_ragged(
         outputs.shape[:-1], torch.finfo(_get_exact_dtype(query)).min, dtype=_get_exact_dtype(query)
     )
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
+        # Pieces of equal length, then the rows that are left over, as one more piece.
         pieces = max(min((end - start) // _LEAST_ROWS, most), 1)
         middle = end - (end - start) % pieces
-        for low, high, slots in (
-            (start, middle, slice(pieces)),
-            (middle, end, slice(most, most + 1)),
-        ):
-            if low < high:
-                outputs[slots, head], lses[slots, head] = _attend_rows(
-                    rows[head], layer, low, high, slots, scale
-                )
+        if start < middle:
+            output, lse = _attend_rows(rows[head], layer, start, middle, pieces, scale)
+            outputs[:pieces, head] = output
+            lses[:pieces, head] = lse
+        if middle < end:
+            output, lse = _attend_rows(rows[head], layer, middle, end, 1, scale)
+            outputs[most, head] = output[0]
+            lses[most, head] = lse[0]
     tail, lse = _attend_tail(query.flatten(2, 3), layer, tail_mask, groups, scale)
-    outputs[-1], lses[-1] = (
-        tail.transpose(0, 1).reshape(rows.shape),
-        lse.transpose(0, 1).reshape(rows.shape[:-1]),
-    )
+    outputs[-1] = tail.transpose(0, 1).reshape(rows.shape)
+    lses[-1] = lse.transpose(0, 1).reshape(rows.shape[:-1])
     output = (lses.softmax(0)[..., None] * outputs).sum(0).to(query.dtype)
     return output.view(heads, batch, groups, queries, width).transpose(0, 1)
 
 
 def _attend_rows(
-    rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: slice, scale: float
-) -> tuple:
-    """rows (R, D) over the pairs start:end of a head -> averages (pieces, R, D) and log-sum-exps
-    (pieces, R).
+    rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """rows (R, D) over the pairs start:end of a head, in pieces of equal length -> averages
+    (pieces, R, D) and log-sum-exps (pieces, R).
     """
-    shape = (1, pieces.stop - (pieces.start or 0), -1, rows.shape[-1])
-    keys, values = (x[start:end].view(shape) for x in (layer.context_keys, layer.context_values))
+    shape = (1, pieces, -1, rows.shape[-1])
+    keys = layer.context_keys[start:end].view(shape)
+    values = layer.context_values[start:end].view(shape)
     bias = None
     if layer.bias is not None:
         bias = layer.bias[start:end].to(_get_exact_dtype(rows)).view(1, shape[1], 1, -1)
@@ -100,39 +100,35 @@ def _attend_rows(
 
 def _attend_tail(
     rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float
-) -> tuple:
-    """rows (B, H, G*Q, D) -> averages over the tail, of the same shape, and log-sum-exps (B, H,
-    G*Q).
-    """
+) -> tuple[Tensor, Tensor]:
+    """rows (B, H, G*Q, D) -> averages over the tail (B, H, G*Q, D) and log-sum-exps (B, H, G*Q)."""
     queries = rows.shape[2] // groups
     if mask is None and queries > 1:
         mask = make_causal_mask(queries, layer.columns, rows.device)[None, None]
     # The lowest finite number: a padding query may see nothing, and NaN would spread.
     if mask is not None:
-        lowest = torch.finfo(_get_exact_dtype(rows)).min
-        mask = (
-            torch.zeros_like(mask, dtype=_get_exact_dtype(rows))
-            .masked_fill(~mask, lowest)
-            .repeat(1, 1, groups, 1)
-        )
+        exact = _get_exact_dtype(rows)
+        bias = torch.zeros_like(mask, dtype=exact).masked_fill(~mask, torch.finfo(exact).min)
+        mask = bias.repeat(1, 1, groups, 1)
     return attend_fused(rows, layer.keys, layer.values, attn_mask=mask, scale=scale)
 
 
 def attend_fused(
     query: Tensor, keys: Tensor, values: Tensor, **more: object
 ) -> tuple[Tensor, Tensor]:
-    """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R), which SDPA
-    does not return.
+    """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R).
+
+    SDPA would return the averages alone.
     """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, **more)
 
 
 @torch.compiler.assume_constant_result
 def _count_threads() -> int:
-    """Returns the number of threads as a constant, since torch.compile cannot trace the call."""
+    """Return the number of threads as a constant, since torch.compile cannot trace the call."""
     return torch.get_num_threads()
 
 
 def _get_exact_dtype(rows: Tensor) -> torch.dtype:
-    """Returns the dtype of masks and sums."""
+    """Return the dtype of masks and sums."""
     return torch.promote_types(rows.dtype, torch.float32)

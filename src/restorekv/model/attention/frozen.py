@@ -1,10 +1,9 @@
-"""Ragged attention for long contexts: computed in blocks of rows, it keeps only its inputs for the
-backward pass.
+"""Ragged attention with gradients, in blocks of rows; the backward pass needs its inputs alone.
 
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
-and the frozen context needs neither dk nor dv. The backward pass recomputes p, as FlashAttention does
-(arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
+and the frozen context needs neither dk nor dv. The backward pass recomputes p, as FlashAttention
+does (arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
 """
 
 from collections.abc import Iterator
@@ -26,12 +25,18 @@ def attend_ragged(
 ) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
     if tail_mask is None:
-        tail_mask = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)[
-            None, None
-        ]
-    context = (layer.context_keys, layer.context_values, layer.bias)
+        causal = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)
+        tail_mask = causal[None, None]
     return FrozenAttention.apply(
-        query, layer.keys, layer.values, tail_mask, *context, layer.bounds, scale
+        query,
+        layer.keys,
+        layer.values,
+        tail_mask,
+        layer.context_keys,
+        layer.context_values,
+        layer.bias,
+        layer.bounds,
+        scale,
     )
 
 
@@ -54,31 +59,31 @@ class FrozenAttention(torch.autograd.Function):
         query, tail_keys, tail_values, mask = ctx.saved_tensors[:4]
         exact = torch.promote_types(query.dtype, torch.float32)
         for_query = torch.empty_like(query)
-        for_keys, for_values = (torch.zeros_like(x, dtype=exact) for x in (tail_keys, tail_values))
+        for_keys = torch.zeros_like(tail_keys, dtype=exact)
+        for_values = torch.zeros_like(tail_values, dtype=exact)
         for head, rows, scaled, keys, values, weights in iterate_blocks(
             *ctx.saved_tensors, ctx.bounds, ctx.scale
         ):
             arriving = gradient[:, head, :, rows].to(exact)
-            kept = len(keys[0])
+            count = len(keys[0])  # pairs of the context; those of the tail follow
             slopes = _multiply_pairs(arriving, values)
             slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
-            slopes[..., kept:].masked_fill_(~mask[:, :, rows], 0)
+            slopes[..., count:].masked_fill_(~mask[:, :, rows], 0)
             for_query[:, head, :, rows] = _mix_pairs(slopes, keys) * ctx.scale
-            for_keys[:, head] += slopes[..., kept:].flatten(1, 2).mT @ scaled.flatten(1, 2)
-            for_values[:, head] += weights[..., kept:].flatten(1, 2).mT @ arriving.flatten(1, 2)
+            for_keys[:, head] += slopes[..., count:].flatten(1, 2).mT @ scaled.flatten(1, 2)
+            for_values[:, head] += weights[..., count:].flatten(1, 2).mT @ arriving.flatten(1, 2)
         return (
             for_query,
             for_keys.to(tail_keys.dtype),
             for_values.to(tail_values.dtype),
-            *(None,) * 6,
+            *(None,) * 6,  # for what is not trained
         )
 
 
 def iterate_blocks(
     query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale
 ) -> Iterator[tuple]:
-    """Yields (head, rows, scaled query, keys, values, weights) for every head and as many queries
-    as BLOCK allows.
+    """Yield (head, rows, scaled query, keys, values, weights) for every head, in blocks of queries.
 
     Scaled query (B, G, q, D) and weights (B, G, q, N + t) are float32, or the query's dtype if that
     is wider.
@@ -100,12 +105,12 @@ def iterate_blocks(
 
 
 def _multiply_pairs(rows: Tensor, pairs: Pairs) -> Tensor:
-    """Multiplies (B, G, q, D) by the keys or values of every pair: (B, G, q, N + t)."""
+    """Multiply (B, G, q, D) by the keys or values of every pair: (B, G, q, N + t)."""
     context, tail = pairs
     return torch.cat([rows @ context.mT, rows @ tail[:, None].mT], -1)
 
 
 def _mix_pairs(weights: Tensor, pairs: Pairs) -> Tensor:
-    """Sums all pairs with weights (B, G, q, N + t): (B, G, q, D)."""
+    """Sum all pairs with weights (B, G, q, N + t): (B, G, q, D)."""
     context, tail = pairs
     return weights[..., : len(context)] @ context + weights[..., len(context) :] @ tail[:, None]

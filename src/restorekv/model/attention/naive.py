@@ -15,9 +15,7 @@ ROWS = 64  # rows of a pass whose weights exist at once
 
 
 def make_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Returns (Q, K) bool: the last query sees every key, the one before it all but the last, and
-    so on.
-    """
+    """Return (Q, K) bool: the last query sees every key, the one before it all but the last, ..."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -35,7 +33,7 @@ def attend_ragged(
     outputs = []
     for head in range(heads):
         rows = slice(layer.bounds[head], layer.bounds[head + 1])
-        kept = layer.bounds[head + 1] - layer.bounds[head]
+        count = rows.stop - rows.start
         keys = torch.cat([layer.context_keys[rows].expand(batch, -1, -1), layer.keys[:, head]], 1)
         values = torch.cat(
             [layer.context_values[rows].expand(batch, -1, -1), layer.values[:, head]], 1
@@ -44,7 +42,7 @@ def attend_ragged(
         logits = query[:, head].to(exact) @ keys[:, None].transpose(-1, -2).to(exact) * scale
         if layer.bias is not None:
             logits = logits + torch.cat([layer.bias[rows].to(exact), logits.new_zeros(tail)])
-        hidden = torch.cat([tail_mask.new_zeros(batch, 1, queries, kept), ~tail_mask], -1)
+        hidden = torch.cat([tail_mask.new_zeros(batch, 1, queries, count), ~tail_mask], -1)
         # The lowest finite number: a padding query may see nothing, and NaN would spread through
         # its values.
         weights = logits.masked_fill(hidden, torch.finfo(exact).min).softmax(-1)
@@ -60,20 +58,26 @@ def attend_pass(
     inside: Sequence[slice] = (),
     on_weights: Callable[[int, int, int, Tensor], None] = lambda *_: None,
 ) -> Tensor:
-    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q,
-    H * G, D).
+    """Return a pass's attention (Q, H * G, D) over the pairs of a cache and its own.
 
-    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached
-    columns in `inside` followed by the own pairs up to `high`: (G, high - low, W + high) float32,
-    which it may change.
+    Args:
+        query: (H, G, Q, D).
+        own: The pass's own keys and values, (H, Q, D) each.
+        cached: Returns the cached keys and values of a head, (K, D) each.
+        scale: The factor of the logits.
+        inside: The cached columns whose weights are wanted; W in all.
+        on_weights: Called with head, low, high and the weights (G, high - low, W + high) float32 of
+            the rows [low, high), a softmax over the columns `inside` and the own pairs up to
+            `high`. It may change them.
     """
     heads, _, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
     outputs = []
     for head in range(heads):
-        pairs = zip(cached(head), own, strict=True)
-        keys, values = (torch.cat([held, mine[head]]).to(exact) for held, mine in pairs)
-        held = len(keys) - rows
+        cached_keys, cached_values = cached(head)
+        keys = torch.cat([cached_keys, own[0][head]]).to(exact)
+        values = torch.cat([cached_values, own[1][head]]).to(exact)
+        held = len(cached_keys)
         columns = torch.arange(len(keys), device=query.device)
         chosen = torch.cat([*(columns[part] for part in inside), columns[held:]])
         parts = []

@@ -28,48 +28,46 @@ from restorekv.files import (
     replace_file,
 )
 
-# bytes
 FORMAT = "restorekv-proof-1"
-LIMIT = 1 << 16
+LIMIT = 1 << 16  # bytes of a file
 FOLDER = "proofs"
 DIED = object()  # a check that began in a process that is gone, and never ended
 
 
 def locate_proof(key: Mapping[str, object]) -> Path | None:
-    """Returns the file of a key, or None without a cache folder."""
+    """Return the file of a key, or None without a cache folder."""
     root = find_cache_folder()
-    return (
-        root and root / FOLDER / f"{hashlib.sha256(_to_canonical_json(key)).hexdigest()[:32]}.json"
-    )
+    if root is None:
+        return None
+    return root / FOLDER / f"{digest_record(key)[:32]}.json"
 
 
 def load_proof(key: Mapping[str, object], kind: type) -> object | None:
-    """Returns the proof of a key as a `kind`, DIED, or None if there is none that can be trusted."""
+    """Return the proof of a key as a `kind`, DIED, or None if there is none that can be trusted."""
     path = locate_proof(key)
-    record = path and _load_record(path)
-    if not record or record["key"] != key:
+    record = None if path is None else _load_record(path)
+    if record is None or record["key"] != key:
         return None
-    if record["proof"] is None:
-        return DIED if _has_died(record["process"]) else None
     proof = record["proof"]
+    if proof is None:  # the mark of a check
+        return DIED if _has_died(record["process"]) else None
     hints = get_type_hints(kind)
-    if set(proof) != set(hints) or not all(
-        matches_type(proof[name], hint) for name, hint in hints.items()
-    ):
+    if set(proof) != set(hints):
         return None
+    for name, hint in hints.items():
+        if not matches_type(proof[name], hint):
+            return None
     return kind(**proof)
 
 
 def save_proof(key: Mapping[str, object], proof: object) -> None:
-    """Keeps a proof, where files can be written."""
+    """Keep a proof, where files can be written."""
     _save_record(key, asdict(proof))
 
 
 @contextmanager
 def mark_check(key: Mapping[str, object]) -> Iterator[None]:
-    """Keeps a mark that a check has begun, until the block ends in any way but the end of the
-    process.
-    """
+    """Keep a mark that a check has begun, until the block ends; it stays if the process dies."""
     _save_record(key, None)
     try:
         yield
@@ -81,7 +79,7 @@ def mark_check(key: Mapping[str, object]) -> Iterator[None]:
 
 
 def _load_record(path: Path) -> dict | None:
-    """Returns what a file holds, or None if it is damaged or anybody else may have written it."""
+    """Return what a file holds, or None if it is damaged or anybody else may have written it."""
     try:
         with open_with_size(path, str(path)) as (file, size):
             if size > LIMIT or not _is_private(os.fstat(file.fileno())):
@@ -92,16 +90,16 @@ def _load_record(path: Path) -> dict | None:
     wanted = {"format": str, "key": dict, "proof": dict | None, "process": str, "sum": str}
     if not isinstance(record, dict) or set(record) != set(wanted):
         return None
-    if (
-        not all(isinstance(record[name], kind) for name, kind in wanted.items())
-        or record["format"] != FORMAT
-    ):
+    for name, kind in wanted.items():
+        if not isinstance(record[name], kind):
+            return None
+    if record["format"] != FORMAT or record.pop("sum") != digest_record(record):
         return None
-    return record if record.pop("sum") == digest_record(record) else None
+    return record
 
 
 def _save_record(key: Mapping[str, object], proof: Mapping[str, object] | None) -> None:
-    """Writes a file that only this user can change, or nothing."""
+    """Write a file that only this user can change, or nothing."""
     path = locate_proof(key)
     if path is None:
         return
@@ -122,30 +120,29 @@ def _save_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
                 0o600,
             )
             with open(descriptor, "w", encoding="utf-8") as file:
-                os.fchmod(descriptor, 0o600) if hasattr(os, "fchmod") else None
+                if hasattr(os, "fchmod"):
+                    os.fchmod(descriptor, 0o600)  # whatever the file was before
                 file.write(text)
 
 
 def _has_died(process: str) -> bool:
-    """Returns whether a process of this machine, HOST-ID, is gone."""
+    """Return whether a process of this machine, HOST-ID, is gone."""
     host, _, number = process.rpartition("-")
     return host == HOST and number.isdecimal() and not is_process_alive(int(number))
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Returns whether a file belongs to this user, and nobody else may write it; Windows has no
-    such modes.
-    """
+    """Return whether a file belongs to this user, and nobody else may write it."""
     if os.name != "posix":
-        return True
+        return True  # Windows has no such modes
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def digest_record(record: Mapping[str, object]) -> str:
-    """Returns the SHA-256 of a record."""
+    """Return the SHA-256 of a record."""
     return hashlib.sha256(_to_canonical_json(record)).hexdigest()
 
 
 def _to_canonical_json(value: Mapping[str, object]) -> bytes:
-    """Returns JSON that is the same for equal values."""
+    """Return JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

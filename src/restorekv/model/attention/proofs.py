@@ -1,5 +1,4 @@
-"""Code for a device answers only after it has shown there that it computes what its definition
-says.
+"""Code for a device answers only after it has shown there that it computes what it should.
 
 A component is code that could be wrong on a device and right elsewhere: a kernel, a backend of
 attention, a CUDA graph, a copy on a second stream. Each is registered with a `measure` that runs it
@@ -44,8 +43,9 @@ TF32 = 2.0**-10
 
 @dataclass(frozen=True)
 class Target:
-    """What a proof holds for: a device, and a model's KV heads, query heads for each, head
-    dimension and dtype.
+    """What a proof holds for: a device, and the shape and dtype of a model.
+
+    heads: KV heads; groups: query heads for each of them; dim: of a head.
     """
 
     device: torch.device
@@ -55,11 +55,12 @@ class Target:
     dtype: torch.dtype
 
     def key(self) -> dict[str, object]:
-        """Returns everything that can change a component's results, as plain JSON values."""
-        shape = {"heads": self.heads, "groups": self.groups, "dim": self.dim}
+        """Return everything that can change a component's results, as plain JSON values."""
         return {
             **identify_device(self.device),
-            **shape,
+            "heads": self.heads,
+            "groups": self.groups,
+            "dim": self.dim,
             "dtype": str(self.dtype),
             "tf32": _allows_tf32(),
         }
@@ -75,9 +76,9 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Component:
-    """Code that has to prove itself; `title` names it in a sentence, `instead` what answers in its
-    place.
+    """Code that has to prove itself.
 
+    `title` names it in a sentence, `instead` says what answers in its place, and
     `missing(device, dtype)` says why the component is not used there, or nothing if it is.
     """
 
@@ -90,8 +91,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of a check: the trial that was closest to its tolerance or beyond it, or the
-    exception that ended it.
+    """What came of a check: the trial that was closest to its tolerance, or what ended it.
 
     error and tolerance are None where there is no finite number. `lasting` is false for what
     another try may change.
@@ -108,13 +108,16 @@ class Proof:
     lasting: bool = True
 
     def reason(self) -> str:
-        """Returns why the component is wrong, as the end of a sentence."""
+        """Return why the component is wrong, as the end of a sentence."""
         where = f" (trial: {self.trial})" if self.trial else ""
         if self.problem:
             return f"it failed with {self.problem}{where}"
         if self.error is None:
             return f"its result was not a number{where}"
-        return f"its result was off by {self.error:.1e}, where rounding explains {self.tolerance:.1e}{where}"
+        return (
+            f"its result was off by {self.error:.1e}, "
+            f"where rounding explains {self.tolerance:.1e}{where}"
+        )
 
 
 COMPONENTS: dict[str, Component] = {}
@@ -127,13 +130,14 @@ _warned: set[tuple[str, torch.device]] = set()
 
 
 def register_component(component: Component) -> None:
-    """Makes a component known, to `is_proven` and to the doctor."""
+    """Make a component known, to `is_proven` and to the doctor."""
     COMPONENTS[component.name] = component
 
 
 def needs_proof(device: torch.device) -> bool:
-    """Returns whether code has to prove itself there: not on a CPU, where it was tested, nor where
-    nothing computes.
+    """Return whether code has to prove itself on a device.
+
+    On a CPU it was tested, and the device "meta" computes nothing.
     """
     return device.type not in ("cpu", "meta")
 
@@ -142,7 +146,7 @@ def needs_proof(device: torch.device) -> bool:
 def is_proven(
     name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
 ) -> bool:
-    """Returns whether a component may answer; checks it now if nobody has.
+    """Return whether a component may answer; checks it now if nobody has.
 
     While a CUDA graph is captured nothing can be checked, so what is unknown then is not used.
     """
@@ -163,21 +167,24 @@ def is_proven(
 def require_proof(
     name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
 ) -> None:
-    """Refuses a component that somebody asks for by name and that is wrong there."""
+    """Refuse a component that somebody asks for by name and that is wrong there."""
     if needs_proof(device) and not is_proven(name, device, heads, groups, dim, dtype):
         component = COMPONENTS[name]
         target = Target(device, heads, groups, dim, dtype)
         found = _proofs.get(_get_place(name, target))
-        reason = found.reason() if found else "it cannot be checked while a CUDA graph is captured"
+        reason = "it cannot be checked while a CUDA graph is captured"
+        if found:
+            reason = found.reason()
         raise RestoreKVError(
-            f"{component.title} cannot be used on {describe_device(device)}: {reason}; leave the choice to restorekv, and "
-            f"{REPORT}."
+            f"{component.title} cannot be used on {describe_device(device)}: {reason}; "
+            f"leave the choice to restorekv, and {REPORT}."
         )
 
 
 def prove_component(name: str, target: Target, again: bool = False) -> Proof:
-    """Returns what is known of a component, or else, and with `again`, checks it; several threads
-    check it once.
+    """Return what is known of a component; check it if nothing is, or `again`.
+
+    Several threads check it once.
     """
     place = _get_place(name, target)
     if not again and place in _proofs:
@@ -199,7 +206,7 @@ def prove_component(name: str, target: Target, again: bool = False) -> Proof:
 
 
 def _load_or_check(component: Component, target: Target, again: bool) -> Proof:
-    """Returns the proof on disk, or checks the component and keeps what comes of it there.
+    """Return the proof on disk, or checks the component and keeps what comes of it there.
 
     A mark on disk says that a check has begun: if that process died, as a wrong kernel can make it
     die, the component is not tried again until the doctor is asked to.
@@ -218,7 +225,7 @@ def _load_or_check(component: Component, target: Target, again: bool) -> Proof:
 
 
 def check_component(component: Component, target: Target) -> Proof:
-    """Runs every trial of a component, up to the first that fails."""
+    """Run every trial of a component, up to the first that fails."""
     started = time.perf_counter()
     trials = 0
     worst = Measurement("", 0.0, math.inf)
@@ -234,9 +241,8 @@ def check_component(component: Component, target: Target) -> Proof:
                 if trials == 1 or compute_closeness(measured) > compute_closeness(worst):
                     worst = measured
             synchronize_device(target.device)
-    except (
-        Exception
-    ) as error:  # a kernel that does not compile or launch, a driver that is too old: any kind
+    # A kernel that does not compile or launch, a driver that is too old: errors of any class.
+    except Exception as error:
         problem = f"{type(error).__name__}: {summarize_error(error)}"[:300]
         lasting = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
         worst = Measurement(worst.trial, math.nan, math.nan)
@@ -255,57 +261,57 @@ def check_component(component: Component, target: Target) -> Proof:
 
 
 def compute_closeness(measured: Measurement) -> float:
-    """Returns how close an error is to its tolerance, from 0 to 1."""
+    """Return how close an error is to its tolerance, from 0 to 1."""
     return measured.error / max(measured.tolerance, 1e-30)
 
 
 @contextmanager
 def _isolate_check(device: torch.device) -> Iterator[None]:
-    """Runs the block without what the caller may have switched on: gradients, inference mode and
-    autocast.
+    """Run the block without gradients, inference mode and autocast, which a caller may have set.
 
     Nothing in the block draws from a global random generator, whose state stays as it is.
     """
-    casts = torch.amp.is_autocast_available(device.type)
-    autocast = torch.autocast(device.type, enabled=False) if casts else nullcontext()
+    autocast = nullcontext()
+    if torch.amp.is_autocast_available(device.type):
+        autocast = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.no_grad(), autocast:
         yield
 
 
 @contextmanager
 def exclude_checks() -> Iterator[None]:
-    """Keeps checks of other threads from the device while the block captures a CUDA graph."""
+    """Keep checks of other threads from the device while the block captures a CUDA graph."""
     with _lock:
         yield
 
 
 def _warn_of_failure(found: Proof, target: Target) -> None:
-    """Warns of a wrong component once for each device."""
+    """Warn of a wrong component once for each device."""
     if (found.component, target.device) in _warned:
         return
     _warned.add((found.component, target.device))
     component = COMPONENTS[found.component]
     warn(
-        f"{component.title} cannot be used on {describe_device(target.device)}: {found.reason()}. {component.instead}. "
-        f"Please {REPORT}."
+        f"{component.title} cannot be used on {describe_device(target.device)}: "
+        f"{found.reason()}. {component.instead}. Please {REPORT}."
     )
 
 
 def _check_alive(component: Component, device: torch.device) -> None:
-    """Refuses to continue on a device that a failed check has left unusable, as CUDA's errors can."""
+    """Refuse to continue on a device that a failed check has left unusable, as in CUDA."""
     try:
         usable = torch.ones(2, device=device).sum().item() == 2
     except Exception:
         usable = False
     if not usable:
         raise RestoreKVError(
-            f"{describe_device(device)} stopped answering while restorekv checked {_lower_first(component.title)}; start again, "
-            f"which will do without, and {REPORT}."
+            f"{describe_device(device)} stopped answering while restorekv checked "
+            f"{_lower_first(component.title)}; start again, which will do without, and {REPORT}."
         )
 
 
 def forget_proofs() -> None:
-    """Forgets what this process knows; files stay."""
+    """Forget what this process knows; files stay."""
     with _lock:
         _proofs.clear()
         _warned.clear()
@@ -313,31 +319,30 @@ def forget_proofs() -> None:
 
 
 def _get_place(name: str, target: Target) -> tuple:
-    """Returns under what a proof is remembered in the process."""
+    """Return under what a proof is remembered in the process."""
     return name, target, _allows_tf32()
 
 
 def _allows_tf32() -> bool:
-    """Returns whether products of float32 matrices may be rounded to TF32, which a user can allow."""
+    """Return whether a user allows products of float32 matrices to be rounded to TF32."""
     return (
         torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
     )
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Returns whether this thread is capturing a CUDA graph."""
+    """Return whether this thread is capturing a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Waits for the device, so that what went wrong there shows now."""
+    """Wait for the device, so that what went wrong there shows now."""
     if device.type in ("cuda", "mps", "xpu"):
         getattr(torch, device.type).synchronize()
 
 
 def compute_tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
-    """Returns the error of a number of a softmax average that rounding explains, relative to its
-    size.
+    """Return which error of a number of a softmax average rounding explains, relative to its size.
 
     The size is the weighted mean of the absolute values that the number averages. Weights, the
     result and partial results that are merged are rounded to `dtype`, by eps / 2 of the size each,
@@ -350,20 +355,18 @@ def compute_tolerance(dtype: torch.dtype, largest: float, products: bool = True)
 
 
 def _to_finite(number: float) -> float | None:
-    """Returns a number that JSON can hold, or None."""
+    """Return a number that JSON can hold, or None."""
     return float(number) if math.isfinite(number) else None
 
 
 def _lower_first(title: str) -> str:
-    """Returns a title for the middle of a sentence."""
+    """Return a title for the middle of a sentence."""
     return title[0].lower() + title[1:]
 
 
 @cache
 def identify_device(device: torch.device) -> dict[str, object]:
-    """Returns what determines how a device computes: its name and driver, the libraries, and our
-    own code.
-    """
+    """Return what determines how a device computes: name and driver, libraries, and our code."""
     known: dict[str, object] = {
         "kind": device.type,
         "name": platform.processor() or platform.machine(),
@@ -393,36 +396,32 @@ def identify_device(device: torch.device) -> dict[str, object]:
 
 
 def describe_device(device: torch.device) -> str:
-    """Returns a device with its versions, for a sentence."""
+    """Return a device with its versions, for a sentence."""
     known = identify_device(device)
-    parts = [
-        str(device),
-        f"driver {known['driver']}" if known.get("driver") else "",
-        f"torch {known['torch']}",
-    ]
-    parts.append(f"Triton {known['triton']}" if known["triton"] else "")
-    return f"{known['name']} ({', '.join(filter(None, parts))})"
+    parts = [str(device)]
+    if known.get("driver"):
+        parts.append(f"driver {known['driver']}")
+    parts.append(f"torch {known['torch']}")
+    if known["triton"]:
+        parts.append(f"Triton {known['triton']}")
+    return f"{known['name']} ({', '.join(parts)})"
 
 
 def _read_driver_version() -> str:
-    """Returns the version of NVIDIA's driver or, where the system does not say, the newest CUDA
-    that it supports.
-    """
+    """Return the version of NVIDIA's driver or, if unknown, the newest CUDA that it supports."""
     try:
-        found = re.search(
-            r"Module\s+(?:for \S+\s+)?([0-9.]+)",
-            DRIVER.read_text(encoding="utf-8", errors="replace"),
-        )
+        text = DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        found = None
+        text = ""
+    found = re.search(r"Module\s+(?:for \S+\s+)?([0-9.]+)", text)
     if found:
         return found[1]
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return str(ask()) if ask else ""
+    get_version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(get_version()) if get_version else ""
 
 
 def _get_package_version(name: str) -> str:
-    """Returns the version of an installed package, or nothing."""
+    """Return the version of an installed package, or nothing."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -431,17 +430,12 @@ def _get_package_version(name: str) -> str:
 
 @cache
 def _digest_code() -> str:
-    """Returns 16 hex digits for the code that proofs are about, so that a changed kernel is checked
-    again.
-    """
+    """Return 16 hex digits of the code that proofs are about: changed code is checked again."""
     digest = hashlib.sha256()
-    parts = [
-        *PACKAGE.glob("cache/*.py"),
-        *PACKAGE.glob("model/**/*.py"),
-        *PACKAGE.glob("evictors/*.py"),
-    ]
-    parts += PACKAGE.glob("compression/*.py")
-    for path in sorted(parts):
+    paths = []
+    for pattern in ("cache/*.py", "model/**/*.py", "evictors/*.py", "compression/*.py"):
+        paths += PACKAGE.glob(pattern)
+    for path in sorted(paths):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

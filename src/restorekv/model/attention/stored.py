@@ -1,5 +1,4 @@
-"""Ragged attention over an 8-bit context, whose rows are unpacked one tile at a time, never a whole
-layer.
+"""Ragged attention over an 8-bit context, whose rows are unpacked one tile at a time.
 
 For every head, the softmax average and log-sum-exp over the tail are merged with those of tile
 after tile, as in `blocked.py`. On a GPU a layer that fits into a small workspace is unpacked whole
@@ -21,19 +20,19 @@ BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
 
 
 def is_packed(layer: RaggedLayer) -> bool:
-    """Returns whether the context is stored in 8 bits."""
+    """Return whether the context is stored in 8 bits."""
     return isinstance(layer.context_keys, QuantizedRows)
 
 
 def unpack_layer(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
-    """Returns the layer with its context in the model's dtype, for one call; `on` names the device
-    that unpacks it.
+    """Return the layer with its context in the model's dtype, for one call.
+
+    `on` is the device that unpacks it, the layer's own by default.
     """
+    on = layer.device if on is None else on
     plain = copy.copy(layer)
-    rows = (layer.context_keys, layer.context_values)
-    if on is not None:
-        rows = (each.to(on) for each in rows)
-    plain.context_keys, plain.context_values = (each[:].to(layer.device) for each in rows)
+    plain.context_keys = layer.context_keys.to(on)[:].to(layer.device)
+    plain.context_values = layer.context_values.to(on)[:].to(layer.device)
     return plain
 
 
@@ -64,8 +63,8 @@ def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
 
 
 def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
-    """Scaled query (B, H, G, Q, D) over the tail -> averages of the same shape and log-sum-exps (B,
-    H, G, Q, 1).
+    """Scaled query (B, H, G, Q, D) over the tail -> averages of that shape and log-sum-exps (...,
+    1).
     """
     keys, values = (x[:, :, None].to(query.dtype) for x in layer.pair)
     if mask is None:

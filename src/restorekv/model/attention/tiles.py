@@ -42,14 +42,14 @@ class Tiles:
         return self.entries.nbytes + self.first.nbytes
 
     def to(self, device: torch.device) -> "Tiles":
-        """Copies both parts to a device in one transfer; each starts at a multiple of 16 bytes."""
+        """Copy both parts to a device in one transfer; each starts at a multiple of 16 bytes."""
         flat = torch.cat([self.entries.flatten(), self.first.flatten()]).to(device)
         entries, first = flat.split([self.entries.numel(), self.first.numel()])
         return Tiles(entries.view(-1, 4), first.view(self.first.shape), self.counts)
 
 
 def cut_tiles(bounds: tuple[int, ...]) -> Tiles:
-    """Returns the lists, on the CPU, of heads that have the rows bounds[h]:bounds[h + 1]."""
+    """Return the lists, on the CPU, of heads that have the rows bounds[h]:bounds[h + 1]."""
     starts, ends = (torch.tensor(edge, dtype=torch.long) for edge in (bounds[:-1], bounds[1:]))
     longest = max(end - start for start, end in pairwise(bounds))
     entries = []
@@ -71,20 +71,20 @@ def cut_tiles(bounds: tuple[int, ...]) -> Tiles:
 
 
 def plan_tiles(layers: Iterable[RaggedLayer]) -> None:
-    """Makes the lists of all layers that lack them; forks share them."""
+    """Make the lists of all layers that lack them; forks share them."""
     for layer in layers:
         if PLAN not in layer.plans:
             layer.plans[PLAN] = cut_tiles(layer.bounds).to(layer.context_keys.device)
 
 
 def get_tiles(layer: RaggedLayer) -> Tiles:
-    """Returns the layer's lists, which are made now if `plan` was not called."""
+    """Return the layer's lists, which are made now if `plan` was not called."""
     plan_tiles([layer])
     return layer.plans[PLAN]
 
 
 def choose_list(counts: tuple[int, ...], blocks: int, programs: int) -> int:
-    """Returns the list of the smallest span that needs at most `programs` programs, `blocks` for
+    """Return the list of the smallest span that needs at most `programs` programs, `blocks` for
     each tile.
     """
     fitting = (index for index, count in enumerate(counts) if count * blocks <= programs)

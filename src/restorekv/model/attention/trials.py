@@ -1,9 +1,8 @@
-"""Small ragged inputs on which a backend of attention is compared with `naive.py` in float64 on the
-CPU.
+"""Small ragged inputs on which a backend of attention is compared with `naive.py` in float64.
 
 Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or
-just behind what the query may see, so that a pair that is missed or seen too early changes a row by
+just after what the query may see, so that a pair that is missed or seen too early changes a row by
 as much as its values are long. What no query may see holds values a hundred times as large.
 """
 
@@ -69,8 +68,7 @@ class Trial:
 
 
 def _iterate_forms() -> Iterator[Trial]:
-    """Yields every combination of one or two questions, one or two tokens, tails, a mask and a
-    bias.
+    """Yield every combination of one or two questions, one or two tokens, tails, mask and bias.
 
     A tail is the question alone, a whole tile, or neither. The first head is never short: it may be
     the only one. Few rows keep them cheap, and the kernels that they compile are those of decoding.
@@ -84,14 +82,13 @@ def _iterate_forms() -> Iterator[Trial]:
     )
     for number, (batch, queries, end, masked, bias) in enumerate(forms):
         tail = {"the question alone": queries, "a whole tile": 64, "a few more": queries + 5}[end]
-        words = (
-            f"{batch} x {queries} tokens",
-            f"tail: {end}",
-            "mask" if masked else "",
-            "bias" if bias else "",
-        )
+        words = [f"{batch} x {queries} tokens", f"tail: {end}"]
+        if masked:
+            words.append("mask")
+        if bias:
+            words.append("bias")
         first = (0, 3, 4, 7)[(number + number // 4) % 4]
-        yield Trial(", ".join(filter(None, words)), batch, queries, tail, first, masked, bias)
+        yield Trial(", ".join(words), batch, queries, tail, first, masked, bias)
 
 
 TRIALS = (
@@ -150,9 +147,7 @@ TRIALS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A trial's inputs on the CPU in the target's dtype; `largest` is the largest logit that a
-    query can have.
-    """
+    """A trial's inputs on the CPU in the target's dtype, and the largest logit of any query."""
 
     query: Tensor
     layer: RaggedLayer
@@ -160,15 +155,14 @@ class Sample:
     scale: float
     largest: float
 
-    def defined(self) -> Tensor:
-        """Returns the definition's result in float64."""
+    def compute_definition(self) -> Tensor:
+        """Return the definition's result in float64."""
         return naive.attend_ragged(
             self.query.double(), _convert_to_float64(self.layer), self.mask, self.scale
         )
 
-    def sizes(self) -> Tensor:
-        """Returns, for each number of the result, the weighted mean of the absolute values that it
-        averages.
+    def compute_sizes(self) -> Tensor:
+        """Return, for each number of the result, the weighted mean of the absolute values in it.
 
         Rounding changes a number in proportion to what is added up, however small the sum is.
         Weights below the least normal number of the dtype keep fewer digits, which all pairs
@@ -185,18 +179,17 @@ class Sample:
         pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
         return means + torch.finfo(self.query.dtype).tiny * pairs * largest
 
-    def error(self, found: Tensor, wanted: Tensor) -> float:
-        """Returns the largest error of a number, relative to the size of what it averages; NaN
-        counts as such.
-        """
+    def measure_error(self, found: Tensor, wanted: Tensor) -> float:
+        """Return the largest error of a number relative to the size of what it averages, or NaN."""
         if found.shape != wanted.shape:
             return math.inf
-        return float(((found.detach().cpu().double() - wanted).abs() / self.sizes()).max())
+        return float(((found.detach().cpu().double() - wanted).abs() / self.compute_sizes()).max())
 
 
 def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample:
-    """Draws a trial's inputs, the same for every device; without a seed, that of its place in
-    TRIALS.
+    """Draw a trial's inputs, the same for every device.
+
+    The default seed is the trial's place in TRIALS.
     """
     if seed is None:
         seed = TRIALS.index(trial) if trial in TRIALS else 99
@@ -212,50 +205,45 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
     batch = trial.batch
     queries = trial.queries
     tail = trial.tail
-    lengths = [
-        0 if trial.first is None else LENGTHS[(trial.first + head) % len(LENGTHS)]
-        for head in range(heads)
-    ]
-    edges = [sum(lengths[:head]) for head in range(heads + 1)]
+    edges = [0]
+    for head in range(heads):
+        length = 0
+        if trial.first is not None:
+            length = LENGTHS[(trial.first + head) % len(LENGTHS)]
+        edges.append(edges[-1] + length)
+    # Every number is drawn in this order, whatever the trial needs of it.
     context_keys, context_values = (draw(edges[-1], dim).to(dtype) for _ in range(2))
     columns = tail + trial.spare
     keys, values = (draw(batch, heads, columns, dim).to(dtype) for _ in range(2))
-    bias = draw(edges[-1]).to(torch.promote_types(dtype, torch.float32)) if trial.bias else None
+    bias = None
+    if trial.bias:
+        bias = draw(edges[-1]).to(torch.promote_types(dtype, torch.float32))
     visible = _make_visible_columns(trial)
     query = draw(batch, heads, groups, queries, dim) * 2
     for head in range(heads):
         context = context_keys[edges[head] : edges[head + 1]].double()
         places = [place for place in (0, 63, 64, len(context) - 1) if 0 <= place < len(context)]
         for row in range(batch):
-            near = keys[row, head, max(tail - queries - 1, 0) : tail + 1].double()
-            point_queries_at(
-                query[row, head], torch.cat([context[places], keys[row, head, :1].double(), near])
-            )
+            own = keys[row, head].double()
+            near = own[max(tail - queries - 1, 0) : tail + 1]
+            point_queries_at(query[row, head], torch.cat([context[places], own[:1], near]))
     query = query.to(dtype)
     scale = dim**-0.5
     seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
     values = torch.where(seen, values, values * _HIDDEN)
-    layer = make_layer(
-        context_keys,
-        context_values,
-        edges,
-        keys[:, :, :tail] if not trial.fixed else keys,
-        values[:, :, :tail] if not trial.fixed else values,
-        bias,
-    )
-    shown = layer.columns
-    mask = visible[..., :shown] if trial.masked else None
     largest = float((query.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max()) * scale)
+    if not trial.fixed:
+        keys = keys[:, :, :tail]
+        values = values[:, :, :tail]
+    layer = make_layer(context_keys, context_values, edges, keys, values, bias)
+    mask = visible[..., : layer.columns] if trial.masked else None
     return Sample(query, layer, mask, scale, largest)
 
 
 def _make_visible_columns(trial: Trial) -> Tensor:
-    """Returns which columns of the buffer each query sees: (B, 1, Q, tail + spare) bool."""
-    visible = (
-        make_causal_mask(trial.queries, trial.tail, torch.device("cpu"))
-        .expand(trial.batch, 1, -1, -1)
-        .clone()
-    )
+    """Return which columns of the buffer each query sees: (B, 1, Q, tail + spare) bool."""
+    causal = make_causal_mask(trial.queries, trial.tail, torch.device("cpu"))
+    visible = causal.expand(trial.batch, 1, -1, -1).clone()
     if trial.masked:
         for row in range(trial.batch):
             visible[row, :, :, 1 : 1 + min(row + 1, trial.tail - trial.queries)] = False
@@ -263,14 +251,13 @@ def _make_visible_columns(trial: Trial) -> Tensor:
 
 
 def point_queries_at(query: Tensor, keys: Tensor) -> None:
-    """Turns two thirds of the queries (G, Q, D) towards one of the keys (n, D) each."""
+    """Turn two thirds of the queries (G, Q, D) towards one of the keys (n, D) each."""
     rows = query.view(-1, query.shape[-1])
     for number in range(len(rows)):
         if number % 3:
             key = keys[(number - number // 3 - 1) % len(keys)]
-            rows[number] = rows[number] / 8 + key * (
-                _SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
-            )
+            length = _SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
+            rows[number] = rows[number] / 8 + key * length
 
 
 def make_layer(
@@ -281,19 +268,20 @@ def make_layer(
     values: Tensor,
     bias: Tensor | None,
 ) -> RaggedLayer:
-    """Returns a layer with a context, whose head h has the rows edges[h]:edges[h + 1], and a tail."""
+    """Return a layer with a context, head h of which has the rows edges[h]:edges[h + 1]."""
     offsets = torch.tensor(edges, dtype=torch.int32, device=keys.device)
     positions = torch.zeros(edges[-1], dtype=torch.int32, device=keys.device)
     nothing = keys[:1, :, :0]
     layer = RaggedLayer(
         context_keys, context_values, offsets, positions, edges[-1], nothing, nothing, bias
     )
-    layer.keys, layer.values = keys, values
+    layer.keys = keys
+    layer.values = values
     return layer
 
 
 def _convert_to_float64(layer: RaggedLayer) -> RaggedLayer:
-    """Returns a layer with the same numbers in float64, on the CPU."""
+    """Return a layer with the same numbers in float64, on the CPU."""
     context = (layer.context_keys, layer.context_values)
     exact = [
         x.dequantize(slice(None), torch.float64) if isinstance(x, QuantizedRows) else x.double()
@@ -304,36 +292,48 @@ def _convert_to_float64(layer: RaggedLayer) -> RaggedLayer:
 
 
 def _copy_to_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
-    """Returns a copy of a layer on a device; its tail is the beginning of a longer buffer of NaN,
-    as views are.
+    """Return a copy of a layer on a device.
+
+    Its tail is the beginning of a longer buffer of NaN, as the tails of views are.
     """
-    context = (layer.context_keys.to(device), layer.context_values.to(device))
-    bias = None if layer.bias is None else layer.bias.to(device)
     tail = []
     for states in layer.pair:
-        room = states.new_full((*states.shape[:2], states.shape[2] + 3, states.shape[3]), math.nan)
-        room[:, :, : states.shape[2]] = states
-        tail.append(room.to(device)[:, :, : states.shape[2]])
-    return make_layer(*context, list(layer.bounds), *tail, bias)
+        batch, heads, columns, dim = states.shape
+        room = states.new_full((batch, heads, columns + 3, dim), math.nan)
+        room[:, :, :columns] = states
+        tail.append(room.to(device)[:, :, :columns])
+    keys, values = tail
+    return make_layer(
+        layer.context_keys.to(device),
+        layer.context_values.to(device),
+        list(layer.bounds),
+        keys,
+        values,
+        None if layer.bias is None else layer.bias.to(device),
+    )
 
 
 def _measure_backend(
     attend: Callable[[], Attend], target: Target, products: bool = True
 ) -> Iterator[Measurement]:
-    """Compares a backend with the definition in every trial."""
+    """Compare a backend with the definition in every trial.
+
+    `attend` returns the backend when a trial needs it, since tests put others in its place.
+    """
     for trial in TRIALS:
         sample = make_sample(target, trial)
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
-        found = attend()(
-            sample.query.to(device), _copy_to_device(sample.layer, device), mask, sample.scale
-        )
+        layer = _copy_to_device(sample.layer, device)
+        found = attend()(sample.query.to(device), layer, mask, sample.scale)
         allowed = compute_tolerance(target.dtype, sample.largest, products)
-        yield Measurement(trial.name, sample.error(found, sample.defined()), allowed)
+        yield Measurement(
+            trial.name, sample.measure_error(found, sample.compute_definition()), allowed
+        )
 
 
 def _measure_frozen(target: Target) -> Iterator[Measurement]:
-    """Compares `frozen` with the definition, and its gradients with those of the definition."""
+    """Compare `frozen` with the definition, and its gradients with those of the definition."""
     yield from _measure_backend(lambda: frozen.attend_ragged, target)
     sample = make_sample(target, TRIALS[1])
     wanted = _compute_gradients(
@@ -344,10 +344,9 @@ def _measure_frozen(target: Target) -> Iterator[Measurement]:
         sample.scale,
     )
     layer = _copy_to_device(sample.layer, target.device)
-    mask = sample.mask.to(target.device)
-    found = _compute_gradients(
-        frozen.attend_ragged, sample.query.to(target.device), layer, mask, sample.scale
-    )
+    query = sample.query.to(target.device)
+    mask = None if sample.mask is None else sample.mask.to(target.device)
+    found = _compute_gradients(frozen.attend_ragged, query, layer, mask, sample.scale)
     for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
         longest = float(theirs.norm(dim=-1).max())
         error = float((ours.cpu().double() - theirs).norm(dim=-1).max()) / longest
@@ -359,7 +358,7 @@ def _measure_frozen(target: Target) -> Iterator[Measurement]:
 def _compute_gradients(
     attend: Attend, query: Tensor, layer: RaggedLayer, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients that reach the query and the tail's keys and values."""
+    """Return the gradients that reach the query and the tail's keys and values."""
     leaves = [x.detach().clone().requires_grad_() for x in (query, *layer.pair)]
     layer = copy.copy(layer)
     layer.keys, layer.values = leaves[1:]
@@ -370,31 +369,22 @@ def _compute_gradients(
 
 
 def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
-    """Checks what packing, unpacking and attention over a packed context compute on the device."""
+    """Check what packing, unpacking and attention over a packed context compute on the device."""
     allowed = compute_tolerance(target.dtype, 0.0)
     for number, trial in enumerate(TRIALS):
         sample = make_sample(target, trial)
         plain = sample.layer
         bounds = sample.layer.bounds
         rows = plain.context_keys, plain.context_values
-        packed = quantized.quantize(*rows, bounds, storage)
+        packed = quantized.quantize(*rows, bounds, storage)  # on the CPU
         there = quantized.quantize(*(x.to(target.device) for x in rows), bounds, storage)
-        packings = (
-            zip(("keys", "values"), rows, there, packed, strict=True) if number < _PACKINGS else ()
-        )
-        for name, exact, ours, theirs in packings:
-            found = ours.to(torch.device("cpu"))
-            yield Measurement(
-                f"packing {name}, {trial.name}", _measure_packing_error(exact, found, storage), 1.0
-            )
-            read = theirs.to(target.device)[:].cpu()
-            longest = float(theirs[:].double().abs().max()) if len(theirs) else 1.0
-            error = (
-                float((read.double() - theirs.dequantize(slice(None), torch.float64)).abs().max())
-                if len(theirs)
-                else 0.0
-            )
-            yield Measurement(f"reading {name}, {trial.name}", error / longest, allowed)
+        for name, exact, ours, theirs in zip(("keys", "values"), rows, there, packed, strict=True):
+            if number >= _PACKINGS:
+                break
+            error = _measure_packing_error(exact, ours.to(torch.device("cpu")), storage)
+            yield Measurement(f"packing {name}, {trial.name}", error, 1.0)
+            error = _measure_unpacking_error(theirs, target.device)
+            yield Measurement(f"reading {name}, {trial.name}", error, allowed)
         layer = make_layer(*packed, list(bounds), *plain.pair, plain.bias)
         exact = _convert_to_float64(layer)
         wanted = naive.attend_ragged(sample.query.double(), exact, sample.mask, sample.scale)
@@ -406,36 +396,54 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
             sample.scale,
         )
         yield Measurement(
-            trial.name, sample.error(found, wanted), compute_tolerance(target.dtype, sample.largest)
+            trial.name,
+            sample.measure_error(found, wanted),
+            compute_tolerance(target.dtype, sample.largest),
         )
 
 
+def _measure_unpacking_error(packed: QuantizedRows, device: torch.device) -> float:
+    """Return how far rows that a device unpacks are from those of the CPU, relative to the
+    longest.
+    """
+    if not len(packed):
+        return 0.0
+    found = packed.to(device)[:].cpu()
+    error = (found.double() - packed.dequantize(slice(None), torch.float64)).abs().max()
+    return float(error) / float(packed[:].double().abs().max())
+
+
 def _measure_packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
-    """Returns how far packed numbers (on the CPU) are from the exact ones, relative to what 8 bits
-    allow.
+    """Return how far packed numbers (on the CPU) are from the exact ones.
+
+    The unit is what 8 bits allow: half a step of int8; for fp8 a sixteenth of the number, or a
+    thousandth of the scale.
     """
     if not len(exact):
         return 0.0
     read = packed.dequantize(slice(None), torch.float64)
     ones = QuantizedRows(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
     scales = ones.dequantize(slice(None), torch.float64)
-    allowed = (
-        scales / 2 if storage == "int8" else torch.maximum(exact.double().abs() / 16, scales / 1024)
-    )
+    if storage == "int8":
+        allowed = scales / 2
+    else:
+        allowed = torch.maximum(exact.double().abs() / 16, scales / 1024)
     largest = float(exact.double().abs().max())
     return float(((read - exact.double()).abs() / (allowed + 4 * SINGLE * largest)).max())
 
 
 def _require_cpu(device: torch.device, dtype: torch.dtype) -> str:
+    """Say why a component for CPUs is not used on a device, or nothing."""
     return "" if device.type == "cpu" else "it is for CPUs"
 
 
 def require_nothing(device: torch.device, dtype: torch.dtype) -> str:
+    """Say nothing, for a component that runs on every device."""
     return ""
 
 
 def require_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Says why the Triton kernels are not used on a device, or nothing."""
+    """Say why the Triton kernels are not used on a device, or nothing."""
     if triton_attend is None:
         return "Triton is not installed: pip install 'restorekv[triton]'"
     if dtype not in triton_attend.DTYPES:

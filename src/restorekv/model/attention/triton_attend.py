@@ -1,5 +1,4 @@
-"""Ragged attention on a GPU in two kernel launches, attend_tile and merge, without waiting for the
-device.
+"""Ragged attention on a GPU in two kernel launches, attend_tile and merge, without waiting for it.
 
 `attend_tile` runs one program per tile of the context (see tiles.py) and per piece of the tail. A
 context program multiplies its tile by the queries of all B questions, Q positions and G group heads
@@ -12,8 +11,8 @@ that equal inputs give equal bits:
 
 A layer with N kept pairs in P tiles and a tail of t rows in p pieces moves this many bytes:
 
-    2 N D size            context, once if R <= 64; else once per 64 rows (float32: 16), whose programs are neighbors
-                          and find the tile in the L2 cache
+    2 N D size            context, once if R <= 64; else once per 64 rows (float32: 16), whose
+                          programs are neighbors and find the tile in the L2 cache
     2 B H t D size        tail
     8 (P R + p R H) (D+1) partial results in float32, written and read
     2 H R D size          queries and output
@@ -52,7 +51,7 @@ MERGED = 32  # partial results that `merge` reads at once
 
 
 def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
-    """Returns whether this backend can answer: on a GPU, with one of DTYPES, without gradients."""
+    """Return whether this backend can answer: on a GPU, with one of DTYPES, without gradients."""
     learning = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, layer.keys, layer.values)
     )
@@ -69,8 +68,8 @@ def attend_ragged(
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
-            "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device and gives no gradients; "
-            "leave out attention.force_backend(...)."
+            "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device and gives "
+            "no gradients; leave out attention.force_backend(...)."
         )
     plan = tiles.get_tiles(layer)
     result = attend_tiles(
@@ -107,7 +106,8 @@ def launch_kernels(
 
     entries, first and counts are those of `tiles.Tiles`.
     """
-    query, (keys, values) = make_rows_contiguous(query), _equalize_strides(keys, values)
+    query = make_rows_contiguous(query)
+    keys, values = _equalize_strides(keys, values)
     context_keys = context_keys.contiguous()
     context_values = context_values.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -124,9 +124,11 @@ def launch_kernels(
     parts = query.new_empty(count + heads * pieces, batch * rows, width, dtype=torch.float32)
     sums = query.new_empty(parts.shape[:2], dtype=torch.float32)
     output = query.new_empty(batch, queries, heads, groups, width)
-    hiding = (
-        (0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), *mask.stride()[2:])
-    )
+    hiding = (0, 0, 0)
+    if mask is not None:
+        # One mask for all questions has the stride 0 between them.
+        question_stride = mask.stride(0) if mask.shape[0] > 1 else 0
+        hiding = (question_stride, *mask.stride()[2:])
     with torch.cuda.device_of(query):
         attend_tile[(count * blocks[0] + batch * heads * pieces * blocks[1],)](
             query,
@@ -193,34 +195,32 @@ attend_tiles = torch.library.custom_op("restorekv::attend_tiles", launch_kernels
 
 @attend_tiles.register_fake
 def _make_fake_result(query: Tensor, *_: object) -> Tensor:
-    """Returns an empty tensor of the shape that `launch` returns."""
+    """Return an empty tensor of the shape that `launch` returns."""
     batch, heads, groups, queries, width = query.shape
     return query.new_empty(batch, queries, heads, groups, width)
 
 
 def _count_wanted_programs(device: torch.device) -> int:
-    """Returns how many programs keep the device busy; the host knows its number of multiprocessors."""
+    """Return how many programs keep the device busy, without asking the device itself."""
     if device.type != "cuda":
         return WANTED_ELSEWHERE
     return PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose_resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
-    """Returns the rows of a program, its warps and its pipeline stages, chosen so that no register
-    spills.
-    """
+    """Return the rows of a program, its warps and its stages, such that no register spills."""
     m = min(max(triton.next_power_of_2(rows), 16), 16 if dtype == torch.float32 else 64)
     warps = 8 if dtype == torch.float32 or m * block_d >= 1 << 13 else 4
     return m, warps, 2 if m > 32 or block_d > 128 else 3
 
 
 def count_pairs_at_once(block_d: int, dtype: torch.dtype) -> int:
-    """Returns how many pairs a program loads at once."""
+    """Return how many pairs a program loads at once."""
     return max(min(STAGE // (block_d * dtype.itemsize), tiles.TILE_ROWS), 16)
 
 
 def get_factor_type(dtype: torch.dtype) -> tl.dtype:
-    """Returns the dtype of matrix factors: that of the inputs, but the interpreter cannot multiply
+    """Return the dtype of matrix factors: that of the inputs, but the interpreter cannot multiply
     bfloat16.
     """
     if INTERPRETED and dtype == torch.bfloat16:
@@ -231,17 +231,17 @@ def get_factor_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def _choose_piece_rows(tail: int, pieces: int) -> int:
-    """Returns the rows of a piece, whole tiles, such that at most `pieces` pieces cover the tail."""
+    """Return the rows of a piece, whole tiles, such that at most `pieces` pieces cover the tail."""
     return triton.cdiv(triton.cdiv(tail, max(pieces, 1)), tiles.TILE_ROWS) * tiles.TILE_ROWS
 
 
 def make_rows_contiguous(x: Tensor) -> Tensor:
-    """Returns x with stride 1 in the last dimension."""
+    """Return x with stride 1 in the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _equalize_strides(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys and values with equal strides, the last of which is 1."""
+    """Return keys and values with equal strides, the last of which is 1."""
     if keys.stride() == values.stride() and keys.stride(-1) == 1:
         return keys, values
     return keys.contiguous(), values.contiguous()

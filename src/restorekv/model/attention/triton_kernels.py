@@ -17,8 +17,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Triton compiles a kernel anew for every pattern of 1s and multiples of 16 among its integers,
 # except these.
 VARYING = (
-    "skipped context_programs context_blocks tail_blocks pieces piece_rows begin count batch queries tail total_rows "
-    "mask_batch mask_query mask_pair"
+    "skipped context_programs context_blocks tail_blocks pieces piece_rows begin count batch "
+    "queries tail total_rows mask_batch mask_query mask_pair"
 ).split()
 
 
@@ -89,7 +89,7 @@ def average(
 def store_partial(
     parts, sums, slot, total_rows, row, real, output, lse, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Stores the rows of a program's result: parts (slots, R, D), sums (slots, R)."""
+    """Store the rows of a program's result: parts (slots, R, D), sums (slots, R)."""
     place = slot.to(tl.int64) * total_rows + row
     column = tl.arange(0, BLOCK_D)[None, :]
     tl.store(parts + place[:, None] * D + column, output, mask=real[:, None] & (column < D))
@@ -109,7 +109,7 @@ def load_queries(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Loads the queries (M, BLOCK_D) of one head's rows."""
+    """Load the queries (M, BLOCK_D) of one head's rows."""
     place = row // (G * queries) * q_batch + row // queries % G * q_group + row % queries * q_query
     column = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(
@@ -161,7 +161,7 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Attends from a block of a head's rows to a context tile, or from a question's rows to a piece
+    """Attend from a block of a head's rows to a context tile, or from a question's rows to a piece
     of its tail.
     """
     program = tl.program_id(0)
@@ -258,7 +258,7 @@ def merge(
     BLOCK_S: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Merges the results of a head's tiles, then its tail's, for M rows and WIDTH columns of output
+    """Merge the results of a head's tiles, then its tail's, for M rows and WIDTH columns of output
     (B, Q, H, G, D).
     """
     row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)

@@ -1,0 +1,512 @@
+"""Ask a model whether RestoreKV computes what it computes, and up to which position.
+
+A config does not tell: Mistral has a window without saying so for any layer, other models add
+sinks, caps or biases to their attention, compress their keys, keep states that are no pairs, or
+rotate old keys anew when a text gets long. So seven tokens are read three times by the real model:
+
+1. by transformers alone, where every layer has to call the registered attention function once, with
+   plain keys and values and without anything that the ragged attention lacks; the class's own eager
+   attention, given random queries and keys, has to give their causal softmax; and values of the
+   first layer must not depend on positions;
+2. the last three of them over a ragged cache of the first four, which has to give the same logits;
+3. four of them, the last one far away, which must not change the keys of the others.
+
+Which pairs a layer sees at any distance is asked of the function that transformers makes its masks
+from: it takes indices, so no long text has to be read. The first position that does not see the
+whole text is the end of what is exact.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.errors import ModelError, RestoreKVError, summarize_error
+from restorekv.model import attention
+from restorekv.model.shape import CacheShape, compute_logits, get_backbone
+
+UNLIMITED = sys.maxsize
+# Tokens that are read; the first and the third are one token at two positions.
+IDS = (5, 6, 5, 6, 7, 8, 5)
+START = 5  # position of the first one
+CACHED = 4  # tokens of the ragged cache
+FAR = 1 << 20  # a position beyond every length that configs mention
+DISTANCES = 1 << 17  # positions whose view of the first column is computed one by one
+PAIRS = 4096  # random pairs of positions whose visibility is computed
+EDGE = 64  # positions near the start and near the limit whose visibility is computed
+LOUD = 4.0  # size of random queries: large logits show caps, sinks and biases
+# What modules hand to the attention function that does not change its result without dropout.
+HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "past_key_values",
+    "past_key_value",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "is_causal",
+    "sliding_window",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "target_dtype",
+    "deterministic",
+    "labels",
+    "input_ids",
+}
+REMEDY = "use a decoder with RoPE whose layers all attend to the whole text"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a model computes: `positions` that are exact, and what happens after them as part of a
+    sentence.
+
+    `changes_keys` says that a pass beyond them changes how the model rotates, until a shorter pass
+    changes it back.
+    """
+
+    positions: int = UNLIMITED
+    beyond: str = ""
+    changes_keys: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What the attention function got from one layer."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    options: dict[str, object]
+
+
+@dataclass
+class PassRecord:
+    """The calls of a pass, and the functions of the masks that were made for it."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    masks: list[tuple[Tensor | None, Callable]] = field(default_factory=list)
+
+
+def probe_model(model: PreTrainedModel) -> Support:
+    """Return what the model computes; raises ModelError for what RestoreKV does not."""
+    shape = CacheShape.from_model(model)
+    backbone = get_backbone(model)
+    _check_layers(model, backbone)
+    attention.install_attention(model)
+    try:
+        with torch.no_grad():
+            return _Probe(model, backbone, shape).run()
+    except RestoreKVError:
+        raise
+    except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
+        raise _refusal(
+            model, f"does not run over a compressed cache ({summarize_error(error)})"
+        ) from error
+
+
+def _refusal(model: PreTrainedModel, why: str) -> ModelError:
+    return ModelError(f"{type(model).__name__} {why}; {REMEDY}.")
+
+
+def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
+    """Refuse a model whose layers are not where observers look for them, or that is no decoder."""
+    layers = getattr(backbone, "layers", None)
+    if isinstance(layers, nn.ModuleList) and all(hasattr(layer, "self_attn") for layer in layers):
+        return
+    for path, module in model.named_modules():
+        if _is_position_table(path, module):
+            raise _refusal(model, f"has no RoPE: it adds positions to embeddings ({path})")
+    if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
+        raise _refusal(model, "is a class for ALiBi, not for RoPE alone")
+    raise _refusal(model, "has no decoder layers with a module 'self_attn' each")
+
+
+def _is_position_table(path: str, module: nn.Module) -> bool:
+    """Return whether a module is a table of embeddings of positions."""
+    name = path.rpartition(".")[2].lower()
+    if name == "wpe":
+        return True
+    has_table = "position" in name and isinstance(getattr(module, "weight", None), Tensor)
+    return has_table and name != "embed_positions"  # which RoFormer rotates with
+
+
+class _Probe:
+    """The three passes of one model."""
+
+    def __init__(self, model: PreTrainedModel, backbone: nn.Module, shape: CacheShape) -> None:
+        self.model = model
+        self.backbone = backbone
+        self.shape = shape
+        embedded: Tensor = model.get_input_embeddings().weight
+        # (1, 7); a tiny vocabulary has fewer ids.
+        self.ids = torch.tensor([IDS], device=model.device) % embedded.shape[0]
+        self.positions = torch.arange(START, START + len(IDS), device=model.device)[None]
+
+    def run(self) -> Support:
+        """Read the tokens three times and return the narrowest limit."""
+        cache = DynamicCache()
+        with _record_pass(self.model) as record:
+            output = self.backbone(
+                input_ids=self.ids,
+                position_ids=self.positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        self.check_calls(record, cache)
+        self.check_positions(cache)
+        self.check_ragged(cache, output.last_hidden_state)
+        limits = [
+            self.find_window_limit(record),
+            self.find_cache_limit(),
+            self.find_rotation_limit(cache),
+        ]
+        return min(limits, key=lambda limit: limit.positions)
+
+    def refusal(self, why: str) -> ModelError:
+        """Return the error of a model that `why` describes."""
+        return _refusal(self.model, why)
+
+    def is_close(self, one: Tensor, other: Tensor, strict: bool = False) -> bool:
+        """Return whether two results are equal up to the rounding of the model's dtype."""
+        return _is_close(one, other, self.model.dtype, strict)
+
+    def check_calls(self, record: PassRecord, cache: DynamicCache) -> None:
+        """Refuse attention that is not each layer's softmax over plain keys and values."""
+        shape = self.shape
+        called = [getattr(call.module, "layer_idx", None) for call in record.calls]
+        if called != list(range(shape.layers)) or len(cache.layers) != shape.layers:
+            if called and len(cache.layers) == shape.layers:
+                raise self.refusal(
+                    f"calls its attention {len(called)} times for {shape.layers} layers"
+                )
+            raise self.refusal("does not compute attention through AttentionInterface")
+        plain = (1, shape.heads, len(IDS), shape.head_dim)
+        for call, layer in zip(record.calls, cache.layers, strict=True):
+            shapes = [tuple(call.key.shape), tuple(call.value.shape)]
+            if shapes != [plain, plain] or call.query.shape[1] != shape.heads * shape.groups:
+                (_, heads, _, size), (_, others, _, width) = shapes
+                raise self.refusal(
+                    f"has {heads} key heads of {size} and {others} value heads of {width} numbers, "
+                    f"where {shape.heads} of {shape.head_dim} are expected, as latent attention or "
+                    "unequal layers do"
+                )
+            if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
+                raise self.refusal("attends to other keys or values than its cache holds")
+            self.check_eager(call)
+
+    def check_eager(self, call: AttentionCall) -> None:
+        """Refuse a layer whose class's eager attention is not the causal softmax of random queries
+        and keys.
+        """
+        own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+        if own is None:
+            raise self.refusal("has no eager attention to compare with")
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (
+            torch.randn(like.shape, generator=generator).to(like.device)
+            for like in (call.query, call.key, call.value)
+        )
+        query *= LOUD / (call.scale * query.shape[-1] ** 0.5)
+        rows = query.shape[-2]
+        later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+        bias = torch.zeros(1, 1, rows, rows, device=query.device)
+        bias = bias.masked_fill(later, torch.finfo(query.dtype).min)
+        options = {name: each for name, each in call.options.items() if name != "is_causal"}
+        result, *_ = own(
+            call.module, query, key, value, bias, scaling=call.scale, dropout=0.0, **options
+        )
+        groups = query.shape[1] // key.shape[1]
+        keys = key.repeat_interleave(groups, 1)
+        values = value.repeat_interleave(groups, 1)
+        weights = (query @ keys.mT * call.scale + bias).softmax(-1)
+        if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
+            raise self.refusal(
+                "computes its attention in a way of its own, such as with sinks or a cap"
+            )
+
+    def check_positions(self, cache: DynamicCache) -> None:
+        """Refuse positions in the embeddings: one token has one value in the first layer, wherever
+        it is.
+        """
+        first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
+        if not self.is_close(first, third, strict=True):
+            raise self.refusal("has no RoPE: it adds positions to embeddings or values")
+
+    def check_ragged(self, cache: DynamicCache, hidden: Tensor) -> None:
+        """Refuse a model that computes other logits over a ragged cache than at once.
+
+        Args:
+            cache: the pairs of all tokens.
+            hidden: (1, 7, d), the hidden states of all tokens.
+        """
+        shape = self.shape
+        keep = torch.ones(shape.layers, shape.heads, CACHED, dtype=torch.bool)
+        first = DynamicCache()
+        for index, layer in enumerate(cache.layers):
+            first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
+        ragged = RaggedCache.from_dense(first, keep, offset=START)
+        with attention.force_backend("naive"):
+            answered = self.model(
+                input_ids=self.ids[:, CACHED:],
+                position_ids=self.positions[:, CACHED:],
+                use_cache=True,
+                past_key_values=ragged,
+            ).logits
+        if not self.is_close(answered, compute_logits(self.model, hidden[:, CACHED:])):
+            raise self.refusal("computes other logits over a compressed cache than without")
+
+    def find_window_limit(self, record: PassRecord) -> Support:
+        """Return up to where every layer sees the whole text, from the masks and from windows that
+        layers name.
+        """
+        limits = [UNLIMITED]
+        functions = set()
+        for call in record.calls:
+            own = [function for mask, function in record.masks if mask is call.mask]
+            if call.mask is not None and not own:  # it may hide pairs of a longer text
+                raise self.refusal("makes a mask of its own")
+            functions.update(own)
+            window = call.options.get("sliding_window")
+            if window is not None:
+                limits.append(int(window))
+        limits += [self.count_seen_whole(function) for function in functions]
+        return _make_window(min(limits))
+
+    def count_seen_whole(self, function: Callable) -> int:
+        """Return how many positions a mask function lets see all before them, UNLIMITED if nothing
+        ever hides them.
+        """
+        # Near positions one by one; far ones where the config names a number, and at powers of two.
+        later = {1 << power for power in range(18, 31)}
+        for number in _collect_integers(self.model.config.to_dict()):
+            later.update((number - 1, number, number + 1))
+        later = sorted(each for each in later if DISTANCES <= each < 1 << 31)
+        far = torch.cat([torch.arange(DISTANCES), torch.tensor(later)])
+        sees_first = self.compute_visible(function, far, torch.zeros_like(far))
+        limit = UNLIMITED
+        if not sees_first.all():
+            limit = int(far[sees_first.long().argmin()])
+        if limit <= 1:
+            raise self.refusal("makes a mask of its own")
+        # Before the limit the mask is exactly causal: near the start, near the limit, at random.
+        generator = torch.Generator().manual_seed(0)
+        end = min(limit, DISTANCES)
+        start = min(end, EDGE)
+        queries = torch.randint(end, (PAIRS,), generator=generator)
+        keys = torch.randint(end, (PAIRS,), generator=generator)
+        near = torch.arange(max(end - EDGE, 0), end).repeat_interleave(8)
+        keys_near = near + torch.arange(8).repeat(len(near) // 8) - 4
+        queries = torch.cat([queries, near, torch.arange(start).repeat_interleave(8)])
+        keys = torch.cat([keys, keys_near, torch.arange(start * 8) % start]).clamp(0, end - 1)
+        if not torch.equal(self.compute_visible(function, queries, keys), keys <= queries):
+            raise self.refusal("hides or shows pairs in a way of its own")
+        return limit
+
+    def compute_visible(self, function: Callable, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return which of the queries at these positions see which keys: one bool for each pair."""
+        device = self.model.device
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        seen = function(zero, zero, queries.to(device), keys.to(device))
+        return torch.as_tensor(seen, device=device).expand(len(queries)).cpu()
+
+    def find_cache_limit(self) -> Support:
+        """Return the window of the cache that transformers makes for the model.
+
+        Refuses states that are not pairs.
+        """
+        limits = [UNLIMITED]
+        for layer in DynamicCache(config=self.model.config).layers:
+            if getattr(layer, "is_sliding", False):
+                limits.append(int(layer.sliding_window))
+            elif type(layer) is not DynamicLayer:
+                raise self.refusal(f"keeps {type(layer).__name__} besides keys and values")
+        return _make_window(min(limits))
+
+    def find_rotation_limit(self, cache: DynamicCache) -> Support:
+        """Return up to which position RoPE rotates keys as it did before.
+
+        The kinds "dynamic" and "longrope" change the frequencies for longer texts, and with them
+        all keys.
+        """
+        own = [layer.keys[0, :, :CACHED].float() for layer in cache.layers]
+        try:
+            keys = self.compute_keys(FAR)
+        except Exception:  # a table of positions that ends
+            keys = None
+        if keys is not None:
+            pairs = zip(own, keys, strict=True)
+            if all(self.is_close(near[:, -1], far[:, -1]) for near, far in pairs):
+                raise self.refusal("has no RoPE that follows the positions it is given")
+            if self.are_keys_unchanged(own, keys):
+                return Support()
+        # Somewhere the keys change: at one of the numbers in the config.
+        numbers = _collect_integers(self.model.config.to_dict())
+        lengths = sorted(each for each in numbers if START + CACHED < each < FAR)
+        exact = [each for each in lengths if self.does_length_keep_keys(own, each)]
+        if not exact or exact != lengths[: len(exact)]:
+            raise self.refusal("rotates keys in a way that depends on what follows them")
+        limit = exact[-1]
+        # After a longer text dynamic RoPE keeps its frequencies at exactly the limit, and changes
+        # them back below it.
+        if keys is not None:
+            self.compute_keys(FAR)
+        if not self.does_length_keep_keys(own, limit):
+            limit -= 1
+        self.compute_keys(START + CACHED)  # the first frequencies again
+        return Support(
+            limit,
+            f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens",
+            changes_keys=True,
+        )
+
+    def does_length_keep_keys(self, own: list[Tensor], length: int) -> bool:
+        """Return whether a text of that length leaves the keys of its first tokens as they are."""
+        try:
+            return self.are_keys_unchanged(own, self.compute_keys(length - 1))
+        except Exception:  # a table of positions that ends
+            return False
+
+    def are_keys_unchanged(self, own: list[Tensor], others: list[Tensor]) -> bool:
+        """Return whether all keys but the last token's are equal."""
+        pairs = zip(own, others, strict=True)
+        return all(self.is_close(two[:, :-1], one[:, :-1], strict=True) for one, two in pairs)
+
+    def compute_keys(self, last: int) -> list[Tensor]:
+        """Return every layer's keys (H, CACHED, D) where the last token's position is `last`."""
+        positions = self.positions[:, :CACHED].clone()
+        positions[:, -1] = last
+        cache = DynamicCache()
+        self.backbone(
+            input_ids=self.ids[:, :CACHED],
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return [layer.keys[0].float() for layer in cache.layers]
+
+
+@contextmanager
+def _record_pass(model: PreTrainedModel) -> Iterator[PassRecord]:
+    """Record the calls of the attention function and of the masks' maker in the block.
+
+    Masks are never left out.
+    """
+    record = PassRecord()
+
+    def on_call(*arguments) -> None:
+        call = AttentionCall(*arguments)
+        _check_options(model, call)  # before attention is computed, which fails with some of them
+        record.calls.append(call)
+
+    def on_mask(mask: Tensor | None, function: Callable) -> None:
+        record.masks.append((mask, function))
+
+    with attention.inspect_attention(on_call, on_mask):
+        yield record
+
+
+def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
+    """Refuse settings of a layer's attention that the ragged attention lacks."""
+    others = []
+    for name, value in call.options.items():
+        if name not in HARMLESS and value is not None:
+            others.append(name)
+    if others:
+        raise _refusal(model, f"computes its attention with {', '.join(sorted(others))}")
+    if call.options.get("is_causal") is False:
+        raise _refusal(model, "has layers that see later tokens")
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        raise _refusal(model, "adds a bias to the logits of its attention, as ALiBi does")
+
+
+def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = False) -> bool:
+    """Return whether two results of a model are equal up to the rounding of its dtype."""
+    steps = 8 if strict else 32
+    tolerance = max(torch.finfo(dtype).eps * steps, 1e-4)
+    error = (one.float() - other.float()).abs().max()
+    return bool(error <= tolerance * other.float().abs().max() + 1e-9)
+
+
+def _make_window(limit: int) -> Support:
+    """Return a limit that is a window's."""
+    if limit < UNLIMITED:
+        return Support(limit, f"layers see at most {limit:,} positions")
+    return Support(limit)
+
+
+def _collect_integers(value: object) -> set[int]:
+    """Return the whole numbers anywhere in a config."""
+    if type(value) is int:  # and no bool
+        return {value}
+    if isinstance(value, dict):
+        value = list(value.values())
+    found = set()
+    if isinstance(value, list | tuple):
+        for each in value:
+            found |= _collect_integers(each)
+    return found
+
+
+@torch.no_grad()
+def do_keys_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> bool:
+    """Return whether one token's keys turn with its position in every layer, and its queries keep
+    their lengths.
+    """
+    backbone = get_backbone(model)
+    first = _run_one_token(model, backbone, 0)
+    near = _run_one_token(model, backbone, START)
+    far = _run_one_token(model, backbone, FAR)
+    for (keys, query), (turned, _), (_, later) in zip(first, near, far, strict=True):
+        if not _is_close(turn(keys, START).float(), turned.float(), model.dtype):
+            return False
+        if not _is_close(query.float().norm(dim=-1), later.float().norm(dim=-1), model.dtype):
+            return False
+    return True
+
+
+def _run_one_token(
+    model: PreTrainedModel, backbone: nn.Module, position: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a token without
+    others.
+    """
+    positions = torch.tensor([[position]], device=model.device)
+    options: dict[str, object] = {}
+    # transformers 5.2 scales queries by it.
+    if "cache_position" in inspect.signature(backbone.forward).parameters:
+        options["cache_position"] = positions[0]
+    with _record_pass(model) as record:
+        backbone(
+            input_ids=torch.tensor([IDS[:1]], device=model.device),
+            position_ids=positions,
+            past_key_values=DynamicCache(),
+            use_cache=True,
+            **options,
+        )
+    layers = CacheShape.from_model(model).layers
+    if len(record.calls) != layers:  # else nothing would be compared
+        raise ModelError(
+            f"{type(model).__name__} called its attention {len(record.calls)} times for "
+            f"{layers} layers."
+        )
+    return [(call.key, call.query) for call in record.calls]
