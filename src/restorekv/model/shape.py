@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import ModelError, summarize_error
 
-# Kinds of layers that see a whole text, the latter two up to the length of a window; support.py
+# Kinds of layers that see a whole text, the latter two up to the length of a window; probe.py
 # finds out which.
 _WHOLE_TEXT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
