@@ -33,18 +33,20 @@ Key = tuple[str, str]  # variant, ratio
 
 
 def list_cells(documents: int) -> dict[Key, Cell]:
-    """Every variant at every ratio, the plain ones first."""
+    """Return the cell of every variant at every ratio, the plain ones first."""
     place = {
         "model": TINY,
         "benchmark": f"tiny:count={documents}",
         "dtype": "float32",
         "prefix_policy": "free",
     }
-    return {
-        (name, ratio): Cell(evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed)
-        for name, changed in VARIANTS.items()
-        for ratio in RATIOS
-    }
+    cells = {}
+    for name, changed in VARIANTS.items():
+        for ratio in RATIOS:
+            cells[name, ratio] = Cell(
+                evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed
+            )
+    return cells
 
 
 def measure_accuracy(

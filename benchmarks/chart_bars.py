@@ -76,11 +76,15 @@ def _collect_by_side(
     rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]
 ) -> dict[Mark, list[float | None]]:
     """Return every figure of each side's rows in turn, for the sides that were measured."""
-    values = {
-        mark: [each(row) for row in rows if row["side"] == side for each in figures]
-        for side, mark in SIDES.items()
-    }
-    return {mark: row for mark, row in values.items() if row}
+    values = {}
+    for side, mark in SIDES.items():
+        of_side = []
+        for row in rows:
+            if row["side"] == side:
+                of_side += [figure(row) for figure in figures]
+        if of_side:
+            values[mark] = of_side
+    return values
 
 
 def _compare_times(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
@@ -144,11 +148,13 @@ def stack_bars(
     more: Sequence[str] = (),
 ) -> Panel:
     """Return a bar of phases for every name, with its sum and perhaps `more` behind it."""
-    parts = {mark: [each.get(phase, 0) for each in seconds] for phase, mark in phases.items()}
-    sums = [each.get("total", sum(each.get(phase, 0) for phase in phases)) for each in seconds]
-    texts = [
-        f"{total:.3g} s{rest}" for total, rest in zip(sums, more or [""] * len(sums), strict=True)
-    ]
+    parts = {}
+    for phase, mark in phases.items():
+        parts[mark] = [each.get(phase, 0) for each in seconds]
+    texts = []
+    for each, rest in zip(seconds, more or [""] * len(seconds), strict=True):
+        total = each.get("total", sum(each.get(phase, 0) for phase in phases))
+        texts.append(f"{total:.3g} s{rest}")
     return make_bars(title, "seconds", names, parts, [texts], stacked=True, width=WIDE)
 
 
@@ -163,11 +169,11 @@ def group_bars(
     """Return bars of every mark side by side for every name, each with its figure; None was
     refused.
     """
-    texts = [
-        [
-            "refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS)
-            for value in row
-        ]
-        for row in values.values()
-    ]
+
+    def format_value(value: float | None) -> str:
+        return "refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS)
+
+    texts = []
+    for row in values.values():
+        texts.append([format_value(value) for value in row])
     return make_bars(title, unit, names, values, texts, stacked=False, width=width)

@@ -47,13 +47,16 @@ def draw_decode(result: Mapping) -> Chart:
     """`decode`: attention and whole steps against r, tokens a second of many answers."""
     rows = result["rows"]
     unit = "milliseconds (log)"
-    attention, step = (
-        {
-            mark: [(row["ratio"], row[what][side] * 1000) for row in rows if side in row[what]]
-            for side, mark in DECODING.items()
-        }
-        for what in ("attention", "step")
-    )
+
+    def collect_lines(what: str) -> dict[Mark, list[tuple[float, float]]]:
+        lines = {}
+        for side, mark in DECODING.items():
+            measured = [row for row in rows if side in row[what]]
+            lines[mark] = [(row["ratio"], row[what][side] * 1000) for row in measured]
+        return lines
+
+    attention = collect_lines("attention")
+    step = collect_lines("step")
     attention[ROOFLINE] = [(row["ratio"], row["roofline"] * 1000) for row in rows]
     panels = [
         _draw_against_ratio(attention, unit, "Attention of a decode step, one layer"),
@@ -94,11 +97,10 @@ def draw_kernel(result: Mapping) -> Chart:
     """
     rows = result["rows"]
     options = result["options"]
-    lines = {
-        mark: [(row["ratio"], row[side]["seconds"] * 1e6) for row in rows]
-        for side, mark in KERNEL.items()
-        if side in rows[0]
-    }
+    lines = {}
+    for side, mark in KERNEL.items():
+        if side in rows[0]:
+            lines[mark] = [(row["ratio"], row[side]["seconds"] * 1e6) for row in rows]
     lines[ROOFLINE] = [(row["ratio"], row["roofline"] * 1e6) for row in rows]
     on_target = all(options[key] == value for key, value in TARGETED.items())
     targets = TARGETS if on_target else {}

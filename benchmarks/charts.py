@@ -98,9 +98,10 @@ def _find_drawer(result: object) -> Callable[[Mapping], Chart] | None:
     rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
-    return next(
-        (make for keys, make in KINDS.items() if all(keys <= row.keys() for row in rows)), None
-    )
+    for keys, draw in KINDS.items():
+        if all(keys <= row.keys() for row in rows):
+            return draw
+    return None
 
 
 def make_chart_with_note(file: Path, result: Mapping) -> Chart:

@@ -59,8 +59,8 @@ def measure(job: dict) -> dict:
 
 
 def measure_compression(job: dict) -> dict:
-    """Warms up without an adapter, loads it and compresses for the memory, then `repeat` times for
-    the seconds.
+    """Warm up without an adapter, load it and compress for the memory, then `repeat` times for the
+    seconds.
     """
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = _find_scorer(model, job["evictor"], Path(job["folder"]))
@@ -69,13 +69,18 @@ def measure_compression(job: dict) -> dict:
     _compress(base, model, tokenizer, make_context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with measure_peak(model.device, peak):
-        adapter, source = _find_adapter(model, job["evictor"]) if job["restored"] else (None, None)
+        adapter, source = None, None
+        if job["restored"]:
+            # Its weights count as memory of the restore pass.
+            adapter, source = _find_adapter(model, job["evictor"])
         eviction = replace(base, adapter=adapter)
         _compress(eviction, model, tokenizer, context, job["ratio"])
-    runs = [
-        _compress(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])
-    ]
-    seconds = {phase: median(each.get(phase, 0.0) for each in runs) for phase in PHASES}
+    runs = []
+    for _ in range(job["repeat"]):
+        runs.append(_compress(eviction, model, tokenizer, context, job["ratio"]))
+    seconds = {}
+    for phase in PHASES:
+        seconds[phase] = median(each.get(phase, 0.0) for each in runs)
     total = median(sum(each.values()) for each in runs)
     return {"adapter": source, "gate": gate, "seconds": {**seconds, "total": total}, **peak}
 
@@ -157,10 +162,10 @@ def make_context_of(tokenizer: Tokenizer, tokens: int) -> Context:
 def make_text(tokens: int, seed: int) -> str:
     """Return words of random letters, `tokens` bytes in all; one byte is one token."""
     letters = random.Random(seed)
-    words = (
-        "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(2, 9)))
-        for _ in range(tokens)
-    )
+    words = []
+    for _ in range(tokens):
+        length = letters.randint(2, 9)
+        words.append("".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=length)))
     return " ".join(words)[: tokens - 1] + "."
 
 
@@ -178,10 +183,9 @@ def save_random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
     kind = LEARNED[method]
     path = folder / f"{method}.safetensors"
     sizes = gate_file.compute_shapes(kind, shape, sizes).items()
-    layers = [
-        {name: torch.randn(size, generator=generator) / 32 for name, size in sizes}
-        for _ in range(shape.layers)
-    ]
+    layers = []
+    for _ in range(shape.layers):
+        layers.append({name: torch.randn(size, generator=generator) / 32 for name, size in sizes})
     gate_file.write_gate(path, Gate(layers, GateCard.for_model(model, kind, "none")))
     return path
 
@@ -204,7 +208,8 @@ def measure_apart(
         [*command, str(job_file)], capture_output=True, text=True, env=environment
     )
     if process.returncode:
-        reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        messages = process.stderr.strip().splitlines()
+        reason = messages[-1] if messages else f"exit status {process.returncode}"
         raise RestoreKVError(f"{what} failed ({reason}).")
     return json.loads(Path(job["result"]).read_text())
 

@@ -161,23 +161,26 @@ def make_random_cache(shape: CacheShape, tokens: int, seed: int) -> DynamicCache
 def compress_cache(
     full: DynamicCache, ratio: float, seed: int, consume: bool = False
 ) -> RaggedCache:
-    """floor(r T L H) pairs, n of each head in the restore cache, the others as a global ranking
-    leaves them.
+    """Keep floor(r T L H) pairs: n of each head in the restore cache, the others as a global
+    ranking of random scores leaves them.
     """
-    layers, (_, heads, tokens, width) = len(full.layers), full.layers[0].keys.shape
+    layers = len(full.layers)
+    _, heads, tokens, width = full.layers[0].keys.shape
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(layers, heads, tokens, generator=generator)
     scores += torch.randn(layers, heads, 1, generator=generator)
     count = int(parse_ratio(ratio) * scores.numel()) - RESTORE * layers * heads
     keep = allocate.make_allocation("global")(scores, max(count, 0))
-    restored = [
-        [torch.randn(1, heads, RESTORE, width).bfloat16() for _ in range(2)] for _ in range(layers)
-    ]
-    return RaggedCache.from_dense(full, keep, restored, 0, consume)
+    restore_cache = []
+    for _ in range(layers):
+        keys = torch.randn(1, heads, RESTORE, width).bfloat16()
+        values = torch.randn(1, heads, RESTORE, width).bfloat16()
+        restore_cache.append((keys, values))
+    return RaggedCache.from_dense(full, keep, restore_cache, consume=consume)
 
 
 def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
-    """A fork whose tail holds so many random columns behind the restore cache."""
+    """Return a fork whose tail holds `columns` random columns after the restore cache."""
     fork = cache.fork()
     for layer in fork.layers:
         layer.update(
@@ -187,8 +190,8 @@ def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
 
 
 def measure_memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
-    """Resident bytes that a compressed cache with a tail adds, after one of few tokens; None where
-    not on Linux.
+    """Measure the resident bytes that a compressed cache with a tail adds, after one of few tokens;
+    return None where the system is not Linux.
     """
     small = make_random_cache(shape, 4 * RESTORE, options.seed)
     grow_tail(compress_cache(small, 1.0, options.seed, consume=True), QUESTION)
@@ -206,7 +209,10 @@ def measure_memory(shape: CacheShape, options: Options, ratio: float) -> dict | 
     trim_heap()
     added = read_memory("VmRSS") - before
     pairs = cache.pairs * 2 * shape.head_dim * 2
-    tail = sum(x[:, :, cache.restore_length :].nbytes for layer in fork.layers for x in layer.pair)
+    tail = 0
+    for layer in fork.layers:
+        tail += layer.keys[:, :, cache.restore_length :].nbytes
+        tail += layer.values[:, :, cache.restore_length :].nbytes
     return {
         "ratio": ratio,
         "bytes": added,

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -112,47 +113,47 @@ def measure_efficiency(
     label = label or make_label(get_model_name(model), model.device.type)
     path = out / FOLDER / f"{label}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    machine = (
-        torch.cuda.get_device_name(model.device)
-        if model.device.type == "cuda"
-        else name_processor()
-    )
+    if model.device.type == "cuda":
+        machine = torch.cuda.get_device_name(model.device)
+    else:
+        machine = name_processor()
     settings = {**identify_setup(model, conventions), "machine": machine, **asdict(options)}
     if path.exists():
         if changes := describe_changes(read_json(path, str(path))["conventions"], settings):
             raise RestoreKVError(
-                f"{path} was made with {changes}; give another --out or --label, or remove it."
+                f"{path} was made with {changes}; pass another --out or --label, or remove it."
             )
         return path
-    runs = [(scorer, restored) for scorer in options.scorers for restored in (False, True)]
+    runs = list(product(options.scorers, (False, True)))
     rows = []
     for done, (scorer, restored) in enumerate(runs):
         progress(done, len(runs) + 1)
         figures = measure_compression_apart(model, options, conventions, scorer, restored)
         rows.append({"evictor": scorer, "restored": restored, **figures})
     progress(len(runs), len(runs) + 1)
-    steps = measure_latencies(
-        _prepare_context(model, tokenizer, options, conventions), options.ratios, options.steps
-    )
+    prepared = _prepare_context(model, tokenizer, options, conventions)
+    steps = measure_latencies(prepared, options.ratios, options.steps)
     progress(len(runs) + 1, len(runs) + 1)
-    write_json(
-        path,
-        {
-            "analysis": "efficiency",
-            "label": label,
-            "conventions": settings,
-            "definitions": DEFINITIONS,
-            "compression": rows,
-            "overhead": {
-                base["evictor"]: _compute_overhead(base, restored)
-                for base, restored in zip(rows[::2], rows[1::2], strict=True)
-            },
-            "latency": steps,
-            "latency_ratio": {
-                f"{row['ratio']:g}": row.pop("to_base") for row in steps if row["restored"]
-            },
-        },
-    )
+
+    # Rows come in pairs, base and restored.
+    overhead = {}
+    for base, restored in zip(rows[::2], rows[1::2], strict=True):
+        overhead[base["evictor"]] = _compute_overhead(base, restored)
+    latency_ratio = {}
+    for row in steps:
+        if row["restored"]:
+            latency_ratio[f"{row['ratio']:g}"] = row.pop("to_base")
+    result = {
+        "analysis": "efficiency",
+        "label": label,
+        "conventions": settings,
+        "definitions": DEFINITIONS,
+        "compression": rows,
+        "overhead": overhead,
+        "latency": steps,
+        "latency_ratio": latency_ratio,
+    }
+    write_json(path, result)
     return path
 
 
@@ -231,22 +232,24 @@ def make_random_context(
     """
     context = make_context_of(tokenizer, tokens)
     shape = CacheShape.from_model(model)
-    target = {"device": model.device, "dtype": model.dtype}
 
-    def pairs(length: int) -> tuple[Tensor, Tensor]:
-        return tuple(
-            torch.randn(1, shape.heads, length, shape.head_dim, **target) for _ in range(2)
-        )
+    def draw_states(length: int) -> Tensor:
+        size = (1, shape.heads, length, shape.head_dim)
+        return torch.randn(size, device=model.device, dtype=model.dtype)
 
     full = DynamicCache()
     for index in range(shape.layers):
-        full.update(*pairs(context.positions), index)
+        keys = draw_states(context.positions)
+        values = draw_states(context.positions)
+        full.update(keys, values, index)
     scores = torch.rand(shape.layers, shape.heads, tokens, device=model.device)
-    restore_cache = tuple(pairs(restore_tokens) for _ in range(shape.layers))
+    restore_cache = []
+    for _ in range(shape.layers):
+        restore_cache.append((draw_states(restore_tokens), draw_states(restore_tokens)))
     prepared = ScoredContext(
         model, context, full, scores, replace(conventions, restore_from="full")
     )
-    return replace(prepared, restore_tokens=restore_tokens, restore_cache=restore_cache)
+    return replace(prepared, restore_tokens=restore_tokens, restore_cache=tuple(restore_cache))
 
 
 @torch.no_grad()
@@ -263,10 +266,10 @@ def measure_latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int
         caches = [cache.fork() for cache in both]
         for cache in caches:
             _add_token(prepared.model, cache)
-        seconds = [
-            [_time_attention(prepared.model, cache) for cache in caches]
-            for _ in range(WARM_UP + steps)
-        ][WARM_UP:]
+        seconds = []
+        for _ in range(WARM_UP + steps):
+            seconds.append([_time_attention(prepared.model, cache) for cache in caches])
+        seconds = seconds[WARM_UP:]
         for index, cache in enumerate(both):
             times = [1000 * each[index] for each in seconds]
             rows.append(
@@ -289,7 +292,9 @@ def _add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
     """Add a new token's pair to every layer, as a decode step does before attention runs."""
     for layer in cache.layers:
         size = (1, layer.heads, 1, layer.keys.shape[-1])
-        layer.update(*(torch.randn(size, dtype=model.dtype, device=model.device) for _ in range(2)))
+        keys = torch.randn(size, dtype=model.dtype, device=model.device)
+        values = torch.randn(size, dtype=model.dtype, device=model.device)
+        layer.update(keys, values)
 
 
 def _time_attention(model: PreTrainedModel, cache: RaggedCache) -> float:

@@ -204,11 +204,11 @@ def measure_conversation(
 
 def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
     """Return KL per token with its interval, and both as multiples of compressing at once."""
-    sums, tokens = (
-        np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens")
-    )
+    sums = np.array([line["sum"] for line in lines], dtype=float)
+    tokens = np.array([line["tokens"] for line in lines], dtype=float)
     kl, low, high = bootstrap_ratio(sums, tokens)
-    seconds, base = (sum(line["seconds"] for line in each) for each in (lines, reference))
+    seconds = sum(line["seconds"] for line in lines)
+    base = sum(line["seconds"] for line in reference)
     own = sum(line["sum"] for line in reference) / tokens.sum()
     return {
         "kl": kl,

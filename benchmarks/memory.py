@@ -115,18 +115,15 @@ def run_memory(options: Options, progress: Callable[[str], None] = lambda phase:
                     "tokens": tokens,
                     "mode": mode,
                     "seed": options.seed,
-                }
-                job |= {
                     "evictor": options.evictor,
                     "ratio": str(options.ratio),
                     "filled": options.filled,
+                    "part": options.streamed,
                 }
-                job |= {"part": options.streamed}
+                command = [sys.executable, "-m", "benchmarks.memory"]
                 what = f"The measurement of {mode} at T = {tokens:,}"
-                found = measure_apart(
-                    [sys.executable, "-m", "benchmarks.memory"], job, Path(name), what
-                )
-                rows.append({"tokens": tokens, "mode": mode, **found})
+                figures = measure_apart(command, job, Path(name), what)
+                rows.append({"tokens": tokens, "mode": mode, **figures})
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
         "machine": describe_machine(threads),
@@ -245,32 +242,33 @@ def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> DynamicC
 
 
 def compute_growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
-    """Of every mode and phase, the exponents of its seconds between neighbouring T that both have
-    the phase (a text that fits into one part is not streamed): 1 is linear, 2 quadratic.
+    """Return, of every mode and phase, the exponents of its seconds between neighboring T: 1 is
+    linear, 2 quadratic.
     """
-    found: dict[str, dict[str, list[float]]] = {}
-    for mode in {row["mode"]: None for row in rows}:
-        ours = [row for row in rows if row["mode"] == mode]
-        found[mode] = {
-            name: [
-                _compute_exponent(*pair, name)
-                for pair in pairwise(ours)
-                if all(name in row["phases"] for row in pair)
-            ]
-            for name in _list_phases(ours)
-        }
-    return found
+    growth: dict[str, dict[str, list[float]]] = {}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        of_mode = [row for row in rows if row["mode"] == mode]
+        growth[mode] = {name: [] for name in _list_phases(of_mode)}
+        for early, late in pairwise(of_mode):
+            for name, exponents in growth[mode].items():
+                # A text that fits into one part is not streamed, and lacks the phase.
+                if name in early["phases"] and name in late["phases"]:
+                    exponents.append(_compute_exponent(early, late, name))
+    return growth
 
 
 def _compute_exponent(early: dict, late: dict, name: str) -> float:
-    """log of the ratio of a phase's seconds over that of the tokens."""
+    """Return the log of the ratio of a phase's seconds over that of the tokens."""
     more = late["phases"][name]["seconds"] / early["phases"][name]["seconds"]
     return math.log(more) / math.log(late["tokens"] / early["tokens"])
 
 
 def _list_phases(rows: Sequence[dict]) -> list[str]:
     """Return the phases that any row has, in their order."""
-    return list({name: None for row in rows for name in row["phases"]})
+    phases: dict[str, None] = {}  # an ordered set
+    for row in rows:
+        phases |= dict.fromkeys(row["phases"])
+    return list(phases)
 
 
 if __name__ == "__main__":

@@ -215,9 +215,11 @@ def _make_example(model: PreTrainedModel, options: Options) -> Example:
     draw = random.Random(options.seed)
     ids = model.config.get_text_config().vocab_size
     questions = tuple(f"What does part {number + 1} say?" for number in range(options.questions))
-    answers = tuple(tuple(draw.randrange(ids) for _ in range(options.answer)) for _ in questions)
+    answers = []
+    for _ in questions:
+        answers.append(tuple(draw.randrange(ids) for _ in range(options.answer)))
     return Example(
-        make_text(options.tokens, options.seed), questions, (None,) * len(questions), answers
+        make_text(options.tokens, options.seed), questions, (None,) * len(questions), tuple(answers)
     )
 
 

@@ -23,14 +23,11 @@ def draw_vllm(result: Mapping) -> Chart:
         WARM: [median(row["warm"]) for row in rows],
     }
     most = max(options["together"])
+    fit = Mark(f"{options['fitting']} documents, which fit whole", GREEN, hatch="..")
+    do_not_fit = Mark(f"{options['documents']} documents, which do not", SKY, hatch="")
     rates = {
-        Mark(words.format(options[count]), color, hatch=hatch): [
-            row["throughput"][f"{load}, {most} together"] for row in rows
-        ]
-        for load, words, count, color, hatch in (
-            ("fit", "{} documents, which fit whole", "fitting", GREEN, ".."),
-            ("do not fit", "{} documents, which do not", "documents", SKY, ""),
-        )
+        fit: [row["throughput"][f"fit, {most} together"] for row in rows],
+        do_not_fit: [row["throughput"][f"do not fit, {most} together"] for row in rows],
     }
     panels = [
         group_bars("First token of an answer", "seconds", names, waits, digits=2),

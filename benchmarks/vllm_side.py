@@ -48,12 +48,14 @@ def measure(job: dict) -> dict:
 
     prompts = job["prompts"]
     timed([job["warmup"]], 2)
-    first = [
-        [timed([questions[place]], 1) for place in (0, 1)] for questions in prompts[: job["alone"]]
-    ]
+    cold = []
+    warm = []
+    for first_question, second_question, *_ in prompts[: job["alone"]]:
+        cold.append(timed([first_question], 1))
+        warm.append(timed([second_question], 1))
     result = {
-        "cold": sorted(row[0] for row in first),
-        "warm": sorted(row[1] for row in first),
+        "cold": sorted(cold),
+        "warm": sorted(warm),
         "throughput": {},
     }
     for name, documents in job["loads"].items():
