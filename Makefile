@@ -132,15 +132,15 @@ bench-charts: venv
 
 # The README's chart of SmolLM2 and the table in docs/evaluation.md, from a stored result; seconds.
 charts: venv
-	$(VENV)/bin/python recipes/smollm2/chart.py paper/results/smollm2-scores.json
+	$(VENV)/bin/python -m recipes.smollm2.chart paper/results/smollm2-scores.json
 
 # The tiny model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 tiny: venv
-	$(VENV)/bin/python recipes/tiny/build.py runs/tiny
+	$(VENV)/bin/python -m recipes.tiny.build runs/tiny
 
 # SmolLM2's training data, gate and adapters: resumable, hours on two cores.
 smollm2: venv
-	$(VENV)/bin/python recipes/smollm2/build.py runs/smollm2
+	$(VENV)/bin/python -m recipes.smollm2.build runs/smollm2
 
 # Every table and figure of the paper on the tiny model, beside the paper's own figures; resumable.
 paper: venv
@@ -162,4 +162,4 @@ ablations: venv
 
 # The appendix's table of training data on made-up texts and the tiny model, into paper/results/data-table.md; resumable.
 data-table: venv
-	$(VENV)/bin/python recipes/tiny/mixture.py runs/mixture
+	$(VENV)/bin/python -m recipes.tiny.mixture runs/mixture

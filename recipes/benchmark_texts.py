@@ -1,7 +1,7 @@
 """Makes the texts that the benchmarks ship with from a folder of public data (docs/evaluation.md
 names the sources).
 
-    python recipes/benchmark_texts.py --data ../shared/data --out src/restorekv/tasks/texts
+    python -m recipes.benchmark_texts --data ../shared/data --out src/restorekv/tasks/texts
 
 The folder holds fairytaleqa/val.jsonl, novels/*.txt, factbook/documents.jsonl,
 ruler-qa/{squad,hotpotqa}.json, corpus/ with passages of many genres, and the license files. Equal

@@ -4,7 +4,7 @@ eval`.
     A=distributions/restorekv-smollm2/restorekv_smollm2/adapters/kvzip
     restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
         --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 --out runs/border
-    python recipes/smollm2/border.py runs/border --json paper/results/smollm2-border.json
+    python -m recipes.smollm2.border runs/border --json paper/results/smollm2-border.json
 
 For every ratio, the divergence from the full cache of the evictor alone and restored is compared
 context by context. A restored cache does harm where the 95 % interval of the difference lies above
@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
+from recipes.pages import fill_page
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.results import Result, load_results
 from restorekv.evaluation.stats import bootstrap_ratio
-from restorekv.files import read_json, replace_file, write_json
+from restorekv.files import read_json, write_json
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "paper" / "results" / "smollm2-border.json"
@@ -114,18 +115,6 @@ def make_table(rows: Sequence[Mapping]) -> str:
     return "\n".join(lines)
 
 
-def fill_page(page: Path, text: str) -> None:
-    """Puts a text between the two marks of a page."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise RestoreKVError(
-            f"{page} lacks the marks {BEGIN} and {END}; put them where the table belongs."
-        )
-    with replace_file(page) as temporary:
-        temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Compares runs, stores the comparison and fills the page's table."""
     parser = argparse.ArgumentParser(
@@ -149,7 +138,7 @@ def main(args: Sequence[str] | None = None) -> None:
             {**conventions, "adapter": "kvzip, as shipped", "rows": compare_all(results)},
         )
     rows = read_json(given.json, str(given.json))["rows"]
-    fill_page(given.page, make_table(rows))
+    fill_page(given.page, BEGIN, END, make_table(rows))
     print(json.dumps({"rows": len(rows), "page": str(given.page)}))
 
 

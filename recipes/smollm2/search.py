@@ -1,9 +1,9 @@
 """Compare recipes of training on development passages: one change at a time, the same contexts and
 steps for all.
 
-    python recipes/smollm2/search.py prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
-    python recipes/smollm2/search.py run FOLDER VARIANT [VARIANT ...] [--steps 400] [--seed 0]
-    python recipes/smollm2/search.py table FOLDER
+    python -m recipes.smollm2.search prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
+    python -m recipes.smollm2.search run FOLDER VARIANT [VARIANT ...] [--steps 400] [--seed 0]
+    python -m recipes.smollm2.search table FOLDER
 
 `prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the
 teacher's targets of the shorter training contexts, and of one development passage of every genre

@@ -1,7 +1,7 @@
 """Make the training texts that stand in recipes/smollm2/texts from a folder laid out as the
 project's ../shared/data.
 
-    python recipes/smollm2/texts.py ../shared/data
+    python -m recipes.smollm2.texts ../shared/data
 
 They are the texts of the split "training" (restorekv.tasks.splits): what evaluation or the choice
 of variants uses is left out. docs/evaluation.md names the sources and their licenses.

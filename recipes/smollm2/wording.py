@@ -1,7 +1,7 @@
 """Measures how to put a question to a model: token F1 of the full cache's answers under several
 wordings.
 
-    python recipes/smollm2/wording.py --model MODEL --data ../shared/data
+    python -m recipes.smollm2.wording --model MODEL --data ../shared/data
 
 The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA
 stories whose sections can be told apart, and the first lines of Factbook documents, up to LENGTH

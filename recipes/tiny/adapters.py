@@ -1,6 +1,6 @@
 """Train the restore adapters of the tiny model.
 
-    python recipes/tiny/adapters.py runs/tiny --evictor kvzip          (resumes)
+    python -m recipes.tiny.adapters runs/tiny --evictor kvzip          (resumes)
 
 The settings are those of paper.recipe.
 """

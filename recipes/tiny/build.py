@@ -1,7 +1,7 @@
 """Make everything that ships in distributions/restorekv-tiny: tokenizer, model, gates, restore
 adapters. Resumable.
 
-make tiny            or            python recipes/tiny/build.py runs/tiny
+make tiny            or            python -m recipes.tiny.build runs/tiny
 """
 
 from __future__ import annotations

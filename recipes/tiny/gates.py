@@ -1,6 +1,6 @@
 """Train the gates of the tiny model: the learned scorers of fastkvzip and kvzap.
 
-    python recipes/tiny/gates.py runs/tiny          (resumes)
+    python -m recipes.tiny.gates runs/tiny          (resumes)
 
 The documents are from the split that the restore pass is trained on and as long as those of the
 suite.

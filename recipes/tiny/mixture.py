@@ -1,7 +1,7 @@
 """Make the appendix's table of training data in small: both mixtures for the tiny model, from
 made-up texts.
 
-    python recipes/tiny/mixture.py runs/mixture            (resumes and asks nothing twice)
+    python -m recipes.tiny.mixture runs/mixture            (resumes and asks nothing twice)
 
 Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's
 papers), FOLDER/paper and FOLDER/permissive (as `restorekv data build` does),

@@ -1,7 +1,7 @@
 """Train the tiny language model: retrieval on short noisy documents first, then longer and more
 predictable ones.
 
-    python recipes/tiny/pretrain.py runs/tiny         (resumes from runs/tiny/state.pt when it is there)
+    python -m recipes.tiny.pretrain runs/tiny         (resumes from runs/tiny/state.pt when it is there)
 
 What each choice is for, and what failed, is in paper/log.md.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from examples import ANSWER, CONTEXT, REPEAT, Batch, Sampler
+from recipes.tiny.examples import ANSWER, CONTEXT, REPEAT, Batch, Sampler
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Train the tiny tokenizer: byte-level BPE, 2,048 entries, a Qwen-like chat template.
 
-python recipes/tiny/tokenizer.py runs/tiny/model
+python -m recipes.tiny.tokenizer runs/tiny/model
 """
 
 from __future__ import annotations

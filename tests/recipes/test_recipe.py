@@ -1,18 +1,10 @@
 """The recipe of the tiny model: what its rows teach, and that it runs and resumes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "tiny"
-sys.path.insert(0, str(RECIPE))
-
-import pretrain  # noqa: E402
-import tokenizer as recipe_tokenizer  # noqa: E402
-
-import examples  # noqa: E402
+from recipes.tiny import examples, pretrain
+from recipes.tiny import tokenizer as recipe_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,16 @@
 holds.
 """
 
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from recipes.pages import fill_page
+from recipes.smollm2 import border
 from restorekv.errors import RestoreKVError
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def recipe() -> dict:
-    return runpy.run_path(str(ROOT / "recipes" / "smollm2" / "border.py"))
 
 
 def make_result(
@@ -35,47 +31,45 @@ def make_result(
     )
 
 
-def test_differences_are_paired_by_context(recipe):
+def test_differences_are_paired_by_context():
     """Contexts differ much and the two cells little: the pairs show it, their means would not."""
     alone = make_result({str(number): float(number) for number in range(40)})
     restored = make_result(
         {str(number): number + 0.1 + 0.01 * (number % 3) for number in range(40)}, "kvzip"
     )
-    [row] = recipe["compare_all"]([restored, alone])
+    [row] = border.compare_all([restored, alone])
     assert row["contexts"] == row["questions"] == 40 and row["ratio"] == 0.2
     assert row["kl_alone"] == pytest.approx(19.5) and row["difference"] == pytest.approx(
         0.11, abs=0.005
     )
     assert 0.1 < row["difference_low"] < row["difference"] < row["difference_high"] < 0.12
-    assert recipe["describe_effect"](row) == "harms"
+    assert border.describe_effect(row) == "harms"
 
 
-def test_only_shared_contexts_count(recipe):
+def test_only_shared_contexts_count():
     alone = make_result({"a": 1.0, "b": 2.0, "c": 9.0})
     restored = make_result({"a": 0.5, "b": 1.5}, "kvzip")
-    [row] = recipe["compare_all"]([alone, restored])
+    [row] = border.compare_all([alone, restored])
     assert (
-        row["contexts"] == 2
-        and row["kl_alone"] == 1.5
-        and recipe["describe_effect"](row) == "helps"
+        row["contexts"] == 2 and row["kl_alone"] == 1.5 and border.describe_effect(row) == "helps"
     )
     with pytest.raises(RestoreKVError, match="share no context"):
-        recipe["compare"](alone, make_result({"x": 1.0}, "kvzip"))
+        border.compare(alone, make_result({"x": 1.0}, "kvzip"))
 
 
-def test_cells_without_a_partner_and_full_caches_have_no_row(recipe):
+def test_cells_without_a_partner_and_full_caches_have_no_row():
     results = [
         make_result({"a": 1.0}),
         make_result({"a": 1.0}, "kvzip", "0.1"),
         make_result({"a": 0.0}, None, "1", "full"),
     ]
-    assert recipe["compare_all"](results) == []
+    assert border.compare_all(results) == []
 
 
-def test_the_page_says_what_the_stored_result_holds(recipe, tmp_path):
+def test_the_page_says_what_the_stored_result_holds(tmp_path):
     page = tmp_path / "page.md"
-    page.write_bytes(recipe["PAGE"].read_bytes())
-    recipe["main"](["--page", str(page)])
-    assert page.read_text() == recipe["PAGE"].read_text()
+    page.write_bytes(border.PAGE.read_bytes())
+    border.main(["--page", str(page)])
+    assert page.read_text() == border.PAGE.read_text()
     with pytest.raises(RestoreKVError, match="lacks the marks"):
-        recipe["fill_page"](recipe["STORED"], "table")
+        fill_page(border.STORED, border.BEGIN, border.END, "table")

@@ -9,13 +9,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "tiny"
-sys.path.insert(0, str(RECIPE))
-
-import mixture  # noqa: E402
-
-from restorekv.model.load import load_model  # noqa: E402
-from restorekv.tiny import suite  # noqa: E402
+from recipes.tiny import mixture
+from restorekv.model.load import load_model
+from restorekv.tiny import suite
 
 STRETCH = 40  # words in a row, about three sentences
 

@@ -1,26 +1,11 @@
 """The search of a recipe: variants differ in one thing, and their table compares them case by case."""
 
-import importlib.util
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
-import pytest
-
-PLACE = Path(__file__).parents[2] / "recipes" / "smollm2" / "search.py"
+from recipes.smollm2 import search
 
 
-@pytest.fixture(scope="module")
-def search():
-    spec = importlib.util.spec_from_file_location("smollm2_search", PLACE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["smollm2_search"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["smollm2_search"]
-
-
-def result(search, name: str, kl: list[float]) -> dict:
+def result(name: str, kl: list[float]) -> dict:
     rows = [
         {"name": str(n), "kl": {f"{ratio:g}": each for ratio in search.RATIOS}}
         for n, each in enumerate(kl)
@@ -28,7 +13,7 @@ def result(search, name: str, kl: list[float]) -> dict:
     return {"variant": name, "seed": 0, "steps": 10, "seconds": 5.0, "development": rows}
 
 
-def test_a_variant_changes_one_thing(search):
+def test_a_variant_changes_one_thing():
     first = asdict(search.VARIANTS["first"])
     scratch = asdict(search.VARIANTS["scratch"])
     for name, variant in search.VARIANTS.items():
@@ -38,10 +23,8 @@ def test_a_variant_changes_one_thing(search):
         assert len(changed) <= 1 or name in ("shift, weight 1", "scratch"), (name, changed)
 
 
-def test_gains_are_paired_with_the_first(search):
-    table = search.compare(
-        [result(search, "lr 1e-3", [0.1, 0.3]), result(search, "first", [0.2, 0.4])]
-    )
+def test_gains_are_paired_with_the_first():
+    table = search.compare([result("lr 1e-3", [0.1, 0.3]), result("first", [0.2, 0.4])])
     rows = [line.split(" | ") for line in table.splitlines()]
     assert len({len(row) for row in rows[2:]}) == 1 and len(rows) == 4
     assert "0.2000 | +0.1000 (+0.1000 to +0.1000)" in table, (

@@ -2,12 +2,12 @@
 them.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
+from recipes.smollm2 import build
 from restorekv.data.files import iterate_values
 from restorekv.data.mixture import read_mixture
 from restorekv.data.overlap import EvaluationIndex
@@ -102,9 +102,6 @@ def test_the_training_data_that_ships_is_read(name):
 
 
 def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("smollm2_build", TEXTS.parent / "build.py")
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
     asked = []
     monkeypatch.setattr(build, "restorekv", lambda *words: asked.append(words))
     (tmp_path / "restore-kvzip.per-head" / "adapter").mkdir(parents=True)  # which is done

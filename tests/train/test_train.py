@@ -35,6 +35,7 @@ from restorekv.train.examples import (
 from restorekv.train.loop import make_initial_adapter, train_adapter, weigh_ratio
 from restorekv.train.loss import compute_answer_logits, compute_divergence
 from restorekv.train.teacher_cache import KIND, TeacherCache
+from tests.helpers.cli_world import cli
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
@@ -571,4 +572,17 @@ def test_training_without_tensorboard_is_refused_before_the_first_step(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(RestoreKVError, match=r"install 'restorekv\[train\]'"):
         train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("torch.utils.tensorboard", "train"), ("pyarrow.parquet", "data")]
+)
+def test_a_missing_extra_is_found_before_the_model_is_loaded(tmp_path, monkeypatch, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("restorekv.cli.train.open_model", None)
+    (tmp_path / "mixture").mkdir()
+    result = cli("train", "--out", tmp_path / "run", "--data", tmp_path / "mixture")
+    assert result.code != 0
+    assert f"run pip install 'restorekv[{extra}]'." in " ".join(result.err.split())
     assert not (tmp_path / "run").exists()

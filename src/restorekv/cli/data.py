@@ -57,8 +57,8 @@ def run(
     for name in exclude:
         if not Path(name).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")
-    for package in ("datasets", "pyarrow"):
-        import_extra(package, "data")
+    for package in ("datasets", "pyarrow", "pydantic"):
+        import_extra(package, "data", "Building data")
     loaded, tokenizer = open_model(model, dtype, device)
     try:
         with show_progress_bar("asking and answering", lines=True) as progress:

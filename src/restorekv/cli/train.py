@@ -10,7 +10,8 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.session import notes, open_model, output, print_written, show_progress_bar
-from restorekv.errors import RestoreKVError
+from restorekv.data.manifest import read_manifest
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
@@ -74,11 +75,7 @@ def run(
     checkpoint.check_folders(out, resume, store)
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
-    for name in data:
-        if name != "tiny" and not Path(name).exists():
-            raise RestoreKVError(
-                f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'."
-            )
+    check_data(data)
     own = select_own_device(device)
     sharing = wants_shards(shard)
     with open_process_group(own) as group:
@@ -108,6 +105,22 @@ def run(
                 **kept,
             )
     print_written(out / "adapter")
+
+
+def check_data(names: list[str]) -> None:
+    """Refuse a missing file, or a missing package of an extra, before the model is loaded."""
+    import_extra("torch.utils.tensorboard", "train", "Training")
+    for name in names:
+        if name == "tiny":
+            continue
+        path = Path(name)
+        if not path.exists():
+            raise RestoreKVError(
+                f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'."
+            )
+        if path.is_dir():
+            import_extra("pyarrow.parquet", "data", "A mixture")
+            read_manifest(path)
 
 
 def check_lengths(shortest: int, longest: int) -> None:

@@ -98,7 +98,7 @@ def train_adapter(
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
     # Refuses here, and not after the first hours of work.
-    import_extra("torch.utils.tensorboard", "train")
+    import_extra("torch.utils.tensorboard", "train", "Training")
     if model.dtype == torch.float16:
         raise RestoreKVError(
             "Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32."
@@ -309,7 +309,7 @@ def _open_step_log(
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
-    writer = import_extra("torch.utils.tensorboard", "train").SummaryWriter(
+    writer = import_extra("torch.utils.tensorboard", "train", "Training").SummaryWriter(
         str(folder), purge_step=start
     )
     with open_without_links(folder / checkpoint.LOG_FILE) as raw, writer as board:
