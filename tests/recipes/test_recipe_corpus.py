@@ -91,9 +91,9 @@ def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_pa
     rows = []
     for number, share in enumerate([0.0, 0.02, 0.3, 0.6, 1.0] * 8):
         story = rng.choice(held_out).split()
-        start = rng.randrange(max(len(story) - 400, 1))
-        taken = " ".join(story[start : start + round(400 * share)])
-        own = text(f"own {number}", round(400 * (1 - share)) + 1)
+        start = rng.randrange(max(len(story) - 120, 1))
+        taken = " ".join(story[start : start + round(120 * share)])
+        own = text(f"own {number}", round(120 * (1 - share)) + 1)
         rows.append(
             {
                 "id": f"{share}/{number}",
@@ -108,7 +108,7 @@ def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_pa
         mixture="corpus",
         corpus=str(source),
         corpus_passages=100,
-        passage_shortest=100,
+        passage_shortest=64,
         passage_longest=1500,
         made=0.0,
         invented=0.0,

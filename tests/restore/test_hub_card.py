@@ -67,6 +67,10 @@ def test_everything_recorded_is_shown():
         "LongAlpaca": ["2488", "500", "CC BY-NC 4.0"],
         "PG-19": ["2260", "not recorded", "Apache-2.0"],
     }
+    assert rows(text, "Licenses of the data") == {
+        "cc-by-nc-4.0": ["500", "2488"],
+        "apache-2.0": ["0", "2260"],
+    }
     assert "License of this adapter: cc-by-nc-4.0. Not for commercial use." in text
     assert rows(text, "Results") == {"suite": ["0.05", "70.1", "92.7", "96.8"]}
 

@@ -68,6 +68,21 @@ def list_licenses(data: list[dict] | None) -> list[str]:
     return licenses
 
 
+def count_by_license(data: list[dict] | None) -> list[dict[str, object]]:
+    """Return a row per license of the data with its contexts and examples; counts that are not
+    recorded are taken as 0.
+    """
+    totals: dict[str, dict[str, int]] = {}
+    for row in data or ():
+        name = ", ".join(list_licenses([row]))
+        total = totals.setdefault(name, {"contexts": 0, "examples": 0})
+        for key in total:
+            count = row.get(key)
+            if isinstance(count, int):
+                total[key] += count
+    return [{"license": name, **totals[name]} for name in sorted(totals)]
+
+
 def combine_licenses(licenses: Iterable[str]) -> str:
     """Return the license of an adapter that was trained on data under these licenses.
 

@@ -25,12 +25,15 @@ from restorekv.restore.adapter_file import AdapterCard
 from restorekv.restore.licenses import (
     HUB,
     UNKNOWN,
+    count_by_license,
     find_noncommercial_license,
     forbids_commercial_use,
     normalize_license,
 )
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+# The data source whose parts docs/data.md names.
+MANY_GENRES = "Corpus of many genres"
 PLACEHOLDER = "OWNER/NAME-OR-FOLDER"
 SEAL = "<!-- written by restorekv, {} -->\n"
 
@@ -97,6 +100,8 @@ def render_card(card: AdapterCard, config: LoraConfig, name: str = PLACEHOLDER) 
         settings=settings,
         settings_rows=[{"setting": key, "value": value} for key, value in settings.items()],
         data_rows=[columns | row for row in card.data or ()],
+        license_rows=count_by_license(card.data),
+        many_genres=any(MANY_GENRES in str(row.get("source")) for row in card.data or ()),
         with_intervals=any("low" in row for row in card.results or ()),
         license=normalize_license(card.license or UNKNOWN),
         non_commercial=find_noncommercial_license(card),
