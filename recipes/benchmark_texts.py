@@ -42,7 +42,7 @@ QUESTIONS = 6  # of a passage
 
 
 def factbook(path: Path) -> bytes:
-    """Returns DOCUMENTS evaluation documents, evenly spaced within every band of lengths."""
+    """Return DOCUMENTS evaluation documents, evenly spaced within every band of lengths."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     splits = split_factbook(row["id"] for row in rows)
     held_out = [row for row in rows if splits[row["id"]] == EVALUATION]
@@ -56,7 +56,7 @@ def factbook(path: Path) -> bytes:
 
 
 def genres(folder: Path) -> bytes:
-    """Returns PER_GENRE passages of every genre's evaluation half, those with questions by people
+    """Return PER_GENRE passages of every genre's evaluation half, those with questions by people
     first.
 
     Genres with fewer such documents give fewer; the largest genres make up for them.
@@ -82,7 +82,7 @@ def genres(folder: Path) -> bytes:
 
 
 def passage(row: dict) -> dict:
-    """Returns a row of the benchmark of genres."""
+    """Return a row of the benchmark of genres."""
     text = row["text"]
     if len(text) > LONGEST_PASSAGE:
         text = text[
@@ -111,7 +111,7 @@ def passage(row: dict) -> dict:
 
 
 def packed(content: bytes) -> bytes:
-    """Returns a gzip file that tells neither time nor name."""
+    """Return a gzip file that tells neither time nor name."""
     target = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=9, mtime=0) as file:
         file.write(content)

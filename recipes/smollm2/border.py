@@ -34,7 +34,7 @@ END = "<!-- end of the border -->"
 
 
 def compare(alone: Result, restored: Result) -> dict[str, object]:
-    """Returns the divergences of two cells that were asked the same contexts, and their paired
+    """Return the divergences of two cells that were asked the same contexts, and their paired
     difference.
 
     Contexts that only one of them has answered so far are left out.
@@ -72,7 +72,7 @@ def compare(alone: Result, restored: Result) -> dict[str, object]:
 
 
 def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
-    """Returns a row for every pair of cells that differ in restoring alone."""
+    """Return a row for every pair of cells that differ in restoring alone."""
     cells: dict[tuple[str, str, str], dict[bool, Result]] = {}
     for result in results:
         if result.cell.evictor == "full":
@@ -84,7 +84,7 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
 
 
 def describe_effect(row: Mapping) -> str:
-    """Returns what restoring does at a row's ratio."""
+    """Return what restoring does at a row's ratio."""
     if row["difference_low"] > 0:
         return "harms"
     if row["difference_high"] < 0:
@@ -93,7 +93,7 @@ def describe_effect(row: Mapping) -> str:
 
 
 def make_table(rows: Sequence[Mapping]) -> str:
-    """Returns the rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = [
         "| texts | r | KL alone | restored | difference, 95 % interval | restoring |",
         "|---|---|---|---|---|---|",
@@ -116,7 +116,7 @@ def make_table(rows: Sequence[Mapping]) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Compares runs, stores the comparison and fills the page's table."""
+    """Compare runs, store the comparison and fill the page's table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -54,7 +54,7 @@ def rows(path: Path) -> list[dict]:
 
 
 def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
-    """Yields the first sections of training stories that have one section a block of text."""
+    """Yield the first sections of training stories that have one section a block of text."""
     for index, row in enumerate(rows(folder / "fairytaleqa/train.jsonl")):
         blocks = row["context"].split("\n\n")
         named = {
@@ -72,7 +72,7 @@ def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
 
 
 def factbook(folder: Path, tokenizer) -> Iterator[Passage]:
-    """Yields the first lines of training documents."""
+    """Yield the first lines of training documents."""
     found = rows(folder / "factbook/documents.jsonl")
     splits = split_factbook(row["id"] for row in found)
     for row in found:
@@ -82,7 +82,7 @@ def factbook(folder: Path, tokenizer) -> Iterator[Passage]:
 
 
 def fitting(pieces: list[str], joint: str, tokenizer) -> list[str]:
-    """Returns the first pieces that have at most LENGTH tokens together."""
+    """Return the first pieces that have at most LENGTH tokens together."""
     count = len(pieces)
     while len(tokenizer.encode(joint.join(pieces[:count]))) > LENGTH:
         count -= 1
@@ -90,13 +90,13 @@ def fitting(pieces: list[str], joint: str, tokenizer) -> list[str]:
 
 
 def spread(items: list, count: int) -> list:
-    """Returns `count` items, evenly spaced."""
+    """Return `count` items, evenly spaced."""
     return [items[index * len(items) // count] for index in range(count)]
 
 
 @torch.no_grad()
 def scores(model, tokenizer, passage: Passage) -> list[float]:
-    """Returns the mean token F1 over a passage's questions under every wording."""
+    """Return the mean token F1 over a passage's questions under every wording."""
     text, questions = passage
     context = make_context(tokenizer, text)
     shape = CacheShape.from_model(model)

@@ -68,7 +68,7 @@ OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # of papers that 
 
 
 def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
-    """Returns sentences of the world's grammar up to `tokens`, in a new order (its stories are in
+    """Return sentences of the world's grammar up to `tokens`, in a new order (its stories are in
     the tests).
     """
     lines = []
@@ -82,7 +82,7 @@ def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list
 
 
 def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.WorldDocument:
-    """Returns a document of about `tokens` with facts of three families, and their questions; the
+    """Return a document of about `tokens` with facts of three families, and their questions; the
     name is its seed.
     """
     rng = random.Random(name)
@@ -97,7 +97,7 @@ def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Worl
 
 
 def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
-    """Returns rows {instruction, input, output}: framed documents, a repeat, a short instruction,
+    """Return rows {instruction, input, output}: framed documents, a repeat, a short instruction,
     planted copies.
     """
     rng = random.Random("mixture papers")
@@ -125,7 +125,7 @@ def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument
 
 
 def pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
-    """Returns rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
+    """Return rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
     document.
     """
     rng = random.Random("mixture books")
@@ -153,7 +153,7 @@ def pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> l
 
 
 def tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
-    """Returns rows {id, messages, source}: a text and a question about it; one in ten is of another
+    """Return rows {id, messages, source}: a text and a question about it; one in ten is of another
     subset.
     """
     rng = random.Random("mixture flan")
@@ -178,7 +178,7 @@ def tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> l
 
 
 def open_papers(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
-    """Returns rows {id, text, metadata} under made-up licenses, some of them share-alike or
+    """Return rows {id, text, metadata} under made-up licenses, some of them share-alike or
     unknown.
     """
     rng = random.Random("mixture open papers")
@@ -201,7 +201,7 @@ def open_papers(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument
 
 
 def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """Writes the sources and "exclude", all test documents, always with the same bytes; returns
+    """Write the sources and "exclude", all test documents, always with the same bytes; return
     paths by setting.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
-    """Builds or resumes a mixture and reads it back: the figures of its table, and its manifest."""
+    """Build or resume a mixture and read it back: the figures of its table, and its manifest."""
     model, tokenizer = load_model("tiny")
     given = {name: where for name, where in files.items() if name != "exclude"}
     config = BuildConfig(mixture=mixture, **given, **BOUNDS, **COUNTS)
@@ -247,7 +247,7 @@ def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[l
 
 
 def closest(folders: list[Path], test: list[world.WorldDocument]) -> tuple[int, float]:
-    """Returns how many different contexts were taken, and the largest share of 13-grams in common
+    """Return how many different contexts were taken, and the largest share of 13-grams in common
     with a test.
     """
     tests = EvaluationIndex(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
@@ -306,7 +306,7 @@ for word that of the made-up source. Its shortest right answers are dropped as s
 
 
 def printed(*tables: Table) -> str:
-    """Returns tables as a terminal of 110 columns shows them."""
+    """Return tables as a terminal of 110 columns shows them."""
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(*tables)
     return (
@@ -317,7 +317,7 @@ def printed(*tables: Table) -> str:
 
 
 def studied(folders: list[Path], contexts: int) -> str:
-    """Returns a row per kind of question over the self-study of both mixtures."""
+    """Return a row per kind of question over the self-study of both mixtures."""
     files = [
         folder / f"{name}.parquet"
         for folder in folders
@@ -338,7 +338,7 @@ def studied(folders: list[Path], contexts: int) -> str:
 
 
 def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]) -> str:
-    """Returns the page."""
+    """Return the page."""
     test = [json.loads(line)["context"] for line in Path(files["exclude"]).read_text().splitlines()]
     sizes = ", ".join(
         f"{Path(path).name} {Path(path).stat().st_size / 1e3:.0f} kB" for path in files.values()
@@ -374,7 +374,7 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
 
 
 def main() -> None:
-    """Writes the sources, both mixtures and the page."""
+    """Write the sources, both mixtures and the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

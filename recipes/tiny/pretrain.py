@@ -106,7 +106,7 @@ def optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def factor(recipe: Recipe, step: int) -> float:
-    """Returns the learning rate's factor: warm-up, constant, then a cosine to 2 %."""
+    """Return the learning rate's factor: warm-up, constant, then a cosine to 2 %."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     done = max(step / recipe.horizon - recipe.decay_from, 0) / (1 - recipe.decay_from)
@@ -116,7 +116,7 @@ def factor(recipe: Recipe, step: int) -> float:
 def losses(
     model: Qwen3ForCausalLM, batch: Batch, stage: Stage
 ) -> tuple[Tensor, dict[str, float], dict]:
-    """Returns a batch's weighted loss, its parts, and by family whether every answer id of a
+    """Return a batch's weighted loss, its parts, and by family whether every answer id of a
     question was right.
     """
     with torch.autocast("cpu", torch.bfloat16):

@@ -42,7 +42,7 @@ def build_mixture(
     resume: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict:
-    """Makes the mixture in `out` and returns its manifest; see `index_excluded_texts` for `exclude`."""
+    """Make the mixture in `out` and return its manifest; see `index_excluded_texts` for `exclude`."""
     folder.check_folder(out, resume)
     before = folder.read_earlier_build(out)
     folder.check_same_build(out, before, {"config": asdict(config)})  # before a hub is asked
@@ -94,7 +94,7 @@ def build_mixture(
 def index_excluded_texts(
     tokenizer: Tokenizer, exclude: Sequence[str], share: float
 ) -> EvaluationIndex:
-    """Returns the texts of the tiny suite, of other benchmarks that ship, and of the files or
+    """Return the texts of the tiny suite, of other benchmarks that ship, and of the files or
     folders `exclude`.
     """
     tests = (
@@ -105,7 +105,7 @@ def index_excluded_texts(
 
 
 def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dict) -> dict:
-    """Turns the rows of one source into its file; returns its account."""
+    """Turn the rows of one source into its file; return its account."""
     where = getattr(builder.config, source.name)
     known = record["sources"][source.name]
     items = source.read(iterate_rows(where, known), builder.config, builder.tokenizer)
@@ -128,7 +128,7 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
 
 
 def _check_source_lengths(config: BuildConfig, longest: int) -> None:
-    """Refuses sources whose shortest context is longer than `longest`; warns if that is less than
+    """Refuse sources whose shortest context is longer than `longest`; warn if that is less than
     was asked for.
     """
     for source in select_sources(config):
@@ -152,7 +152,7 @@ def _describe_build(
     exclude: Sequence[str],
     before: dict | None,
 ) -> dict:
-    """Returns everything that decides the result; a dataset of the hub stays at the commit the
+    """Return everything that decides the result; a dataset of the hub stays at the commit the
     build began with.
     """
     known = {}

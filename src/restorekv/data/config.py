@@ -33,7 +33,7 @@ def setting(default: object, help: str) -> Any:
 
 
 def require_at_least(least: int, config: object, names: Iterable[str]) -> None:
-    """Refuses settings below `least`, infinite ones and NaN; a setting of None is a choice left
+    """Refuse settings below `least`, infinite ones and NaN; a setting of None is a choice left
     open.
     """
     for name in names:

@@ -43,7 +43,7 @@ Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[SourceDocum
 
 
 def read_each_row(read: RowReader) -> Reader:
-    """Turns the reader of (index, row) into the reader of all rows, which yields why a row is
+    """Turn the reader of (index, row) into the reader of all rows, which yields why a row is
     dropped.
     """
 
@@ -61,7 +61,7 @@ def read_each_row(read: RowReader) -> Reader:
 
 
 def read_text_field(row: dict, name: str) -> str:
-    """Returns a field, or "" where the row has no such field; joins a list of parts {type, text}."""
+    """Return a field, or "" where the row has no such field; join a list of parts {type, text}."""
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = "\n".join(part["text"] for part in value if isinstance(part.get("text"), str))
@@ -73,7 +73,7 @@ def read_text_field(row: dict, name: str) -> str:
 def make_single_document(
     name: str, text: str, license: str, missing: str = "no document"
 ) -> list[SourceDocument]:
-    """Returns the text as one document; a blank text is dropped because of `missing`."""
+    """Return the text as one document; a blank text is dropped because of `missing`."""
     if not text.strip():
         raise DropRow(missing)
     return [SourceDocument(name, text, license)]

@@ -24,12 +24,12 @@ LONGEST_LINE = 1 << 28  # bytes
 
 
 def format_suffix(path: Path) -> str:
-    """Returns the ending that names the format: ".jsonl" for "a.jsonl.gz"."""
+    """Return the ending that names the format: ".jsonl" for "a.jsonl.gz"."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 def list_source_files(path: Path) -> list[Path]:
-    """Returns the file itself, or the files of a known format below a folder, sorted."""
+    """Return the file itself, or the files of a known format below a folder, sorted."""
     if path.is_file():
         if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
@@ -43,7 +43,7 @@ def list_source_files(path: Path) -> list[Path]:
 
 
 def identify_source(where: str) -> dict:
-    """Returns what identifies a source: names and hashes of local files, or a hub id and its
+    """Return what identifies a source: names and hashes of local files, or a hub id and its
     current commit.
     """
     path = Path(where)
@@ -76,7 +76,7 @@ def _make_read_error(where: str, error: Exception) -> RestoreKVError:
 
 
 def iterate_rows(where: str, known: dict) -> Iterator[dict]:
-    """Yields the rows of a source, a text file being one row {text}; `known` is what `identify_source` returned."""
+    """Yield the rows of a source, a text file being one row {text}; `known` is what `identify_source` returned."""
     if "hub" in known:
         yield from stream_hub_rows(where, known)
         return
@@ -92,7 +92,7 @@ def iterate_rows(where: str, known: dict) -> Iterator[dict]:
 
 
 def stream_hub_rows(where: str, known: dict) -> Iterator[dict]:
-    """Streams the split "train", so that only what is needed is downloaded."""
+    """Stream the split "train", so that only what is needed is downloaded."""
     try:
         yield from load_hub_dataset(
             path=known["hub"], revision=known["revision"], split="train", streaming=True
@@ -104,7 +104,7 @@ def stream_hub_rows(where: str, known: dict) -> Iterator[dict]:
 
 
 def load_hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
-    """Returns `datasets.load_dataset`, without its messages; its errors share no base class."""
+    """Return `datasets.load_dataset`, without its messages; its errors share no base class."""
     library = import_extra("datasets", "data")
     library.logging.set_verbosity(library.logging.CRITICAL)
     library.disable_progress_bars()
@@ -112,7 +112,7 @@ def load_hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
 
 
 def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
-    """Yields what a file holds as (line or row, JSON value), a text file as one {text}; refuses a
+    """Yield what a file holds as (line or row, JSON value), a text file as one {text}; refuse a
     damaged file.
     """
     kind = format_suffix(file)
@@ -142,7 +142,7 @@ def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def _has_object_per_line(file: Path, stream: BinaryIO) -> bool:
-    """Returns whether a JSON file has one object per line; refuses a binary file, however long."""
+    """Return whether a JSON file has one object per line; refuse a binary file, however long."""
     first = stream.readline(LONGEST_LINE)
     stream.seek(0)
     if b"\0" in first[:4096]:
@@ -155,7 +155,7 @@ def _has_object_per_line(file: Path, stream: BinaryIO) -> bool:
 
 
 def _read_limited(file: Path, stream: BinaryIO) -> bytes:
-    """Returns what a stream holds, which may unfold from a small file; refuses more than
+    """Return what a stream holds, which may unfold from a small file; refuse more than
     TEXT_BYTES.
     """
     content = stream.read(TEXT_BYTES + 1)
@@ -179,7 +179,7 @@ def _read_plain_text(file: Path, stream: BinaryIO) -> str:
 
 
 def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
-    """Parses JSON that begins on line `line` of the file."""
+    """Parse JSON that begins on line `line` of the file."""
     try:
         check_elements(content, str(file), ROW_ELEMENTS)
         value = json.loads(content.rstrip().decode("utf-8-sig"))
@@ -207,7 +207,7 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
 
 
 def read_parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
-    """Yields rows as plain values, of the bytes `raw` if they were read already; refuses a damaged
+    """Yield rows as plain values, of the bytes `raw` if they were read already; refuse a damaged
     file.
     """
     parquet = import_extra("pyarrow.parquet", "data")

@@ -53,7 +53,7 @@ class AttemptFile:
             os.truncate(path, len(complete))
 
     def find_attempts(self, index: int, document: SourceDocument) -> list[dict] | None:
-        """Returns the attempts at context number `index`, None before it was asked; refuses another
+        """Return the attempts at context number `index`, None before it was asked; refuse another
         document.
         """
         if index >= len(self.done):
@@ -65,7 +65,7 @@ class AttemptFile:
         return self.done[index]["attempts"]
 
     def append_attempts(self, document: SourceDocument, attempts: list[dict]) -> None:
-        """Appends a line; it is on disk when this returns."""
+        """Append a line; it is on disk when this returns."""
         line = (
             json.dumps(
                 {"context": identify_document(document), "attempts": attempts}, ensure_ascii=False
@@ -80,7 +80,7 @@ class AttemptFile:
 
 
 def identify_document(document: SourceDocument) -> list[str]:
-    """Returns the name and 16 hex digits of the text's hash."""
+    """Return the name and 16 hex digits of the text's hash."""
     return [document.name, hashlib.sha256(document.text.encode()).hexdigest()[:16]]
 
 
@@ -94,7 +94,7 @@ class LengthFilter:
     seen: set[str] = field(default_factory=set)
 
     def check_text(self, text: str) -> Context | str:
-        """Returns the tokenized context, or why it is dropped."""
+        """Return the tokenized context, or why it is dropped."""
         context = make_context(self.tokenizer, text)
         if context.tokens < self.shortest:
             return "too short"
@@ -110,7 +110,7 @@ class LengthFilter:
 def compute_longest_context(
     model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig
 ) -> int:
-    """Returns `config.longest`, or fewer tokens where the model has no positions for them, a
+    """Return `config.longest`, or fewer tokens where the model has no positions for them, a
     question and an answer.
     """
     positions = count_positions(model.config)
@@ -144,7 +144,7 @@ class SourceResult:
     faults: Counter = field(default_factory=Counter)
 
     def count_units(self, source: Source) -> int:
-        """Returns how many of the wanted units there are; a book counts once one of its chunks was
+        """Return how many of the wanted units there are; a book counts once one of its chunks was
         asked about.
         """
         return len(self.examples) if source.asked_once else len(self.units)
@@ -156,7 +156,7 @@ class SourceResult:
         )
 
     def to_account(self, source: Source) -> dict:
-        """Returns the counts before and after every filter, for the manifest."""
+        """Return the counts before and after every filter, for the manifest."""
         return {
             "title": source.title,
             "rows": self.read,
@@ -184,7 +184,7 @@ class SourceBuilder:
     def gather_examples(
         self, source: Source, items: Iterator[SourceDocument | DropRow], stored: AttemptFile
     ) -> SourceResult:
-        """Asks about the contexts of a source until there are enough."""
+        """Ask about the contexts of a source until there are enough."""
         gathered = SourceResult()
         wanted = source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
@@ -213,7 +213,7 @@ class SourceBuilder:
         gathered: SourceResult,
         steps: int,
     ) -> None:
-        """Asks about the contexts that wait, all at once, and adds what comes of it; none of them
+        """Ask about the contexts that wait, all at once, and adds what comes of it; none of them
         waits after that.
 
         A batch that was interrupted is asked again as a whole, since a batch of other rows may
@@ -240,7 +240,7 @@ class SourceBuilder:
     def _accept_document(
         self, item: SourceDocument | DropRow, lengths: LengthFilter, gathered: SourceResult
     ) -> Context | None:
-        """Returns the context of a document that passes; counts any other, and names it if it is an
+        """Return the context of a document that passes; count any other, and name it if it is an
         evaluation text.
         """
         checked = str(item) if isinstance(item, DropRow) else lengths.check_text(item.text)
@@ -264,7 +264,7 @@ class SourceBuilder:
         attempts: list[dict],
         gathered: SourceResult,
     ) -> None:
-        """Adds attempts without a fault to the examples."""
+        """Add attempts without a fault to the examples."""
         gathered.contexts += 1
         gathered.units.add(item.book or gathered.contexts)
         gathered.attempts += len(attempts)

@@ -34,7 +34,7 @@ _SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer":
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
-    """Returns what identifies the teacher, its answers and their ids."""
+    """Return what identifies the teacher, its answers and their ids."""
     identity = identify_model(model, tokenizer)
     return {
         "name": identity.name,
@@ -47,7 +47,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Returns 16 hex digits of the vocabulary and of how a text full of traps is split."""
+    """Return 16 hex digits of the vocabulary and of how a text full of traps is split."""
     facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -58,7 +58,7 @@ def list_versions() -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Returns the manifest of a complete folder; refuses one that is missing, damaged or of another
+    """Return the manifest of a complete folder; refuse one that is missing, damaged or of another
     version.
     """
     path = folder / MANIFEST_FILE
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Refuses answers of another model: they are not this teacher's, and their ids may mean other
+    """Refuse answers of another model: they are not this teacher's, and their ids may mean other
     words.
     """
     now = describe_model(model, tokenizer)
@@ -106,7 +106,7 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """Refuses a folder that holds something else, before a model is loaded."""
+    """Refuse a folder that holds something else, before a model is loaded."""
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
@@ -131,7 +131,7 @@ def _is_empty_parts(path: Path) -> bool:
 
 
 def read_earlier_build(out: Path) -> dict | None:
-    """Returns what was built or is being built in the folder, or None; refuses other programs'
+    """Return what was built or is being built in the folder, or None; refuse other programs'
     files.
     """
     if (out / MANIFEST_FILE).exists():
@@ -162,7 +162,7 @@ def read_earlier_build(out: Path) -> dict | None:
 
 
 def begin_build(out: Path, before: dict | None, record: dict) -> None:
-    """Writes down what is being built, after checking that it is what was begun here.
+    """Write down what is being built, after checking that it is what was begun here.
 
     The sources' files may have been corrected since: answers are only reused for the texts they
     were made for.
@@ -174,7 +174,7 @@ def begin_build(out: Path, before: dict | None, record: dict) -> None:
 
 
 def discard_empty_build(out: Path) -> None:
-    """Leaves nothing behind after a failure if nothing has been asked yet."""
+    """Leave nothing behind after a failure if nothing has been asked yet."""
     if not any((out / PARTS_FOLDER).iterdir()):
         delete_build_files(out)
     if all(path.name == LOCK_FILE for path in out.iterdir()):
@@ -182,13 +182,13 @@ def discard_empty_build(out: Path) -> None:
 
 
 def delete_build_files(out: Path) -> None:
-    """Deletes what only an unfinished build needs."""
+    """Delete what only an unfinished build needs."""
     shutil.rmtree(out / PARTS_FOLDER, ignore_errors=True)
     (out / BUILD_FILE).unlink(missing_ok=True)
 
 
 def check_same_build(out: Path, before: dict | None, now: dict) -> None:
-    """Refuses whatever differs in `now` from what the folder was built with, naming both values."""
+    """Refuse whatever differs in `now` from what the folder was built with, naming both values."""
     changes = [] if before is None else _list_differences(before, now)
     if changes:
         raise RestoreKVError(
@@ -197,7 +197,7 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
 
 
 def _list_differences(before: dict, now: dict) -> list[str]:
-    """Returns one text per change, as "--seed 0 (now 7)"."""
+    """Return one text per change, as "--seed 0 (now 7)"."""
     changes = [
         f"{label.format(name.replace('_', '-'))} {before[key].get(name)} (now {value})"
         for key, label in (("config", "--{}"), ("model", "the model's {}"))
@@ -221,7 +221,7 @@ def _list_differences(before: dict, now: dict) -> list[str]:
 
 
 def _list_files(source: dict) -> list[dict]:
-    """Returns a source's files; a dataset of the hub counts as one file with its commit as hash."""
+    """Return a source's files; a dataset of the hub counts as one file with its commit as hash."""
     hub = [{"name": source["hub"], "sha256": source["revision"]}] if "hub" in source else []
     return source.get("files", hub)
 
@@ -235,5 +235,5 @@ def _join_file_names(files: list[dict]) -> str:
 
 
 def _schema() -> ModuleType:
-    """Returns the module that checks entries, which needs pydantic and so the extra `data`."""
+    """Return the module that checks entries, which needs pydantic and so the extra `data`."""
     return import_extra("restorekv.data.schema", "data")

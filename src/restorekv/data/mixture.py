@@ -59,7 +59,7 @@ class MixtureContext:
 
 
 def write_examples(path: Path, rows: list[dict]) -> None:
-    """Writes a source's file whole or not at all; the same rows give the same bytes."""
+    """Write a source's file whole or not at all; the same rows give the same bytes."""
     arrow = import_extra("pyarrow", "data")
     parquet = import_extra("pyarrow.parquet", "data")
     kinds = {
@@ -81,7 +81,7 @@ def write_examples(path: Path, rows: list[dict]) -> None:
 def read_mixture(
     folder: str | Path, model: PreTrainedModel | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[list[MixtureContext], dict]:
-    """Returns the contexts, source by source, and the manifest.
+    """Return the contexts, source by source, and the manifest.
 
     Refuses data of another model than `model` and `tokenizer`, and contexts of more tokens than the
     limit they were made with. Raises RestoreKVError that names the file, and the row where one is
@@ -113,7 +113,7 @@ def read_mixture(
 def _read_checked_rows(
     path: Path, raw: bytes, source: str, limit: int, count: int
 ) -> Iterator[dict]:
-    """Yields at most one row more than `count`."""
+    """Yield at most one row more than `count`."""
     for number, row in enumerate(islice(read_parquet_rows(path, raw), count + 1), 1):
         if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
@@ -125,7 +125,7 @@ def _read_checked_rows(
 
 
 def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
-    """Returns what is wrong with a row, or None."""
+    """Return what is wrong with a row, or None."""
     for names, kind, what in ((TEXT_COLUMNS, str, "text"), (NUMBER_COLUMNS, int, "whole number")):
         for name in names:
             if not isinstance(row[name], kind):
@@ -150,7 +150,7 @@ def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
 
 
 def _group_rows(rows: list[dict]) -> Iterator[MixtureContext]:
-    """Yields one context for the rows about one document, which are adjacent."""
+    """Yield one context for the rows about one document, which are adjacent."""
     for _, group in groupby(rows, key=lambda row: (row["document"], row["context"])):
         asked = list(group)
         first = asked[0]
@@ -167,7 +167,7 @@ def _group_rows(rows: list[dict]) -> Iterator[MixtureContext]:
 
 
 def summarize_sources(manifest: dict) -> list[dict]:
-    """Returns a short account of every source for other records, such as an adapter's card, without
+    """Return a short account of every source for other records, such as an adapter's card, without
     local paths.
 
     `dataset` is a hub id with `revision`, or a file's name with `sha256`; of several files it is

@@ -37,7 +37,7 @@ TEXT_FIELDS = {
 
 
 def split_words(text: str) -> list[str]:
-    """Returns the words in lower case, without punctuation, compatible characters unified."""
+    """Return the words in lower case, without punctuation, compatible characters unified."""
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower())
 
 
@@ -47,7 +47,7 @@ def _hash_word(word: str) -> int:
 
 
 def hash_grams(text: str) -> np.ndarray:
-    """Returns the distinct hashes of every 13 consecutive words, sorted uint64."""
+    """Return the distinct hashes of every 13 consecutive words, sorted uint64."""
     hashes = np.array([_hash_word(word) for word in split_words(text)], dtype=np.uint64)
     if len(hashes) < GRAM_WORDS:
         return np.empty(0, dtype=np.uint64)
@@ -79,7 +79,7 @@ class EvaluationIndex:
         self.owners = owners[order]
 
     def find_match(self, text: str) -> tuple[str, float] | None:
-        """Returns the evaluation text that a document is taken from and the share in common, or
+        """Return the evaluation text that a document is taken from and the share in common, or
         None.
         """
         exact = self.exact.get(" ".join(split_words(text)))
@@ -102,7 +102,7 @@ class EvaluationIndex:
 
 
 def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that
+    """Yield ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that
     hold texts.
 
     A file without any text is refused, or skipped with a warning if its folder has others.
@@ -129,7 +129,7 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
-    """Yields the texts of fields named in FIELDS, at any depth, the parts of each joined."""
+    """Yield the texts of fields named in FIELDS, at any depth, the parts of each joined."""
     if wanted:
         text = "\n".join(_find_strings(value))
         if text.strip():
@@ -143,7 +143,7 @@ def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
 
 
 def _find_strings(value: object) -> Iterator[str]:
-    """Yields every text inside, in order."""
+    """Yield every text inside, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

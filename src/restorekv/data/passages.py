@@ -39,7 +39,7 @@ Draw = Callable[[random.Random], str]
 
 
 def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Reader:
-    """Returns a source's reader; `per_text` is how many passages one text may give."""
+    """Return a source's reader; `per_text` is how many passages one text may give."""
 
     @read_each_row
     def read(
@@ -61,7 +61,7 @@ def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) ->
 
 
 def read_questions(row: dict) -> list[str]:
-    """Returns the questions that come with a text."""
+    """Return the questions that come with a text."""
     rows = row["questions"] if isinstance(row.get("questions"), list) else []
     asked = [each.get("question") if isinstance(each, dict) else each for each in rows]
     return [text for text in asked if isinstance(text, str) and text.strip()]
@@ -70,7 +70,7 @@ def read_questions(row: dict) -> list[str]:
 def cut_passages(
     tokenizer: Tokenizer, text: str, name: str, config: BuildConfig, count: int
 ) -> Iterator[tuple[str, float]]:
-    """Yields up to `count` passages, each with its share of the text; the first begins where the
+    """Yield up to `count` passages, each with its share of the text; the first begins where the
     text does.
 
     Lengths are log-uniform between `config.passage_shortest` and `config.passage_longest` tokens.
@@ -93,7 +93,7 @@ def cut_passages(
 def add_questions(
     name: str, passage: str, asked: list[str], license: str, config: BuildConfig
 ) -> SourceDocument:
-    """Returns a passage with its questions; the teacher adds its own only where there are no
+    """Return a passage with its questions; the teacher adds its own only where there are no
     others.
     """
     rng = random.Random(f"{config.seed} questions {name}")
@@ -117,7 +117,7 @@ def add_questions(
 
 
 def word_question(rng: random.Random, question: str, config: BuildConfig) -> str:
-    """Puts a question into `config.wording`; one question in four stays as it is."""
+    """Put a question into `config.wording`; one question in four stays as it is."""
     return question if rng.random() < 0.25 else config.wording.format(question=question)
 
 
@@ -127,13 +127,13 @@ def sample_in_order(rng: random.Random, items: list[str], count: int) -> list[st
 
 
 def _draw_number(rng: random.Random) -> str:
-    """Draws 3 to 6 digits or 8: RULER's numbers have 7."""
+    """Draw 3 to 6 digits or 8: RULER's numbers have 7."""
     digits = rng.choice((3, 4, 5, 6, 8))
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
 def _draw_code(rng: random.Random) -> str:
-    """Draws letters and digits in groups, as on labels; RULER has UUIDs."""
+    """Draw letters and digits in groups, as on labels; RULER has UUIDs."""
     lengths = rng.choice(((3, 4), (4, 4, 4), (2, 5), (6, 3, 6)))
     return "-".join("".join(rng.choice(DIGITS) for _ in range(length)) for length in lengths)
 
@@ -165,7 +165,7 @@ SEVERAL = "What are all the {attribute}s of {thing}?"
 
 
 def invent_facts(passage: str, rng: random.Random) -> tuple[str, list[str]]:
-    """Puts facts about 1 to 8 things, with 1 to 3 values each, into the passage; returns it with
+    """Put facts about 1 to 8 things, with 1 to 3 values each, into the passage; return it with
     their questions.
     """
     facts: list[str] = []

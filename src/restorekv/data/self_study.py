@@ -60,10 +60,10 @@ class SelfStudy:
     config: BuildConfig
 
     def study_contexts(self, studied: Sequence[tuple[Context, SourceDocument]]) -> list[list[dict]]:
-        """Asks one question of each kind where `document.studied`, and answers these and the
+        """Ask one question of each kind where `document.studied`, and answers these and the
         documents' own.
 
-        All answers are written in one batch; returns the attempts at each context.
+        All answers are written in one batch; return the attempts at each context.
         """
         attempts: list[list[dict]] = []
         asked: list[StudyQuestion] = []
@@ -86,18 +86,18 @@ class SelfStudy:
         return attempts
 
     def answer_prompt(self, context: Context, document: SourceDocument) -> list[dict]:
-        """Makes the one attempt at a context that asks itself."""
+        """Make the one attempt at a context that asks itself."""
         asked = StudyQuestion(context, self._make_full_cache(context), PROMPT, "")
         return self._answer_questions([asked], [self.config.flan_answer_tokens])
 
     def _make_full_cache(self, context: Context) -> RaggedCache:
-        """Returns a cache with every pair of the context, which a batch of questions shares."""
+        """Return a cache with every pair of the context, which a batch of questions shares."""
         return RaggedCache.from_full_cache(prefill(self.model, context.ids))
 
     def _ask_questions(
         self, context: Context, cache: RaggedCache
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns the teacher's questions by kind, and for the kinds that are dropped why."""
+        """Return the teacher's questions by kind, and for the kinds that are dropped why."""
         prompts = [
             encode_question(self.tokenizer, context, BETWEEN + words)[0]
             for words in QUESTION_PROMPTS.values()
@@ -119,14 +119,14 @@ class SelfStudy:
         return good, {kind: fault for kind, fault in faults.items() if fault}
 
     def _limit_answer(self, kind: str) -> int:
-        """Returns the most tokens of an answer to a question of that kind."""
+        """Return the most tokens of an answer to a question of that kind."""
         short = self.config.short_answer_tokens
         return short if short and kind in SHORT_ANSWERS else self.config.answer_tokens
 
     def _answer_questions(
         self, asked: Sequence[StudyQuestion], limits: Sequence[int]
     ) -> list[dict]:
-        """Answers questions greedily; `answer_ids` ends with the EOS unless the limit or a loop
+        """Answer questions greedily; `answer_ids` ends with the EOS unless the limit or a loop
         came first.
         """
         stops = get_stop_ids(self.model, self.tokenizer)
@@ -171,7 +171,7 @@ class GreedyUntilLoop:
     ids: list[int] = field(default_factory=list)
 
     def choose(self, logits: Tensor) -> int:
-        """Returns the likeliest id of logits (V,)."""
+        """Return the likeliest id of logits (V,)."""
         best = logits.max(-1)
         if not best.values.isfinite():
             refuse_not_finite()
@@ -179,7 +179,7 @@ class GreedyUntilLoop:
         return self.ids[-1]
 
     def ends(self) -> bool:
-        """Returns whether the answer has come into a loop."""
+        """Return whether the answer has come into a loop."""
         last = self.ids[-self.size :]
         starts = range(len(self.ids) - len(last))
         return len(last) == self.size and any(
@@ -188,17 +188,17 @@ class GreedyUntilLoop:
 
 
 def find_question_fault(question: str, config: BuildConfig) -> str | None:
-    """Returns why a question is dropped, or None."""
+    """Return why a question is dropped, or None."""
     return "short question" if len(question) < config.question_characters else None
 
 
 def find_answer_fault(text: str, tokens: int, config: BuildConfig) -> str | None:
-    """Returns why an answer of `tokens` tokens, not counting the EOS, is dropped, or None."""
+    """Return why an answer of `tokens` tokens, not counting the EOS, is dropped, or None."""
     return "short answer" if tokens < config.least_answer or not text.strip() else None
 
 
 def clean_question(text: str) -> str:
-    """Returns the first line that is not blank, without a label or quotes around it."""
+    """Return the first line that is not blank, without a label or quotes around it."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     for label in QUESTION_LABELS:
         if line.lower().startswith(label):

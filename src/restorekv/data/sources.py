@@ -70,7 +70,7 @@ def read_longalpaca(
 
 
 def cut_before_question(instruction: str) -> str:
-    """Returns the instruction without its question; "" if it holds no document."""
+    """Return the instruction without its question; "" if it holds no document."""
     ends = list(END.finditer(instruction))
     if ends:
         return instruction[: ends[-1].start()].rstrip()
@@ -81,7 +81,7 @@ def cut_before_question(instruction: str) -> str:
 def read_paper(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> list[SourceDocument]:
-    """Takes papers under one of `config.allowed_licenses`."""
+    """Take papers under one of `config.allowed_licenses`."""
     label = read_license_label(row)
     license = PAPER_LICENSES.get(label)
     if license not in config.allowed_licenses:
@@ -92,7 +92,7 @@ def read_paper(
 
 
 def read_license_label(row: dict) -> str:
-    """Returns the field `license` of the metadata, which may be JSON text, or else of the row."""
+    """Return the field `license` of the metadata, which may be JSON text, or else of the row."""
     metadata = row.get("metadata") or {}
     if isinstance(metadata, str):
         try:
@@ -107,7 +107,7 @@ def read_license_label(row: dict) -> str:
 def read_book(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> Iterator[SourceDocument]:
-    """Yields drawn chunks of a book; the caller stops after a book."""
+    """Yield drawn chunks of a book; the caller stops after a book."""
     chunks = list(_cut_chunks(tokenizer, read_text_field(row, "text"), config.chunk))
     if not chunks:
         raise DropRow("no whole chunk")
@@ -122,7 +122,7 @@ def read_book(
 
 
 def _cut_chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
-    """Cuts the text into stretches of `size` tokens and drops the rest at the end."""
+    """Cut the text into stretches of `size` tokens and drop the rest at the end."""
     places = locate_tokens(tokenizer, text)
     for start in range(0, len(places) - size + 1, size):
         yield text[places[start][0] : places[start + size - 1][1]]
@@ -132,7 +132,7 @@ def _cut_chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
 def read_flan_prompt(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> list[SourceDocument]:
-    """Takes the user's first message; a row of a text file is a whole prompt."""
+    """Take the user's first message; a row of a text file is a whole prompt."""
     if FLAN_SUBSET not in (read_text_field(row, "source") or FLAN_SUBSET):
         raise DropRow("another subset")
     text = read_text_field(row, "text") or _find_user_message(row.get("messages") or [])

@@ -19,7 +19,7 @@ REPLACES = {"papers": "longalpaca"}  # a source and the one it replaces
 
 
 def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
-    """Returns a row per source and the total: samples (one per question), and the context's tokens
+    """Return a row per source and the total: samples (one per question), and the context's tokens
     over the samples.
 
     `paper` holds the paper's own figures, or None where the mixture has no counterpart there.

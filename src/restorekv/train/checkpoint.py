@@ -51,7 +51,7 @@ class TrainingRun:
 
 
 def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
-    """Refuses places that no run can use, and a folder of other files or of another run; makes and
+    """Refuse places that no run can use, and a folder of other files or of another run; make and
     changes nothing.
     """
     for place in (folder, store):
@@ -73,7 +73,7 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuses what is no folder and what cannot become one."""
+    """Refuse what is no folder and what cannot become one."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir():
         raise RestoreKVError(f"{there} is a file; give the name of a folder.")
@@ -82,7 +82,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def begin_log(folder: Path) -> None:
-    """Starts the log of a new run."""
+    """Start the log of a new run."""
     check_folders(folder)
     with (
         explain_write_errors(folder / LOG_FILE),
@@ -98,7 +98,7 @@ def describe_origin(
     config: TrainConfig,
     processes: int,
 ) -> dict[str, object]:
-    """Returns what a run depends on besides its settings; a gate is identified by its weights."""
+    """Return what a run depends on besides its settings; a gate is identified by its weights."""
     own = {
         "data": hash_examples(examples),
         "scores": identify_scores(config, model),
@@ -108,12 +108,12 @@ def describe_origin(
 
 
 def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
-    """Returns what decides the scores of a run's evictors."""
+    """Return what decides the scores of a run's evictors."""
     return ",".join(eviction.identity(model) for eviction in config.make_evictions())
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
-    """Writes the adapter, the optimizer and the number of steps done."""
+    """Write the adapter, the optimizer and the number of steps done."""
     tensors = {
         f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()
     }
@@ -125,7 +125,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Lets signals that Python handles, such as Ctrl-C, wait for the end of the block, which they
+    """Let signals that Python handles, such as Ctrl-C, wait for the end of the block, which they
     would cut in two.
     """
     held: list[tuple[int, FrameType | None]] = []
@@ -148,7 +148,7 @@ def hold_signals() -> Iterator[None]:
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> int:
-    """Loads the checkpoint and returns the step to continue with; 0 where there is none. Changes no
+    """Load the checkpoint and return the step to continue with; 0 where there is none. Changes no
     file.
     """
     path = folder / CHECKPOINT_FILE
@@ -187,7 +187,7 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
 
 
 def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int) -> bool:
-    """Returns whether the tensors are the adapter's and AdamW's moments of those parameters that
+    """Return whether the tensors are the adapter's and AdamW's moments of those parameters that
     had a gradient.
     """
     sizes = {
@@ -211,7 +211,7 @@ def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int)
 
 
 def trim_log(folder: Path, step: int) -> None:
-    """Drops the log's lines of steps that the checkpoint does not hold; warns of those that the log
+    """Drop the log's lines of steps that the checkpoint does not hold; warn of those that the log
     lacks.
     """
     path = folder / LOG_FILE
@@ -230,7 +230,7 @@ def trim_log(folder: Path, step: int) -> None:
 
 
 def _read_log_lines(path: Path) -> list[str] | None:
-    """Returns the lines of a run's log, none where there is no file yet, or None for a file of
+    """Return the lines of a run's log, none where there is no file yet, or None for a file of
     something else.
     """
     if not os.path.lexists(path):
@@ -240,7 +240,7 @@ def _read_log_lines(path: Path) -> list[str] | None:
 
 
 def _select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors whose names begin with `prefix`, without it."""
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()

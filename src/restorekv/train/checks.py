@@ -39,7 +39,7 @@ class SetupLosses:
 
 @torch.no_grad()
 def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -> SetupLosses:
-    """Compares what must be equal on a sample's questions; raises RestoreKVError where it is not.
+    """Compare what must be equal on a sample's questions; raises RestoreKVError where it is not.
 
     The teacher's stored states are those of the plain model on its dense cache; the evicted student
     is the one that the definition of ragged attention gives; with no restore tokens the adapter

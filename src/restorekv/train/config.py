@@ -143,12 +143,12 @@ class TrainConfig:
         return json.dumps(asdict(self), sort_keys=True)
 
     def state_weights(self) -> dict[str, float]:
-        """Returns the weights of the states that are matched in addition to the logits."""
+        """Return the weights of the states that are matched in addition to the logits."""
         weights = {HIDDEN: self.hidden_weight, ATTENTION: self.attention_weight}
         return {name: weight for name, weight in weights.items() if weight}
 
     def make_evictions(self) -> list[Eviction]:
-        """Returns what the adapter is trained to restore; contexts too short for n restore tokens
+        """Return what the adapter is trained to restore; contexts too short for n restore tokens
         get fewer.
         """
         conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
@@ -161,7 +161,7 @@ class TrainConfig:
 
 
 def compute_learning_rate(config: TrainConfig, step: int) -> float:
-    """Returns the rate of a step: linear warm-up, then a cosine to zero."""
+    """Return the rate of a step: linear warm-up, then a cosine to zero."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(config.steps - config.warmup, 1)

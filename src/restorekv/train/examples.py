@@ -58,7 +58,7 @@ class Example:
 
 
 def count_sources(examples: Sequence[Example]) -> list[dict[str, object]]:
-    """Returns contexts and questions by source and license, None where unknown, for an adapter's
+    """Return contexts and questions by source and license, None where unknown, for an adapter's
     record.
     """
     groups: dict[tuple, list[Example]] = {}
@@ -75,7 +75,7 @@ def count_sources(examples: Sequence[Example]) -> list[dict[str, object]]:
 
 
 def hash_examples(examples: Sequence[Example]) -> str:
-    """Returns 16 hex digits of everything but where it was read from; checkpoints hold them."""
+    """Return 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(asdict(replace(example, where=""))).encode())
@@ -85,7 +85,7 @@ def hash_examples(examples: Sequence[Example]) -> str:
 def make_tiny_examples(
     tokenizer: Tokenizer, count: int, seed: int, low: int, high: int
 ) -> list[Example]:
-    """Returns `count` documents of the tiny world, of the split that only the restore pass is
+    """Return `count` documents of the tiny world, of the split that only the restore pass is
     trained on.
     """
     return [
@@ -104,7 +104,7 @@ def make_tiny_examples(
 
 
 def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
-    """Reads JSON lines, or the folder of a mixture that this very model has answered (`restorekv
+    """Read JSON lines, or the folder of a mixture that this very model has answered (`restorekv
     data build`).
     """
     if path.is_dir():
@@ -117,7 +117,7 @@ def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> l
 
 
 def read_contexts(paths: Sequence[Path]) -> list[str]:
-    """Reads the distinct contexts of JSON lines and mixtures, whichever model answered them; warns
+    """Read the distinct contexts of JSON lines and mixtures, whichever model answered them; warn
     of repeated ones.
     """
     texts = [
@@ -155,7 +155,7 @@ def _read_mixture_examples(
 
 
 def _read_line_examples(path: Path) -> list[Example]:
-    """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if
+    """Read lines {"context", "questions"}, with "answers" (one each), "source" and "license" if
     known.
     """
     if not path.is_file():
@@ -186,7 +186,7 @@ def _parse_example(row: Any, where: str) -> Example:
 
 
 def _find_line_fault(row: object) -> str | None:
-    """Returns what is wrong with a line's object, or None."""
+    """Return what is wrong with a line's object, or None."""
     if not isinstance(row, dict):
         return 'is not an object {"context": ..., "questions": [...]}'
     unknown = [key for key in row if key not in LINE_KEYS]
@@ -232,7 +232,7 @@ class StepSample:
 def draw_step_samples(
     config: TrainConfig, step: int, examples: list[Example], processes: int = 1
 ) -> list[StepSample]:
-    """Returns the samples of `step` for all processes, which seed and step alone decide; every
+    """Return the samples of `step` for all processes, which seed and step alone decide; every
     epoch shuffles anew.
 
     The `config.draws` samples of a context follow each other and share its evictor.
@@ -262,13 +262,13 @@ def draw_step_samples(
 def select_own_samples(
     samples: Sequence[StepSample], draws: int, rank: int, processes: int
 ) -> list[StepSample]:
-    """Returns one process' share of a step: whole contexts, with all their draws."""
+    """Return one process' share of a step: whole contexts, with all their draws."""
     contexts = [samples[first : first + draws] for first in range(0, len(samples), draws)]
     return [sample for context in contexts[rank::processes] for sample in context]
 
 
 def _draw_ratio(config: TrainConfig, rng: random.Random) -> float:
-    """Draws r ~ U(r_min, r_max), or uniformly in log r."""
+    """Draw r ~ U(r_min, r_max), or uniformly in log r."""
     if config.ratio_law == "uniform":
         return rng.uniform(config.ratio_min, config.ratio_max)
     return math.exp(rng.uniform(math.log(config.ratio_min), math.log(config.ratio_max)))
@@ -277,7 +277,7 @@ def _draw_ratio(config: TrainConfig, rng: random.Random) -> float:
 def check_example_lengths(
     model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig
 ) -> None:
-    """Refuses contexts too long for the model or too short for one restore token; names the line
+    """Refuse contexts too long for the model or too short for one restore token; name the line
     they are from.
 
     Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread

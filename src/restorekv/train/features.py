@@ -45,16 +45,16 @@ class Features:
     document: Tensor
 
     def select(self, rows: Tensor) -> Self:
-        """Returns the tokens `rows` (a mask or indices)."""
+        """Return the tokens `rows` (a mask or indices)."""
         return Features(self.hidden[rows], self.target[rows], self.document[rows])
 
     def select_by_layer(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns hidden (L, M, d) and target (L, H, M), float32, of M tokens."""
+        """Return hidden (L, M, d) and target (L, H, M), float32, of M tokens."""
         hidden = self.hidden[rows].to(device, torch.float32).transpose(0, 1)
         return hidden, self.target[rows].to(device).permute(1, 2, 0)
 
     def split_held_out(self, share: float) -> tuple[Self, Self]:
-        """Splits off whole contexts, evenly spaced: (train, held out)."""
+        """Split off whole contexts, evenly spaced: (train, held out)."""
         count = int(self.document.max()) + 1
         if count < 2:
             raise RestoreKVError("One context leaves none to check the gate on; give at least two.")
@@ -74,7 +74,7 @@ def collect_features(
     resume: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> Features:
-    """Returns the features of at most `tokens` random tokens per text; `resume` reuses those in
+    """Return the features of at most `tokens` random tokens per text; `resume` reuses those in
     `folder`.
     """
     if folder.is_dir() and any(folder.glob("*.safetensors")) and not resume:
@@ -110,7 +110,7 @@ def collect_features(
 
 
 def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
-    """Draws columns of the text and returns them in ascending order."""
+    """Draw columns of the text and return them in ascending order."""
     generator = torch.Generator().manual_seed(
         int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
     )
@@ -121,7 +121,7 @@ def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
 def observe_context(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, target: str, columns: Tensor
 ) -> dict[str, Tensor]:
-    """Returns attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
+    """Return attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
     shape = CacheShape.from_model(model)
     columns = columns.to(model.device)
     hidden = torch.empty(
@@ -142,7 +142,7 @@ def observe_context(
 
 
 def read_features(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
-    """Reads a context's file; refuses one that was made with other settings."""
+    """Read a context's file; refuse one that was made with other settings."""
     what = f"The file of features {path}"
     metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)
     if metadata.get("origin") != origin:

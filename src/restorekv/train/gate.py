@@ -77,7 +77,7 @@ class GateConfig:
             raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
 
     def resolve(self, shape: CacheShape) -> Self:
-        """Returns the settings with numbers where None leaves the choice to the kind and the model."""
+        """Return the settings with numbers where None leaves the choice to the kind and the model."""
         return replace(
             self,
             lr=self.lr or RATES.get(self.kind),
@@ -86,7 +86,7 @@ class GateConfig:
         )
 
     def list_used(self) -> dict[str, object]:
-        """Returns the settings that decide a gate of this kind, for its card."""
+        """Return the settings that decide a gate of this kind, for its card."""
         return {
             name: getattr(self, name)
             for name in ("tokens", "held_out", "seed", *USED_SETTINGS[self.kind])
@@ -103,8 +103,8 @@ def train_gate(
     resume: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> Gate:
-    """Collects features in a folder, trains, measures on held-out contexts, writes the gate to
-    `out` and returns it.
+    """Collect features in a folder, trains, measures on held-out contexts, write the gate to
+    `out` and return it.
     """
     if len(texts) < 2:
         raise RestoreKVError(
@@ -135,7 +135,7 @@ def train_gate(
 def _init_linear(
     generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int
 ) -> dict[str, Tensor]:
-    """Draws PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
+    """Draw PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
     shapes = {"weight": (layers, outputs, inputs), "bias": (layers, outputs)}
     uniform = {
         part: 2 * torch.rand(*shape, generator=generator) - 1 for part, shape in shapes.items()
@@ -144,7 +144,7 @@ def _init_linear(
 
 
 def _init_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
-    """Returns the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal
+    """Return the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal
     gradients, so they stay equal: one sink that counts s times. Random ones learned no more on the
     tiny model (held-out loss 1.983, 1.984).
     """
@@ -165,7 +165,7 @@ def _init_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
 
 
 def _scale_rate(step: int, steps: int) -> float:
-    """Returns the learning rate's factor: step / 100 for 50 steps, then 1; 1/2 from half of the
+    """Return the learning rate's factor: step / 100 for 50 steps, then 1; 1/2 from half of the
     steps, 1/4 from 3/4.
     """
     if step < 50:
@@ -176,7 +176,7 @@ def _scale_rate(step: int, steps: int) -> float:
 def fit_fastkvzip(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
-    """Takes `steps` steps on random tokens, the same ones for all layers."""
+    """Take `steps` steps on random tokens, the same ones for all layers."""
     gate = {
         name: tensor.to(device).requires_grad_()
         for name, tensor in _init_fastkvzip(shape, config).items()
@@ -198,7 +198,7 @@ def fit_fastkvzip(
 def fit_linear(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
-    """Minimizes the squared error plus alpha * |W|^2, the intercept unpenalized: normal equations
+    """Minimize the squared error plus alpha * |W|^2, the intercept unpenalized: normal equations
     in float64.
     """
     layers: dict[str, list[Tensor]] = {"weight": [], "bias": []}
@@ -221,7 +221,7 @@ def fit_linear(
 def fit_mlp(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
-    """Goes `epochs` times through all tokens in a new order; the learning rate falls as a cosine,
+    """Go `epochs` times through all tokens in a new order; the learning rate falls as a cosine,
     epoch by epoch.
     """
     generator = torch.Generator().manual_seed(config.seed)
@@ -261,14 +261,14 @@ def _log_scores(scores: Tensor, floor: float) -> Tensor:
 
 
 def compute_cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
-    """Returns the binary cross-entropy with soft targets: (L, H, M) both -> mean over tokens, sum
+    """Return the binary cross-entropy with soft targets: (L, H, M) both -> mean over tokens, sum
     over the rest.
     """
     return F.binary_cross_entropy(scores, target, reduction="none").mean(-1).sum()
 
 
 def unstack_layers(stacked: Stacked) -> list[dict[str, Tensor]]:
-    """Splits parameters (L, ...) into one mapping per layer."""
+    """Split parameters (L, ...) into one mapping per layer."""
     layers = len(next(iter(stacked.values())))
     return [
         {name: tensor[index].detach().cpu() for name, tensor in stacked.items()}
@@ -279,7 +279,7 @@ def unstack_layers(stacked: Stacked) -> list[dict[str, Tensor]]:
 def measure_gate(
     data: Features, gate: Stacked, predict: Predict, config: GateConfig, device: torch.device
 ) -> dict[str, float]:
-    """Returns the mean over contexts of the loss, and of how alike gate and evictor rank the pairs."""
+    """Return the mean over contexts of the loss, and of how alike gate and evictor rank the pairs."""
     rows: dict[str, list[Tensor]] = {
         "held_out_loss": [],
         "spearman": [],
@@ -304,7 +304,7 @@ def measure_gate(
 
 
 def compute_spearman(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the rank correlation over all entries; equal scores share a rank, a constant tensor
+    """Return the rank correlation over all entries; equal scores share a rank, a constant tensor
     gives 0.
     """
     return torch.corrcoef(torch.stack([compute_ranks(first), compute_ranks(second)]))[
@@ -313,13 +313,13 @@ def compute_spearman(first: Tensor, second: Tensor) -> Tensor:
 
 
 def compute_ranks(scores: Tensor) -> Tensor:
-    """Returns ranks from 1, flat, float64; equal scores get the mean of their ranks."""
+    """Return ranks from 1, flat, float64; equal scores get the mean of their ranks."""
     _, place, counts = scores.flatten().unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[place]
 
 
 def compute_top_overlap(first: Tensor, second: Tensor, share: float = 0.1) -> Tensor:
-    """Returns the share of the best tenth by `first` that is in the best tenth by `second`."""
+    """Return the share of the best tenth by `first` that is in the best tenth by `second`."""
     count = max(int(first.numel() * share), 1)
     best = [scores.flatten().topk(count).indices for scores in (first, second)]
     return torch.isin(*best).double().mean()

@@ -57,7 +57,7 @@ def compute_sample_loss(
     sample: StepSample,
     config: TrainConfig,
 ) -> Tensor:
-    """Returns the loss of one context over the answer tokens of the sampled questions."""
+    """Return the loss of one context over the answer tokens of the sampled questions."""
     chosen = [targets[question] for question in sample.questions]
     student = prepared.with_restore_cache(adapter).evict(sample.ratio, sample.restore_tokens)
     weights = config.state_weights()
@@ -88,7 +88,7 @@ def train_adapter(
     group: ProcessGroup = SINGLE_PROCESS,
     notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
-    """Trains an adapter, writes it to `folder`/adapter and returns it; `notice` gets the figures
+    """Train an adapter, write it to `folder`/adapter and return it; `notice` gets the figures
     before the first step.
 
     Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`. `resume` continues
@@ -137,7 +137,7 @@ def _take_steps(
     progress: Progress,
     group: ProcessGroup,
 ) -> None:
-    """Takes the steps from `start` on, with a checkpoint every so often and when it is interrupted.
+    """Take the steps from `start` on, with a checkpoint every so often and when it is interrupted.
 
     An interrupted step leaves nothing: adapter and optimizer change at its very end, all at once.
     """
@@ -174,7 +174,7 @@ def _find_first_step(
     group: ProcessGroup,
     notice: Callable[[str], None],
 ) -> int:
-    """Returns the step to begin with, at which the setup is checked; changes no file but the
+    """Return the step to begin with, at which the setup is checked; changes no file but the
     store's.
     """
     start = checkpoint.load_checkpoint(folder, run) if resume else 0
@@ -190,7 +190,7 @@ def _find_first_step(
 def _add_gradients(
     run: TrainingRun, teachers: TeacherCache, step: int, group: ProcessGroup
 ) -> float:
-    """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the
+    """Add the clipped mean gradient of `config.contexts` contexts of every process; return the
     mean loss.
     """
     config = run.config
@@ -216,7 +216,7 @@ def _add_gradients(
 
 
 def weigh_ratio(config: TrainConfig, ratio: float) -> float:
-    """Returns what the loss of a context at `ratio` counts.
+    """Return what the loss of a context at `ratio` counts.
 
     The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide
     what is learned.
@@ -225,7 +225,7 @@ def weigh_ratio(config: TrainConfig, ratio: float) -> float:
 
 
 def _take_optimizer_step(run: TrainingRun, step: int) -> None:
-    """Takes an optimizer step with the gradients of training step `step`."""
+    """Take an optimizer step with the gradients of training step `step`."""
     run.optimizer.param_groups[0]["lr"] = compute_learning_rate(run.config, step)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
@@ -234,7 +234,7 @@ def _take_optimizer_step(run: TrainingRun, step: int) -> None:
 def make_initial_adapter(
     model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RestoreAdapter:
-    """Returns an untrained adapter, or the one that `config.init` names, which must have the
+    """Return an untrained adapter, or the one that `config.init` names, which must have the
     settings' shape.
     """
     if not config.init:
@@ -271,7 +271,7 @@ def make_initial_adapter(
 def _save_adapter(
     adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group: ProcessGroup
 ) -> None:
-    """Saves the adapter with what it was trained with, which includes the data of the adapter it
+    """Save the adapter with what it was trained with, which includes the data of the adapter it
     started from.
     """
     config = teachers.config
@@ -303,7 +303,7 @@ def _save_adapter(
 def _open_step_log(
     folder: Path, start: int, rank: int
 ) -> Iterator[Callable[[int, float, float, float], None]]:
-    """Yields a function that logs a step to loss.csv and TensorBoard; only the first process
+    """Yield a function that logs a step to loss.csv and TensorBoard; only the first process
     writes.
     """
     if rank:

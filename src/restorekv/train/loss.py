@@ -44,7 +44,7 @@ def compute_divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmet
 def compute_hidden_divergence(
     model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Direction = "symmetric"
 ) -> Tensor:
-    """Returns the `compute_divergence` of the model's logits for hidden states (M, d): (M,), a block of
+    """Return the `compute_divergence` of the model's logits for hidden states (M, d): (M,), a block of
     rows at a time.
 
     The backward pass recomputes the logits of a block: with a vocabulary of 150,000 ids, those of
@@ -82,7 +82,7 @@ def reduce_losses(losses: Tensor, questions: int, reduction: Reduction) -> Tenso
 
 
 def mark_answer_positions(lengths: list[tuple[int, int]], width: int) -> Tensor:
-    """Returns which positions of padded rows predict an answer token: (rows, width) bool.
+    """Return which positions of padded rows predict an answer token: (rows, width) bool.
 
     `lengths` holds (question, answer) lengths; the last question token predicts the first answer
     token.
@@ -110,7 +110,7 @@ def run_answers(
     answers: list[int],
     record: tuple[str, ...] = (),
 ) -> AnswerPass:
-    """Runs ids of question + answer, `answers` of which are the answer, over a shared cache, with
+    """Run ids of question + answer, `answers` of which are the answer, over a shared cache, with
     gradients to it.
     """
     width = max(len(row) for row in rows)
@@ -132,7 +132,7 @@ def run_answers(
 def compute_answer_logits(
     model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]
 ) -> Tensor:
-    """Returns the logits (M, V) that predict the answers."""
+    """Return the logits (M, V) that predict the answers."""
     return compute_logits(model, run_answers(model, cache, rows, answers).hidden)
 
 
@@ -140,7 +140,7 @@ def compute_answer_logits(
 def record_states(
     model: PreTrainedModel, chosen: Tensor, names: tuple[str, ...]
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Collects the rows `chosen` (B, Q) of every layer's states `names`."""
+    """Collect the rows `chosen` (B, Q) of every layer's states `names`."""
     states: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def collect(name: str):

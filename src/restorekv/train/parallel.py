@@ -41,7 +41,7 @@ class ProcessGroup:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replaces every gradient by its mean over the processes; a missing one counts as zero.
+        """Replace every gradient by its mean over the processes; a missing one counts as zero.
 
         Sums all at once, in float32. A gradient that no process has stays missing: AdamW skips it.
         """
@@ -62,7 +62,7 @@ class ProcessGroup:
                 parameter.grad = (total / self.size).view_as(parameter).to(parameter.dtype)
 
     def _check_same_start(self, parameters: list[nn.Parameter]) -> None:
-        """Refuses adapters that differ before the first step: averaged gradients would mean
+        """Refuse adapters that differ before the first step: averaged gradients would mean
         nothing.
         """
         own = torch.cat([p.detach().float().flatten() for p in parameters])
@@ -75,13 +75,13 @@ class ProcessGroup:
         self._same_start_checked = True
 
     def _holds_everywhere(self, fact: bool) -> bool:
-        """Returns whether `fact` holds in all processes."""
+        """Return whether `fact` holds in all processes."""
         facts = torch.tensor([float(fact)], device=self.device)
         dist.all_reduce(facts, dist.ReduceOp.MIN)
         return bool(facts.item())
 
     def average_loss(self, loss: float) -> float:
-        """Returns the mean over the processes."""
+        """Return the mean over the processes."""
         if self.size == 1:
             return loss
         total = torch.tensor([loss], dtype=torch.float64, device=self.device)
@@ -89,7 +89,7 @@ class ProcessGroup:
         return total.item() / self.size
 
     def check_same(self, text: str) -> None:
-        """Raises RestoreKVError unless all processes have the same text: settings and data must be
+        """Raise RestoreKVError unless all processes have the same text: settings and data must be
         the same.
         """
         if self.size == 1:
@@ -102,13 +102,13 @@ class ProcessGroup:
             )
 
     def wait(self) -> None:
-        """Returns when all processes are here."""
+        """Return when all processes are here."""
         if self.size > 1:
             dist.barrier()
 
     @contextmanager
     def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
-        """Lets processes run the backbone unequally often in the block; does nothing for whole
+        """Let processes run the backbone unequally often in the block; does nothing for whole
         backbones.
 
         With shards, a process announces every pass, and idle ones join it. Counting the passes and
@@ -133,7 +133,7 @@ class ProcessGroup:
                 backbone(input_ids=ids, use_cache=False)
 
     def _announce_passes(self, passes: int) -> Tensor:
-        """Returns how many processes are about to run the backbone; only idle ones read it, so that
+        """Return how many processes are about to run the backbone; only idle ones read it, so that
         no GPU waits.
         """
         running = torch.full((1,), passes, device=self.device)
@@ -149,7 +149,7 @@ def count_processes() -> int:
 
 
 def select_own_device(device: str) -> torch.device:
-    """Returns the device of this process; of several on a machine each takes its own GPU."""
+    """Return the device of this process; of several on a machine each takes its own GPU."""
     if count_processes() == 1:
         return parse_device(device)
     kind = device.partition(":")[0]
@@ -161,7 +161,7 @@ def select_own_device(device: str) -> torch.device:
 
 
 def wants_shards(asked: bool) -> bool:
-    """Returns whether --shard or `accelerate launch --use_fsdp` asks for a shared backbone."""
+    """Return whether --shard or `accelerate launch --use_fsdp` asks for a shared backbone."""
     if asked and count_processes() == 1:
         raise RestoreKVError(
             f"Only several processes can share a backbone; start them with {LAUNCH}."
@@ -171,7 +171,7 @@ def wants_shards(asked: bool) -> bool:
 
 @contextmanager
 def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
-    """Yields the group of this process; raises RestoreKVError if another process stops meanwhile."""
+    """Yield the group of this process; raises RestoreKVError if another process stops meanwhile."""
     if count_processes() == 1:
         yield SINGLE_PROCESS
         return
@@ -196,7 +196,7 @@ def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
 
 
 def shard_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Spreads the decoder layers of `model`, which lies on the CPU, over all processes and moves
+    """Spread the decoder layers of `model`, which lies on the CPU, over all processes and moves
     the rest to `device`.
 
     Layer by layer, so that no GPU ever holds the whole backbone. Embeddings, last norm and LM head
@@ -218,12 +218,12 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def is_sharded(backbone: nn.Module) -> bool:
-    """Returns whether `shard_model` was applied."""
+    """Return whether `shard_model` was applied."""
     return hasattr(backbone, "unshard")
 
 
 def _gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-    """Gathers the last layer for the backward pass of the restore pass.
+    """Gather the last layer for the backward pass of the restore pass.
 
     FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output
     of a restore pass: gradients reach the layer only through its keys and values.

@@ -50,7 +50,7 @@ class Teacher:
 
     @torch.no_grad()
     def make_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
-        """Returns a target for every question of a context.
+        """Return a target for every question of a context.
 
         Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft
         whose every id is the argmax of the teacher's logits *is* the greedy answer; other answers
@@ -89,7 +89,7 @@ class Teacher:
         return [targets[index] for index in range(len(asked))]
 
     def _close_draft(self, draft: str, stop: int) -> Tensor:
-        """Returns a draft's ids and an EOS id, cut off at the limit."""
+        """Return a draft's ids and an EOS id, cut off at the limit."""
         return torch.tensor(
             [*encode_text(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens]
         )
@@ -101,7 +101,7 @@ class Teacher:
         answers: list[Tensor | None],
         indices: Sequence[int],
     ) -> list[tuple[TeacherTarget, bool]]:
-        """Returns the targets of the questions `indices`, and whether each answer is the greedy
+        """Return the targets of the questions `indices`, and whether each answer is the greedy
         one.
         """
         targets = []

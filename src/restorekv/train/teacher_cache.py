@@ -70,7 +70,7 @@ class TensorStore:
     def load_or_compute(
         self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]
     ) -> Tensors:
-        """Returns an entry's tensors, which are computed and written if it does not exist; refuses
+        """Return an entry's tensors, which are computed and written if it does not exist; refuse
         other tensors.
         """
         path = self.entry_path(part, key)
@@ -87,7 +87,7 @@ class TensorStore:
         return tensors
 
     def write_entry(self, path: Path, tensors: Tensors) -> None:
-        """Writes an entry unless the disk is nearly full, which it warns of once."""
+        """Write an entry unless the disk is nearly full, which it warns of once."""
         if self.full:
             return
         try:
@@ -143,7 +143,7 @@ class TeacherCache:
 
     @torch.no_grad()
     def get_context(self, index: int, evictor: int = 0) -> Prepared:
-        """Returns the context and its targets, scored by the run's evictor of that index."""
+        """Return the context and its targets, scored by the run's evictor of that index."""
         if (index, evictor) in self.kept:
             return self.kept[index, evictor]
         if self.latest and self.latest[0] == (index, evictor):
@@ -161,7 +161,7 @@ class TeacherCache:
         return prepared, targets
 
     def prepare_context(self, context: Context, eviction: Eviction) -> ScoredContext:
-        """Returns prefill and scores, each from the store if it is there."""
+        """Return prefill and scores, each from the store if it is there."""
         if self.store is None:
             return eviction.prepare(self.model, self.tokenizer, context)
         text = {"ids": _hash_ids(context.ids)}
@@ -199,7 +199,7 @@ class TeacherCache:
         return ScoredContext(self.model, context, full, of_pairs, eviction.config)
 
     def find_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
-        """Returns the targets of a context, from the store if they are there."""
+        """Return the targets of a context, from the store if they are there."""
         if self.store is None:
             return self.teacher.make_targets(prepared, example)
         key = {
@@ -225,7 +225,7 @@ class TeacherCache:
 
 
 def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
-    """Returns what prefill, scores and answers depend on, except the text."""
+    """Return what prefill, scores and answers depend on, except the text."""
     settings = model.config.get_text_config().to_diff_dict()
     config = {
         key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT_SETTINGS
@@ -245,12 +245,12 @@ def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, 
 
 
 def _hash_ids(ids: Tensor) -> str:
-    """Returns the hash of a context's ids, chat prefix included."""
+    """Return the hash of a context's ids, chat prefix included."""
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 
 def _pack_cache(full: DynamicCache) -> Tensors:
-    """Returns keys and values of every layer, (1, H, S + T, D) each."""
+    """Return keys and values of every layer, (1, H, S + T, D) each."""
     layers = enumerate(full.layers)
     return {
         f"{name}.{index}": getattr(layer, name)
@@ -284,7 +284,7 @@ def _pack_targets(targets: list[TeacherTarget]) -> Tensors:
 def _are_targets(
     tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]
 ) -> bool:
-    """Returns whether these are this model's targets for the questions whose ids are `asked`."""
+    """Return whether these are this model's targets for the questions whose ids are `asked`."""
     shape = CacheShape.from_model(model)
     sizes = {}
     vocabulary = model.get_input_embeddings().num_embeddings
