@@ -3,7 +3,8 @@ eval`.
 
     A=distributions/restorekv-smollm2/restorekv_smollm2/adapters/kvzip
     restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
-        --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 --out runs/border
+        --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 \\
+        --out runs/border
     python -m recipes.smollm2.border runs/border --json paper/results/smollm2-border.json
 
 For every ratio, the divergence from the full cache of the evictor alone and restored is compared
@@ -101,13 +102,13 @@ def make_table(rows: Sequence[Mapping]) -> str:
     previous = None
     for row in rows:
         name = f"{row['title']}, {row['contexts']} texts"
-        spread = f"{row['difference']:+.3f} ({row['difference_low']:+.3f} to {row['difference_high']:+.3f})"
+        interval = f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"
         cells = [
             name if name != previous else "",
             f"{row['ratio']:g}",
             f"{row['kl_alone']:.3f}",
             f"{row['kl_restored']:.3f}",
-            spread,
+            f"{row['difference']:+.3f} ({interval})",
             describe_effect(row),
         ]
         lines.append(f"| {' | '.join(cells)} |")

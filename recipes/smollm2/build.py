@@ -4,7 +4,7 @@ restore adapters. Resumable.
     make smollm2     or     python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head]
     python -m recipes.smollm2.build runs/smollm2 --corpus CORPUS [--shards 1 2]
 
-The training data stands beside this file; --anew makes the passages of stories and novels again,
+The training data is next to this file; --anew makes the passages of stories and novels again,
 --corpus the shards of the corpus of many genres, whose folder it names, and nothing else. Two
 processes with one thread each take hours on two cores. What ships was trained in several goes;
 paper/log.md says how.
@@ -45,9 +45,13 @@ ANSWERS = (
     "--wording",
     WORDING,
 )
-DATA = {  # folder: how it is built
+# The two folders of passages, and how each is built.
+DATA = {
     "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
-    "novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 --questions 3",
+    "novels": (
+        "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 "
+        "--invented 0.8 --questions 3"
+    ),
 }
 SHARDS = 8  # of the corpus, 320 passages each; a shard takes about 90 minutes of one core
 CORPUS = (
@@ -101,20 +105,20 @@ OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
 
 
-def restorekv(*arguments: str) -> subprocess.Popen:
+def start_command(*arguments: str) -> subprocess.Popen:
     """Start a command of restorekv with one thread."""
-    one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return subprocess.Popen([sys.executable, "-m", "restorekv", *arguments], env=os.environ | one)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "restorekv", *arguments], env=environment)
 
 
-def finish(*running: subprocess.Popen) -> None:
+def wait_for(*running: subprocess.Popen) -> None:
     """Wait for commands; stop with the first failure's exit status."""
     for process in running:
         if process.wait():
             raise SystemExit(process.returncode)
 
 
-def data(folder: Path) -> None:
+def build_passages(folder: Path) -> None:
     """Build both mixtures of passages at once."""
     sources = (
         "--stories",
@@ -124,75 +128,47 @@ def data(folder: Path) -> None:
         "--sections",
         str(TEXTS / "sections.jsonl.gz"),
     )
-    finish(
-        *(
-            restorekv(
-                "data",
-                "build",
-                "--mixture",
-                "passages",
-                "--model",
-                SMOLLM2,
-                *sources,
-                *ANSWERS,
-                *how.split(),
-                "--resume",
-                "--out",
-                str(folder / "data" / name),
-            )
-            for name, how in DATA.items()
-            if not (folder / "data" / name / "manifest.json").exists()
-        )
-    )
+    commands = []
+    for name, options in DATA.items():
+        out = folder / "data" / name
+        if (out / "manifest.json").exists():
+            continue
+        command = ("data", "build", "--mixture", "passages", "--model", SMOLLM2, *sources)
+        command += (*ANSWERS, *options.split(), "--resume", "--out", str(out))
+        commands.append(command)
+    wait_for(*[start_command(*command) for command in commands])
 
 
-def corpus(folder: Path, source: Path, shards: list[int]) -> None:
+def build_shards(folder: Path, source: Path, shards: list[int]) -> None:
     """Build shards of the corpus, two at a time; its development passages are kept out by their
     words too.
     """
     held_out = folder / "development.jsonl"
-    texts = [
-        row["text"]
-        for row in iterate_rows(str(source), {})
-        if row.get("split") not in (None, TRAIN_SPLIT)
-    ]
-    held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    lines = []
+    for row in iterate_rows(str(source), {}):
+        if row.get("split") not in (None, TRAIN_SPLIT):
+            lines.append(json.dumps({"text": row["text"]}) + "\n")
+    held_out.write_text("".join(lines), "utf-8")
+    missing = []
     for shard in shards:
         begun = READY / f"corpus-{shard}"
         place = folder / "data" / f"corpus-{shard}"
         if begun.exists() and not place.exists():  # complete, or with the answers so far
             shutil.copytree(begun, place)
-            name_corpus(place / "build.json", source)
-    missing = [
-        shard
-        for shard in shards
-        if not (folder / "data" / f"corpus-{shard}" / "manifest.json").exists()
-    ]
+            write_corpus_path(place / "build.json", source)
+        if not (place / "manifest.json").exists():
+            missing.append(shard)
     for first in range(0, len(missing), 2):
-        finish(
-            *(
-                restorekv(
-                    "data",
-                    "build",
-                    *CORPUS,
-                    "--model",
-                    SMOLLM2,
-                    "--corpus",
-                    str(source),
-                    "--exclude",
-                    str(held_out),
-                    "--part",
-                    f"{shard}/{SHARDS}",
-                    "--resume",
-                    "--out",
-                    str(folder / "data" / f"corpus-{shard}"),
-                )
-                for shard in missing[first : first + 2]
-            )
-        )
+        running = []
+        for shard in missing[first : first + 2]:
+            command = ("data", "build", *CORPUS, "--model", SMOLLM2, "--corpus", str(source))
+            command += ("--exclude", str(held_out), "--part", f"{shard}/{SHARDS}", "--resume")
+            out = folder / "data" / f"corpus-{shard}"
+            running.append(start_command(*command, "--out", str(out)))
+        wait_for(*running)
 
 
-def name_corpus(record: Path, source: Path) -> None:
+def write_corpus_path(record: Path, source: Path) -> None:
     """Write where the corpus is now into the record of an unfinished build, which is continued only
     as it was begun.
     """
@@ -202,27 +178,30 @@ def name_corpus(record: Path, source: Path) -> None:
         record.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
 
 
-def data_flags(folder: Path) -> list[str]:
-    """Return all complete data as flags: what was built in `folder`, and what stands beside this
+def list_data_flags(folder: Path) -> list[str]:
+    """Return all complete data as flags: what was built in `folder`, and what is next to this
     file.
     """
     places = [*READY.glob("*/manifest.json"), *(folder / "data").glob("*/manifest.json")]
     # What was built anew goes before what ships.
     complete = {path.parent.name: path.parent for path in places}
-    return [part for name in sorted(complete) for part in ("--data", str(complete[name]))]
+    flags = []
+    for name in sorted(complete):
+        flags += ["--data", str(complete[name])]
+    return flags
 
 
-def gate(folder: Path) -> Path:
+def train_gate(folder: Path) -> Path:
     """Train Fast KVzip's gate on KVzip's scores."""
     path = folder / "fastkvzip.safetensors"
     if not path.exists():
-        finish(
-            restorekv(
+        wait_for(
+            start_command(
                 "train-gate",
                 *GATE,
                 "--model",
                 SMOLLM2,
-                *data_flags(folder),
+                *list_data_flags(folder),
                 "--out",
                 str(path),
                 "--resume",
@@ -231,16 +210,18 @@ def gate(folder: Path) -> Path:
     return path
 
 
-def training(folder: Path, evictor: str, *more: str, kind: str = "") -> subprocess.Popen | None:
+def start_training(
+    folder: Path, evictor: str, *more: str, kind: str = ""
+) -> subprocess.Popen | None:
     """Start or resume the training of one adapter; None if it is done."""
     out = folder / f"restore-{evictor}{kind}"
     if (out / "adapter").exists():
         return None
-    return restorekv(
+    return start_command(
         "train",
         "--model",
         SMOLLM2,
-        *data_flags(folder),
+        *list_data_flags(folder),
         "--evictor",
         evictor,
         *SHAPE,
@@ -255,50 +236,45 @@ def training(folder: Path, evictor: str, *more: str, kind: str = "") -> subproce
     )
 
 
-def adapters(folder: Path) -> None:
+def train_adapters(folder: Path) -> None:
     """Train KVzip's from scratch, next to the gate, then the others from it, two at a time."""
-    first = training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
-    install_gate(gate(folder))
-    finish(*filter(None, [first]))
-    begin = (
-        "--init",
-        str(folder / f"restore-{FIRST}" / "adapter"),
-        "--lr",
-        "5e-4",
-        "--warmup",
-        "10",
-        "--steps",
-        MORE,
-    )
+    first = start_training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
+    install_gate(train_gate(folder))
+    if first is not None:
+        wait_for(first)
+    first_adapter = folder / f"restore-{FIRST}" / "adapter"
+    options = ("--init", str(first_adapter), "--lr", "5e-4", "--warmup", "10", "--steps", MORE)
     for start in range(0, len(OTHERS), 2):
-        pair = (training(folder, evictor, *begin) for evictor in OTHERS[start : start + 2])
-        finish(*[process for process in pair if process])
+        pair = [start_training(folder, evictor, *options) for evictor in OTHERS[start : start + 2]]
+        wait_for(*[process for process in pair if process is not None])
 
 
-def per_head(folder: Path) -> None:
+def train_per_head(folder: Path) -> None:
     """Train adapters for one length in all heads, from those that ship; KVzip's ships, all three
     would make 73 MB.
     """
-    how = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
     for evictor, steps in PER_HEAD.items():
-        begin = ("--init", str(shipped_path(SMOLLM2, "adapters", evictor)), "--steps", steps)
-        finish(*filter(None, [training(folder, evictor, *how, *begin, kind=".per-head")]))
+        shipped = shipped_path(SMOLLM2, "adapters", evictor)
+        options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
+        options += ("--init", str(shipped), "--steps", steps)
+        process = start_training(folder, evictor, *options, kind=".per-head")
+        if process is not None:
+            wait_for(process)
 
 
 def install_gate(path: Path) -> None:
-    """Copy the gate into the package, in bfloat16, before the adapter for what it keeps is trained."""
-    found = gate_file.read_gate(path)
-    layers = [
-        {name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers
-    ]
+    """Copy the gate into the package, in bfloat16; its evictor's adapter is trained after that."""
+    gate = gate_file.read_gate(path)
+    layers = []
+    for layer in gate.layers:
+        layers.append({name: value.to(torch.bfloat16) for name, value in layer.items()})
     target = shipped_path(SMOLLM2, "gates", path.name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    gate_file.write_gate(
-        target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2))
-    )
+    card = replace(gate.card, model=SMOLLM2)
+    gate_file.write_gate(target, replace(gate, layers=layers, card=card))
 
 
-def install(folder: Path) -> None:
+def install_adapters(folder: Path) -> None:
     """Copy the adapters that are done into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
     for evictor in (FIRST, *OTHERS, *(f"{name}.per-head" for name in PER_HEAD)):
@@ -333,15 +309,15 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.corpus:
-        corpus(options.folder, options.corpus, options.shards)
+        build_shards(options.folder, options.corpus, options.shards)
         return
     if options.per_head:
-        per_head(options.folder)
+        train_per_head(options.folder)
     elif not options.install_only:
         if options.anew:
-            data(options.folder)
-        adapters(options.folder)
-    install(options.folder)
+            build_passages(options.folder)
+        train_adapters(options.folder)
+    install_adapters(options.folder)
 
 
 if __name__ == "__main__":

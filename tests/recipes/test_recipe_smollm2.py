@@ -103,9 +103,9 @@ def test_the_training_data_that_ships_is_read(name):
 
 def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "restorekv", lambda *words: asked.append(words))
+    monkeypatch.setattr(build, "start_command", lambda *words: asked.append(words))
     (tmp_path / "restore-kvzip.per-head" / "adapter").mkdir(parents=True)  # which is done
-    build.per_head(tmp_path)
+    build.train_per_head(tmp_path)
     begun = [Path(words[words.index("--init") + 1]) for words in asked]
     assert [path.name for path in begun] == ["kvzip+", "fastkvzip"] and all(
         path.is_dir() for path in begun

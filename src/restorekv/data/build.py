@@ -1,13 +1,15 @@
-"""Building a mixture: read, filter, let the teacher ask and answer, write. A build that was killed
-can be resumed.
+"""Build a mixture: read, filter, let the teacher ask and answer, write.
+
+A build that was killed is resumed: its folder records what is being built and every answer so far
+(`manifest`), and the same settings with the same texts give the same files, byte for byte.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -42,10 +44,27 @@ def build_mixture(
     resume: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict:
-    """Make the mixture in `out` and return its manifest; see `index_excluded_texts` for `exclude`."""
+    """Build a mixture, or finish an unfinished one.
+
+    Args:
+        model: the teacher, which asks and answers.
+        tokenizer: the model's own.
+        config: sources, counts, filters and limits.
+        out: folder of the mixture.
+        exclude: files or folders of evaluation texts, in addition to those that ship.
+        resume: continue what is in `out`; a complete mixture is only checked.
+        progress: called with the contexts or examples done, their number, and the source.
+
+    Returns:
+        The manifest of the folder.
+
+    Raises:
+        RestoreKVError: `out` holds something else, or a source gives no example.
+    """
     folder.check_folder(out, resume)
     before = folder.read_earlier_build(out)
-    folder.check_same_build(out, before, {"config": asdict(config)})  # before a hub is asked
+    # The settings are compared first, since describing the sources may ask a hub.
+    folder.check_same_build(out, before, {"config": asdict(config)})
     record = _describe_build(model, tokenizer, config, exclude, before)
     if (out / folder.MANIFEST_FILE).is_file():
         folder.check_same_build(out, before, record)
@@ -57,16 +76,18 @@ def build_mixture(
     longest = compute_longest_context(model, tokenizer, config)
     _check_source_lengths(config, longest)
     builder = SourceBuilder(model, tokenizer, config, evaluations, longest, progress)
+    accounts: dict[str, dict] = {}
     with folder_lock(out, folder.LOCK_FILE):
         folder.begin_build(out, before, record)
         try:
-            accounts = {
-                source.name: _build_source(builder, source, out, record)
-                for source in select_sources(config)
-            }
+            for source in select_sources(config):
+                accounts[source.name] = _build_source(builder, source, out, record)
         except BaseException:
             folder.discard_empty_build(out)
             raise
+    licenses: Counter[str] = Counter()
+    for account in accounts.values():
+        licenses.update(account["licenses"])
     manifest = {
         "format": folder.FORMAT,
         "version": folder.VERSION,
@@ -75,9 +96,7 @@ def build_mixture(
         "seed": config.seed,
         "longest": longest,
         "sources": accounts,
-        "licenses": dict(
-            sum((Counter(source["licenses"]) for source in accounts.values()), Counter())
-        ),
+        "licenses": dict(licenses),
         "exclusion": {
             "texts": len(evaluations.names),
             "share": config.overlap,
@@ -94,37 +113,38 @@ def build_mixture(
 def index_excluded_texts(
     tokenizer: Tokenizer, exclude: Sequence[str], share: float
 ) -> EvaluationIndex:
-    """Return the texts of the tiny suite, of other benchmarks that ship, and of the files or
-    folders `exclude`.
+    """Index the texts of the tiny suite, of other benchmarks that ship, and of the files or folders
+    `exclude`.
     """
-    tests = (
-        (f"tiny suite, document {number}", made.text)
-        for number, made in enumerate(suite(tokenizer, SUITE_DOCUMENTS))
-    )
-    return EvaluationIndex(chain(tests, read_evaluation_texts([*SHIPPED_TEXTS, *exclude])), share)
+
+    def read_texts() -> Iterator[tuple[str, str]]:
+        for number, document in enumerate(suite(tokenizer, SUITE_DOCUMENTS)):
+            yield f"tiny suite, document {number}", document.text
+        yield from read_evaluation_texts([*SHIPPED_TEXTS, *exclude])
+
+    return EvaluationIndex(read_texts(), share)
 
 
 def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dict) -> dict:
-    """Turn the rows of one source into its file; return its account."""
+    """Turn the rows of one source into its file; return its account for the manifest."""
     where = getattr(builder.config, source.name)
-    known = record["sources"][source.name]
-    items = source.read(iterate_rows(where, known), builder.config, builder.tokenizer)
-    gathered = builder.gather_examples(
-        source, items, AttemptFile(out / folder.PARTS_FOLDER / f"{source.name}.jsonl")
-    )
-    reasons = f"(dropped: {gathered.describe_drops()})"
-    if not gathered.examples:
+    origin = record["sources"][source.name]
+    items = source.read(iterate_rows(where, origin), builder.config, builder.tokenizer)
+    attempts = AttemptFile(out / folder.PARTS_FOLDER / f"{source.name}.jsonl")
+    result = builder.gather_examples(source, items, attempts)
+    reasons = f"(dropped: {result.describe_drops()})"
+    if not result.examples:
         raise RestoreKVError(
             f"{source.title} gave no example from {where} {reasons}; check its format."
         )
-    count = gathered.count_units(source)
+    count = result.count_units(source)
     wanted = source.wanted(builder.config)
     if count < wanted:
         warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
     path = out / f"{source.name}.parquet"
-    write_examples(path, gathered.examples)
+    write_examples(path, result.examples)
     file = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest_file(path)}
-    return {**gathered.to_account(source), "from": {"given": where, **known}, "file": file}
+    return {**result.to_account(source), "from": {"given": where, **origin}, "file": file}
 
 
 def _check_source_lengths(config: BuildConfig, longest: int) -> None:
@@ -132,11 +152,11 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
     was asked for.
     """
     for source in select_sources(config):
-        least = config.chunk if source.name == "pg19" else source.shortest(config)
-        if least > longest:
+        shortest = config.chunk if source.name == "pg19" else source.shortest(config)
+        if shortest > longest:
             raise RestoreKVError(
-                f"{source.title} needs contexts of {least} tokens, and at most {longest} fit with a question "
-                "and an answer; lower --shortest, --chunk or --flan-shortest."
+                f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
+                "with a question and an answer; lower --shortest, --chunk or --flan-shortest."
             )
     if longest < config.longest:
         warn(
@@ -151,21 +171,27 @@ def _describe_build(
     config: BuildConfig,
     exclude: Sequence[str],
     before: dict | None,
-) -> dict:
-    """Return everything that decides the result; a dataset of the hub stays at the commit the
-    build began with.
-    """
-    known = {}
+) -> dict[str, Any]:
+    """Return everything that decides the result, as build.json holds it."""
+    begun_sources = (before or {}).get("sources", {})
+    origins = {}
     for source in select_sources(config):
-        begun = (before or {}).get("sources", {}).get(source.name, {})
-        known[source.name] = (
-            begun if "hub" in begun else identify_source(getattr(config, source.name))
-        )
-    excluded = [
-        {"name": file.name, "sha256": digest_file(file)}
-        for given in exclude
-        if Path(given).exists()
-        for file in list_source_files(Path(given))
-    ]
-    facts = {"config": asdict(config), "sources": known, "exclude": excluded}
-    return json.loads(json.dumps(facts | {"model": folder.describe_model(model, tokenizer)}))
+        begun = begun_sources.get(source.name, {})
+        # A dataset of the hub stays at the commit the build began with.
+        if "hub" in begun:
+            origins[source.name] = begun
+        else:
+            origins[source.name] = identify_source(getattr(config, source.name))
+    excluded = []
+    for given in exclude:
+        if Path(given).exists():
+            for file in list_source_files(Path(given)):
+                excluded.append({"name": file.name, "sha256": digest_file(file)})
+    record = {
+        "config": asdict(config),
+        "sources": origins,
+        "exclude": excluded,
+        "model": folder.describe_model(model, tokenizer),
+    }
+    # As it is after a way through the file: tuples are lists there, and so on.
+    return json.loads(json.dumps(record))

@@ -48,8 +48,9 @@ class BuildConfig:
 
     mixture: str = setting(
         "paper",
-        "paper; permissive: freely licensed papers instead of LongAlpaca; passages: parts of stories, novels and "
-        "fact sheets, for small models; corpus: passages of many genres and made-up tables, settings and logs.",
+        "paper; permissive: freely licensed papers instead of LongAlpaca; passages: parts of "
+        "stories, novels and fact sheets, for small models; corpus: passages of many genres and "
+        "made-up tables, settings and logs.",
     )
     longalpaca: str = setting(
         "Yukang/LongAlpaca-12k", "Hub id (ID@REVISION), file or folder of LongAlpaca."

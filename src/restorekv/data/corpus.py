@@ -29,7 +29,9 @@ from restorekv.model.tokenize import locate_tokens
 
 TRAIN_SPLIT = "train"
 STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
-HUMAN_QUESTIONS = 2  # of a passage, at most
+# Of a passage, at most.
+HUMAN_QUESTIONS = 2
+FACT_QUESTIONS = 2
 CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "apache-2.0": "apache-2.0",
     "apache-2.0 or mit": "apache-2.0",
@@ -76,7 +78,11 @@ def read_corpus(
 
 
 def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
-    """Yield the rows of all parts in their order, and the numbers of made documents between them."""
+    """Yield the rows of all parts in their order, and between them the numbers of made documents.
+
+    The genres are shuffled and every draw is from the seed alone, so all parts of a build see one
+    order.
+    """
     rng = random.Random(f"{config.seed} order")
     for name in sorted(genres):
         rng.shuffle(genres[name])
@@ -121,20 +127,22 @@ def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Sourc
     """Return a row's passage with its questions."""
     name = str(row.get("id") or "passage")
     rng = random.Random(f"{config.seed} passage {name}")
-    text = _cut_passage(
-        read_text_field(row, "text").strip(), _draw_length(rng, config), tokenizer, rng
-    )
+    whole_text = read_text_field(row, "text").strip()
+    text = _cut_passage(whole_text, _draw_length(rng, config), tokenizer, rng)
     facts: list[str] = []
     if rng.random() < config.invented:
         text, facts = invent_facts(text, rng)
-    asked = sample_in_order(rng, read_questions(row), HUMAN_QUESTIONS)
-    questions = [(HUMAN, word_question(rng, question, config)) for question in asked]
-    questions += [
-        (FACT, word_question(rng, question, config)) for question in sample_in_order(rng, facts, 2)
-    ]
-    drawn = draw_exercises(text, rng, max(config.questions - len(questions), 2))
+    questions = []
+    for question in sample_in_order(rng, read_questions(row), HUMAN_QUESTIONS):
+        questions.append((HUMAN, word_question(rng, question, config)))
+    for question in sample_in_order(rng, facts, FACT_QUESTIONS):
+        questions.append((FACT, word_question(rng, question, config)))
+    exercises = draw_exercises(text, rng, max(config.questions - len(questions), 2))
     studied = not questions and rng.random() < STUDIED
-    questions += drawn[:1] if studied else drawn
+    if studied:
+        # The teacher's own questions take the place of the others.
+        exercises = exercises[:1]
+    questions += exercises
     return SourceDocument(
         name, text, identify_license(row), asked=tuple(questions), studied=studied
     )
@@ -172,15 +180,18 @@ def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Rando
         return text
     first = 0
     if rng.random() < 0.5:
+        # A paragraph that begins after this would leave the part too short.
         latest = places[len(places) - tokens][0]
-        starts = [
-            place + 1 for place, letter in enumerate(text) if letter == "\n" and place < latest
-        ]
-        first = rng.choice(starts) if starts else 0
+        starts = []
+        for place, letter in enumerate(text):
+            if letter == "\n" and place < latest:
+                starts.append(place + 1)
+        if starts:
+            first = rng.choice(starts)
     after = next(index for index, place in enumerate(places) if place[0] >= first)
     last = places[min(after + tokens, len(places)) - 1][1]
     part = text[first:last]
-    ends = [
-        match.start() for match in SENTENCE_END.finditer(part) if match.start() > 0.8 * len(part)
-    ]
-    return (part[: ends[-1]] if ends else part).strip()
+    ends = [match.start() for match in SENTENCE_END.finditer(part)]
+    if ends and ends[-1] > 0.8 * len(part):
+        part = part[: ends[-1]]
+    return part.strip()

@@ -42,32 +42,33 @@ RowReader = Callable[[int, dict, BuildConfig, Tokenizer], Iterable[SourceDocumen
 Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[SourceDocument | DropRow]]
 
 
-def read_each_row(read: RowReader) -> Reader:
-    """Turn the reader of (index, row) into the reader of all rows, which yields why a row is
-    dropped.
-    """
+def read_each_row(read_row: RowReader) -> Reader:
+    """Turn the reader of one row into the reader of all rows, which yields why a row is dropped."""
 
-    @wraps(read)
-    def reader(
+    @wraps(read_row)
+    def read_rows(
         rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer
     ) -> Iterator[SourceDocument | DropRow]:
         for index, row in enumerate(rows):
             try:
-                yield from read(index, row, config, tokenizer)
+                yield from read_row(index, row, config, tokenizer)
             except DropRow as reason:
                 yield reason
 
-    return reader
+    return read_rows
 
 
 def read_text_field(row: dict, name: str) -> str:
-    """Return a field, or "" where the row has no such field; join a list of parts {type, text}."""
+    """Return a field's text, or "" where the row has no such field; join a list of {type, text}."""
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-        value = "\n".join(part["text"] for part in value if isinstance(part.get("text"), str))
-    if value is not None and (not isinstance(value, str) or SURROGATE.search(value)):
+        texts = [part["text"] for part in value if isinstance(part.get("text"), str)]
+        value = "\n".join(texts)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or SURROGATE.search(value):
         raise DropRow(f"field {name} is not text")
-    return value or ""
+    return value
 
 
 def make_single_document(

@@ -25,7 +25,9 @@ LONGEST_LINE = 1 << 28  # bytes
 
 def format_suffix(path: Path) -> str:
     """Return the ending that names the format: ".jsonl" for "a.jsonl.gz"."""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+    if path.suffix == ".gz":
+        path = path.with_suffix("")
+    return path.suffix.lower()
 
 
 def list_source_files(path: Path) -> list[Path]:
@@ -34,12 +36,10 @@ def list_source_files(path: Path) -> list[Path]:
         if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
         return [path]
-    files = sorted(
-        file for file in path.rglob("*") if file.is_file() and format_suffix(file) in ENDINGS
-    )
+    files = [file for file in path.rglob("*") if file.is_file() and format_suffix(file) in ENDINGS]
     if not files:
         raise RestoreKVError(f"The folder {path} has no file that ends in {FORMATS}; give another.")
-    return files
+    return sorted(files)
 
 
 def identify_source(where: str) -> dict:
@@ -48,37 +48,39 @@ def identify_source(where: str) -> dict:
     """
     path = Path(where)
     if path.exists():
-        return {
-            "files": [
-                {"name": file.name, "sha256": digest_file(file)} for file in list_source_files(path)
-            ]
-        }
-    if (
-        path.is_absolute()
-        or where.startswith(".")
-        or format_suffix(path) in ENDINGS
-        or where.count("/") > 1
-    ):
+        files = []
+        for file in list_source_files(path):
+            files.append({"name": file.name, "sha256": digest_file(file)})
+        return {"files": files}
+    cannot_be_hub_id = path.is_absolute() or where.startswith(".") or where.count("/") > 1
+    if cannot_be_hub_id or format_suffix(path) in ENDINGS:
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     from huggingface_hub import HfApi
 
     name, _, revision = where.partition("@")
     try:
-        return {"hub": name, "revision": HfApi().dataset_info(name, revision=revision or None).sha}
+        commit = HfApi().dataset_info(name, revision=revision or None).sha
     except Exception as error:  # unreachable, unknown, gated: the hub's client raises many kinds
         raise _make_read_error(where, error) from error
+    return {"hub": name, "revision": commit}
 
 
 def _make_read_error(where: str, error: Exception) -> RestoreKVError:
     return RestoreKVError(
-        f"Cannot read the dataset {where}; give a hub id that can be reached or a file ({summarize_error(error)})."
+        f"Cannot read the dataset {where}; give a hub id that can be reached or a file "
+        f"({summarize_error(error)})."
     )
 
 
-def iterate_rows(where: str, known: dict) -> Iterator[dict]:
-    """Yield the rows of a source, a text file being one row {text}; `known` is what `identify_source` returned."""
-    if "hub" in known:
-        yield from stream_hub_rows(where, known)
+def iterate_rows(where: str, origin: dict) -> Iterator[dict]:
+    """Yield the rows of a source, a text file being one row {text}.
+
+    Args:
+        where: a hub id, a file or a folder.
+        origin: what `identify_source` returned for it; {} for local files.
+    """
+    if "hub" in origin:
+        yield from stream_hub_rows(where, origin)
         return
     for file in list_source_files(Path(where)):
         if not file.stat().st_size:
@@ -91,24 +93,23 @@ def iterate_rows(where: str, known: dict) -> Iterator[dict]:
             yield row
 
 
-def stream_hub_rows(where: str, known: dict) -> Iterator[dict]:
+def stream_hub_rows(where: str, origin: dict) -> Iterator[dict]:
     """Stream the split "train", so that only what is needed is downloaded."""
     try:
         yield from load_hub_dataset(
-            path=known["hub"], revision=known["revision"], split="train", streaming=True
+            path=origin["hub"], revision=origin["revision"], split="train", streaming=True
         )
-    except (
-        Exception
-    ) as error:  # foreign, unreachable, gated: the readers' errors have no common kind
+    # Foreign, unreachable, gated: the readers' errors have no common kind.
+    except Exception as error:
         raise _make_read_error(where, error) from error
 
 
-def load_hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
+def load_hub_dataset(*name: str, **options: Any) -> Iterable[dict]:
     """Return `datasets.load_dataset`, without its messages; its errors share no base class."""
     library = import_extra("datasets", "data")
     library.logging.set_verbosity(library.logging.CRITICAL)
     library.disable_progress_bars()
-    return library.load_dataset(*name, **which)
+    return library.load_dataset(*name, **options)
 
 
 def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
@@ -120,25 +121,34 @@ def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
     if kind == ".parquet":
         if packed:
             raise RestoreKVError(f"{file} is compressed; unpack it first.")
-        yield from ((f"row {number}", row) for number, row in enumerate(read_parquet_rows(file), 1))
+        for number, row in enumerate(read_parquet_rows(file), 1):
+            yield f"row {number}", row
         return
     try:
         with open_regular_file(file, str(file)) as raw, gzip.open(raw) if packed else raw as stream:
             if kind == ".txt":
                 yield "its text", {"text": _read_plain_text(file, stream)}
             elif _has_object_per_line(file, stream) or kind == ".jsonl":
-                for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
+                lines = iter(partial(stream.readline, LONGEST_LINE), b"")
+                for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield f"line {number}", _parse_json_at(file, line, number)
             else:
-                content = _read_limited(file, stream)
-                parsed = _parse_json_at(file, content) if content.strip() else []
-                listed = parsed if isinstance(parsed, list) else [parsed]
-                yield from ((f"row {number}", value) for number, value in enumerate(listed, 1))
+                yield from _iterate_json(file, _read_limited(file, stream))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RestoreKVError(
             f"{file} is damaged ({str(error).rstrip('.')}); fetch it again."
         ) from error
+
+
+def _iterate_json(file: Path, content: bytes) -> Iterator[tuple[str, object]]:
+    """Yield the elements of a JSON list, or the one value of another file."""
+    if not content.strip():
+        return
+    parsed = _parse_json_at(file, content)
+    elements = parsed if isinstance(parsed, list) else [parsed]
+    for number, value in enumerate(elements, 1):
+        yield f"row {number}", value
 
 
 def _has_object_per_line(file: Path, stream: BinaryIO) -> bool:
@@ -194,16 +204,18 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
         raise RestoreKVError(
             f"{file}, line {line} is not UTF-8 text; convert the file first."
         ) from error
+    except json.JSONDecodeError as error:
+        line += error.lineno - 1
+        reason = f"{error.msg}, character {error.colno}"
+        raise _make_json_error(file, line, reason) from error
     except (ValueError, RecursionError) as error:
-        line += getattr(error, "lineno", 1) - 1
-        reason = (
-            f"{error.msg}, character {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else str(error)
-        )
-        raise RestoreKVError(
-            f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again."
-        ) from error
+        raise _make_json_error(file, line, str(error)) from error
+
+
+def _make_json_error(file: Path, line: int, reason: str) -> RestoreKVError:
+    return RestoreKVError(
+        f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again."
+    )
 
 
 def read_parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
@@ -212,13 +224,12 @@ def read_parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
     """
     parquet = import_extra("pyarrow.parquet", "data")
     arrow = import_extra("pyarrow", "data")
+    source = path if raw is None else io.BytesIO(raw)
     try:
-        for batch in parquet.ParquetFile(path if raw is None else io.BytesIO(raw)).iter_batches(
-            256
-        ):
+        for batch in parquet.ParquetFile(source).iter_batches(256):
             yield from batch.to_pylist()
     except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        reason = summarize_error(error)
         raise RestoreKVError(
-            f"{path} is damaged or not a parquet file ({reason}); get or build it again."
+            f"{path} is damaged or not a parquet file ({summarize_error(error)}); "
+            "get or build it again."
         ) from error

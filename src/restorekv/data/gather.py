@@ -26,8 +26,10 @@ from restorekv.files import check_not_link, open_without_links, parse_json, read
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.rope import count_positions
 
-ATTEMPTS_BYTES = 4 << 30  # bytes of the answers to one source
-_WORDING_MARGIN = 64  # positions reserved for the wording around the longest question
+# Limit of the file with the answers to one source.
+ATTEMPTS_BYTES = 4 << 30
+# Positions reserved for the wording around the longest question.
+_WORDING_MARGIN = 64
 Progress = Callable[[int, int, str], None]
 
 
@@ -38,19 +40,26 @@ class AttemptFile:
         self.path = path
         for place in (path.parent, path):
             check_not_link(place)
-        content = read_bytes(path, str(path), ATTEMPTS_BYTES) if path.exists() else b""
+        content = b""
+        if path.exists():
+            content = read_bytes(path, str(path), ATTEMPTS_BYTES)
         complete = content[: content.rfind(b"\n") + 1]
-        try:
-            self.done = [parse_json(line, str(path)) for line in complete.split(b"\n")[:-1]]
-            schema = import_extra("restorekv.data.schema", "data")
-            if any(schema.find_problem(schema.AttemptLine, line) for line in self.done):
-                raise ValueError("a line has other entries")
-        except ValueError as error:
-            raise RestoreKVError(
-                f"{path} is damaged; delete it to ask its contexts again."
-            ) from error
+        self.done = self._parse_lines(complete)
         if len(complete) < len(content):  # a killed process left half a line
             os.truncate(path, len(complete))
+
+    def _parse_lines(self, content: bytes) -> list[dict]:
+        schema = import_extra("restorekv.data.schema", "data")
+        try:
+            lines = [parse_json(line, str(self.path)) for line in content.split(b"\n")[:-1]]
+            for line in lines:
+                if schema.find_problem(schema.AttemptLine, line):
+                    raise ValueError("a line has other entries")
+        except ValueError as error:
+            raise RestoreKVError(
+                f"{self.path} is damaged; delete it to ask its contexts again."
+            ) from error
+        return lines
 
     def find_attempts(self, index: int, document: SourceDocument) -> list[dict] | None:
         """Return the attempts at context number `index`, None before it was asked; refuse another
@@ -66,12 +75,8 @@ class AttemptFile:
 
     def append_attempts(self, document: SourceDocument, attempts: list[dict]) -> None:
         """Append a line; it is on disk when this returns."""
-        line = (
-            json.dumps(
-                {"context": identify_document(document), "attempts": attempts}, ensure_ascii=False
-            )
-            + "\n"
-        )
+        entry = {"context": identify_document(document), "attempts": attempts}
+        line = json.dumps(entry, ensure_ascii=False) + "\n"
         with open_without_links(self.path) as file:
             file.write(line.encode())
             file.flush()
@@ -115,11 +120,8 @@ def compute_longest_context(
     """
     positions = count_positions(model.config)
     frame = make_context(tokenizer, "a")
-    tail = (
-        frame.suffix.shape[-1]
-        + config.question_tokens
-        + max(config.answer_tokens, config.flan_answer_tokens)
-    )
+    longest_answer = max(config.answer_tokens, config.flan_answer_tokens)
+    tail = frame.suffix.shape[-1] + config.question_tokens + longest_answer
     most = min(config.longest, positions - frame.prefix - tail - _WORDING_MARGIN)
     if most < 1:
         raise RestoreKVError(
@@ -137,23 +139,25 @@ class SourceResult:
     examples: list[dict] = field(default_factory=list)
     read: int = 0
     contexts: int = 0
-    units: set = field(default_factory=set)
-    dropped: Counter = field(default_factory=Counter)
+    units: set[str | int] = field(default_factory=set)
+    dropped: Counter[str] = field(default_factory=Counter)
     refused: list[dict] = field(default_factory=list)
     attempts: int = 0
-    faults: Counter = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
 
     def count_units(self, source: Source) -> int:
         """Return how many of the wanted units there are; a book counts once one of its chunks was
         asked about.
         """
-        return len(self.examples) if source.asked_once else len(self.units)
+        if source.asked_once:
+            return len(self.examples)
+        return len(self.units)
 
     def describe_drops(self) -> str:
-        return (
-            ", ".join(f"{count} {reason}" for reason, count in (self.dropped + self.faults).items())
-            or "nothing"
-        )
+        """Return the reasons for dropped rows and attempts with their counts."""
+        counts = self.dropped + self.faults
+        reasons = [f"{count} {reason}" for reason, count in counts.items()]
+        return ", ".join(reasons) or "nothing"
 
     def to_account(self, source: Source) -> dict:
         """Return the counts before and after every filter, for the manifest."""
@@ -172,7 +176,7 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class SourceBuilder:
-    """What all sources share."""
+    """What the builds of all sources share."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -184,25 +188,32 @@ class SourceBuilder:
     def gather_examples(
         self, source: Source, items: Iterator[SourceDocument | DropRow], stored: AttemptFile
     ) -> SourceResult:
-        """Ask about the contexts of a source until there are enough."""
-        gathered = SourceResult()
+        """Ask about the contexts of a source until there are enough.
+
+        Contexts wait until there are `source.at_once` of them, so that all their answers are
+        written in one batch.
+        """
+        result = SourceResult()
         wanted = source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
-        steps = wanted * (self.config.chunks if source.unit == "books" else 1)
+        steps = wanted
+        if source.unit == "books":
+            steps = wanted * self.config.chunks
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
         waiting: list[tuple[SourceDocument, Context]] = []
         for item in items:
-            gathered.read += 1
-            if context := self._accept_document(item, lengths, gathered):
-                waiting.append((item, context))
-            missing = max(wanted - gathered.count_units(source), 1)
+            result.read += 1
+            accepted = self._accept_item(item, lengths, result)
+            if accepted is not None:
+                waiting.append(accepted)
+            missing = max(wanted - result.count_units(source), 1)
             if len(waiting) == min(source.at_once, missing):
-                self._ask_waiting(source, waiting, stored, teacher, gathered, steps)
+                self._ask_waiting(source, waiting, stored, teacher, result, steps)
             more_of_a_book = isinstance(item, SourceDocument) and item.more
-            if gathered.count_units(source) >= wanted and not more_of_a_book:
+            if result.count_units(source) >= wanted and not more_of_a_book:
                 break
-        self._ask_waiting(source, waiting, stored, teacher, gathered, steps)
-        return gathered
+        self._ask_waiting(source, waiting, stored, teacher, result, steps)
+        return result
 
     def _ask_waiting(
         self,
@@ -210,76 +221,78 @@ class SourceBuilder:
         waiting: list[tuple[SourceDocument, Context]],
         stored: AttemptFile,
         teacher: SelfStudy,
-        gathered: SourceResult,
+        result: SourceResult,
         steps: int,
     ) -> None:
-        """Ask about the contexts that wait, all at once, and adds what comes of it; none of them
+        """Ask about the contexts that wait, all at once, and add what comes of it; none of them
         waits after that.
 
         A batch that was interrupted is asked again as a whole, since a batch of other rows may
         round differently.
         """
-        first = gathered.contexts
-        attempts = [
-            stored.find_attempts(first + place, item) for place, (item, _) in enumerate(waiting)
-        ]
+        first = result.contexts
+        attempts: list[list[dict] | None] = []
+        for place, (document, _) in enumerate(waiting):
+            attempts.append(stored.find_attempts(first + place, document))
         if None in attempts:
             if source.asked_once:
                 attempts = [teacher.answer_prompt(context, item) for item, context in waiting]
             else:
                 attempts = teacher.study_contexts([(context, item) for item, context in waiting])
-            for place, (item, _) in enumerate(waiting):
-                if stored.find_attempts(first + place, item) is None:
-                    stored.append_attempts(item, attempts[place])
-        for (item, context), own in zip(waiting, attempts, strict=True):
-            self._add_examples(source, item, context, own, gathered)
-            done = len(gathered.examples) if source.asked_once else gathered.contexts
+            for place, (document, _) in enumerate(waiting):
+                if stored.find_attempts(first + place, document) is None:
+                    stored.append_attempts(document, attempts[place])
+        for (document, context), own_attempts in zip(waiting, attempts, strict=True):
+            self._add_examples(source, document, context, own_attempts, result)
+            done = len(result.examples) if source.asked_once else result.contexts
             self.progress(min(done, steps), steps, source.title)
         waiting.clear()
 
-    def _accept_document(
-        self, item: SourceDocument | DropRow, lengths: LengthFilter, gathered: SourceResult
-    ) -> Context | None:
-        """Return the context of a document that passes; count any other, and name it if it is an
-        evaluation text.
+    def _accept_item(
+        self, item: SourceDocument | DropRow, lengths: LengthFilter, result: SourceResult
+    ) -> tuple[SourceDocument, Context] | None:
+        """Return a document that passes, with its context; count any other, and name it if it is
+        an evaluation text.
         """
-        checked = str(item) if isinstance(item, DropRow) else lengths.check_text(item.text)
-        if isinstance(checked, str):
-            gathered.dropped[checked] += 1
+        if isinstance(item, DropRow):
+            result.dropped[str(item)] += 1
+            return None
+        context = lengths.check_text(item.text)
+        if isinstance(context, str):
+            result.dropped[context] += 1
             return None
         match = self.evaluations.find_match(item.text)
-        if match:
-            gathered.dropped["in an evaluation set"] += 1
-            gathered.refused.append(
-                {"document": item.name, "found in": match[0], "share": match[1]}
-            )
+        if match is not None:
+            text, share = match
+            result.dropped["in an evaluation set"] += 1
+            result.refused.append({"document": item.name, "found in": text, "share": share})
             return None
-        return checked
+        return item, context
 
     def _add_examples(
         self,
         source: Source,
-        item: SourceDocument,
+        document: SourceDocument,
         context: Context,
         attempts: list[dict],
-        gathered: SourceResult,
+        result: SourceResult,
     ) -> None:
         """Add attempts without a fault to the examples."""
-        gathered.contexts += 1
-        gathered.units.add(item.book or gathered.contexts)
-        gathered.attempts += len(attempts)
-        gathered.faults.update(attempt["fault"] for attempt in attempts if "fault" in attempt)
-        shared = {
-            "source": source.name,
-            "document": item.name,
-            "context": item.text,
-            "license": item.license,
-        }
+        result.contexts += 1
+        result.units.add(document.book or result.contexts)
+        result.attempts += len(attempts)
         for attempt in attempts:
-            if "fault" not in attempt:
-                counts = {
-                    "context_tokens": context.tokens,
-                    "question_tokens": encode_text(self.tokenizer, attempt["question"]).shape[-1],
-                    "answer_tokens": len(attempt["answer_ids"]),
-                }
-                gathered.examples.append({**shared, **attempt, **counts})
+            if "fault" in attempt:
+                result.faults[attempt["fault"]] += 1
+                continue
+            example = {
+                "source": source.name,
+                "document": document.name,
+                "context": document.text,
+                "license": document.license,
+                **attempt,
+                "context_tokens": context.tokens,
+                "question_tokens": encode_text(self.tokenizer, attempt["question"]).shape[-1],
+                "answer_tokens": len(attempt["answer_ids"]),
+            }
+            result.examples.append(example)

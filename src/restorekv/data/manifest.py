@@ -11,7 +11,6 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -63,12 +62,9 @@ def read_manifest(folder: Path) -> dict:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        unfinished = (folder / BUILD_FILE).is_file()
-        fix = (
-            "finish it with restorekv data build --resume"
-            if unfinished
-            else "give a folder of restorekv data build"
-        )
+        fix = "give a folder of restorekv data build"
+        if (folder / BUILD_FILE).is_file():
+            fix = "finish it with restorekv data build --resume"
         raise RestoreKVError(f"There is no {path}; {fix}.")
     try:
         manifest = read_json(path, "It")
@@ -84,9 +80,12 @@ def read_manifest(folder: Path) -> dict:
         )
     if number != VERSION:
         raise RestoreKVError(
-            f"{path} has version {make_printable(number)}, not {VERSION}; use another restorekv or build again."
+            f"{path} has version {make_printable(number)}, not {VERSION}; use another restorekv "
+            "or build again."
         )
-    if problem := _schema().find_problem(_schema().Manifest, manifest):
+    schema = import_extra("restorekv.data.schema", "data")
+    problem = schema.find_problem(schema.Manifest, manifest)
+    if problem:
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
 
@@ -100,8 +99,9 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     for key, what in _SAME_MODEL.items():
         if now[key] != before.get(key):
             raise RestoreKVError(
-                f"The data in {folder} was made by the model {make_printable(before.get('name'))} with another {what} "
-                f"({make_printable(before.get(key))}, not {now[key]}); build it for this model."
+                f"The data in {folder} was made by the model {make_printable(before.get('name'))} "
+                f"with another {what} ({make_printable(before.get(key))}, not {now[key]}); build "
+                "it for this model."
             )
 
 
@@ -109,16 +109,16 @@ def check_folder(out: Path, resume: bool) -> None:
     """Refuse a folder that holds something else, before a model is loaded."""
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
-    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    names = []
+    if out.exists():
+        names = sorted(path.name for path in out.iterdir())
     if read_earlier_build(out) is None:
-        foreign = [
-            name
-            for name in names
-            if not name.startswith(f".{BUILD_FILE}.") and not _is_empty_parts(out / name)
-        ]
-        if foreign:
+        for name in names:
+            # What a build that was killed at its very beginning may have left.
+            if name.startswith(f".{BUILD_FILE}.") or _is_empty_parts(out / name):
+                continue
             raise RestoreKVError(
-                f"{out} is not empty and holds no such data ({foreign[0]}); choose another folder."
+                f"{out} is not empty and holds no such data ({name}); choose another folder."
             )
     if names and not resume:
         raise RestoreKVError(
@@ -136,16 +136,15 @@ def read_earlier_build(out: Path) -> dict | None:
     """
     if (out / MANIFEST_FILE).exists():
         manifest = read_manifest(out)
-        known = {
-            name: {key: value for key, value in source.get("from", {}).items() if key != "given"}
-            for name, source in manifest["sources"].items()
-        }
-        excluded = manifest.get("exclusion", {}).get("files", [])
-        settings = manifest.get("settings", {})
+        origins = {}
+        for name, source in manifest["sources"].items():
+            origin = dict(source.get("from", {}))
+            origin.pop("given", None)
+            origins[name] = origin
         return {
-            "config": settings,
-            "sources": known,
-            "exclude": excluded,
+            "config": manifest.get("settings", {}),
+            "sources": origins,
+            "exclude": manifest.get("exclusion", {}).get("files", []),
             "model": manifest["model"],
         }
     if not (out / BUILD_FILE).exists():
@@ -154,7 +153,8 @@ def read_earlier_build(out: Path) -> dict | None:
         record = read_json(out / BUILD_FILE, "The record")
     except RestoreKVError:
         record = None
-    if _schema().find_problem(_schema().BuildRecord, record):
+    schema = import_extra("restorekv.data.schema", "data")
+    if schema.find_problem(schema.BuildRecord, record):
         raise RestoreKVError(
             f"{out / BUILD_FILE} is damaged or not written by restorekv; build into another folder."
         )
@@ -167,7 +167,8 @@ def begin_build(out: Path, before: dict | None, record: dict) -> None:
     The sources' files may have been corrected since: answers are only reused for the texts they
     were made for.
     """
-    check_same_build(out, before, {key: value for key, value in record.items() if key != "sources"})
+    compared = {key: value for key, value in record.items() if key != "sources"}
+    check_same_build(out, before, compared)
     check_not_link(out / PARTS_FOLDER)
     (out / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
     write_json(out / BUILD_FILE, record, follow=False)
@@ -188,52 +189,60 @@ def delete_build_files(out: Path) -> None:
 
 
 def check_same_build(out: Path, before: dict | None, now: dict) -> None:
-    """Refuse whatever differs in `now` from what the folder was built with, naming both values."""
-    changes = [] if before is None else _list_differences(before, now)
+    """Refuse whatever differs in `now` from what the folder was built with, naming both values.
+
+    Args:
+        out: the folder.
+        before: what `read_earlier_build` returned; None for a new folder, which differs in nothing.
+        now: the record of this build, or some of its keys: config, sources, exclude, model.
+    """
+    if before is None:
+        return
+    changes = _list_changed_values("--{}", before["config"], now.get("config", {}))
+    changes += _list_changed_values("the model's {}", before["model"], now.get("model", {}))
+    if "exclude" in now:
+        changes += _list_changed_files("--exclude", before["exclude"], now["exclude"])
+    for name, source in now.get("sources", {}).items():
+        earlier = before["sources"].get(name, {})
+        changes += _list_changed_files(f"--{name}", _list_files(earlier), _list_files(source))
     if changes:
         raise RestoreKVError(
             f"{out} was made with {', '.join(changes)}; give the same or another folder."
         )
 
 
-def _list_differences(before: dict, now: dict) -> list[str]:
-    """Return one text per change, as "--seed 0 (now 7)"."""
-    changes = [
-        f"{label.format(name.replace('_', '-'))} {before[key].get(name)} (now {value})"
-        for key, label in (("config", "--{}"), ("model", "the model's {}"))
-        for name, value in now.get(key, {}).items()
-        if name != "name" and before[key].get(name) != value
-    ]
-    files = [("--exclude", before["exclude"], now["exclude"])] if "exclude" in now else []
-    for name, source in now.get("sources", {}).items():
-        files.append(
-            (f"--{name}", _list_files(before["sources"].get(name, {})), _list_files(source))
-        )
-    for flag, was, is_now in files:
-        gone, new = (
-            [x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was))
-        )
-        if gone or new:
-            changes.append(f"{flag} {_join_file_names(gone)} (now {_join_file_names(new)})")
-        elif was != is_now:  # the same files in another order
-            changes.append(f"{flag} {_join_file_names(was)} (now {_join_file_names(is_now)})")
+def _list_changed_values(label: str, before: dict, now: dict) -> list[str]:
+    """Return one text per change, as "--seed 0 (now 7)"; a model's name may change."""
+    changes = []
+    for name, value in now.items():
+        if name != "name" and before.get(name) != value:
+            option = label.format(name.replace("_", "-"))
+            changes.append(f"{option} {before.get(name)} (now {value})")
     return changes
+
+
+def _list_changed_files(option: str, before: list[dict], now: list[dict]) -> list[str]:
+    """Return the text for files that are gone, new or in another order; nothing for the same."""
+    if before == now:
+        return []
+    gone = [file for file in before if file not in now]
+    new = [file for file in now if file not in before]
+    if not gone and not new:  # the same files in another order
+        gone = before
+        new = now
+    return [f"{option} {_join_file_names(gone)} (now {_join_file_names(new)})"]
 
 
 def _list_files(source: dict) -> list[dict]:
     """Return a source's files; a dataset of the hub counts as one file with its commit as hash."""
-    hub = [{"name": source["hub"], "sha256": source["revision"]}] if "hub" in source else []
-    return source.get("files", hub)
+    if "files" not in source and "hub" in source:
+        return [{"name": source["hub"], "sha256": source["revision"]}]
+    return source.get("files", [])
 
 
 def _join_file_names(files: list[dict]) -> str:
-    names = [f"{file['name']} {file['sha256'][:8]}" for file in files]
-    return (
-        " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
-        or "nothing"
-    )
-
-
-def _schema() -> ModuleType:
-    """Return the module that checks entries, which needs pydantic and so the extra `data`."""
-    return import_extra("restorekv.data.schema", "data")
+    """Return up to three names with the beginning of their hashes, and how many more there are."""
+    names = [f"{file['name']} {file['sha256'][:8]}" for file in files[:3]]
+    if len(files) > 3:
+        names.append(f"{len(files) - 3} more")
+    return " and ".join(names) or "nothing"

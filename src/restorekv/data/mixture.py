@@ -62,11 +62,10 @@ def write_examples(path: Path, rows: list[dict]) -> None:
     """Write a source's file whole or not at all; the same rows give the same bytes."""
     arrow = import_extra("pyarrow", "data")
     parquet = import_extra("pyarrow.parquet", "data")
-    kinds = {
-        **dict.fromkeys(TEXT_COLUMNS, arrow.string()),
-        **dict.fromkeys(NUMBER_COLUMNS, arrow.int32()),
-    }
-    schema = arrow.schema({**kinds, "answer_ids": arrow.list_(arrow.int32())})
+    columns = [(name, arrow.string()) for name in TEXT_COLUMNS]
+    columns += [(name, arrow.int32()) for name in NUMBER_COLUMNS]
+    columns.append(("answer_ids", arrow.list_(arrow.int32())))
+    schema = arrow.schema(columns)
     table = arrow.Table.from_pylist(rows, schema=schema)
     with replace_file(path, follow=False) as temporary:
         parquet.write_table(
@@ -99,10 +98,8 @@ def read_mixture(
         raw = read_bytes(path, str(path), FILE_BYTES)
         # Rows first: a bad row tells the reader more than a checksum that does not match.
         rows = list(_read_checked_rows(path, raw, name, manifest["longest"], source["examples"]))
-        if (
-            hashlib.sha256(raw).hexdigest() != source["file"]["sha256"]
-            or len(rows) != source["examples"]
-        ):
+        same_bytes = hashlib.sha256(raw).hexdigest() == source["file"]["sha256"]
+        if not same_bytes or len(rows) != source["examples"]:
             raise RestoreKVError(
                 f"{path} is not the file that the manifest describes; get or build the data again."
             )
@@ -115,9 +112,11 @@ def _read_checked_rows(
 ) -> Iterator[dict]:
     """Yield at most one row more than `count`."""
     for number, row in enumerate(islice(read_parquet_rows(path, raw), count + 1), 1):
-        if missing := [name for name in COLUMNS if name not in row]:
-            raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
-        if problem := _find_row_fault(row, source, limit):
+        for name in COLUMNS:
+            if name not in row:
+                raise RestoreKVError(f"{path} lacks the column {name}; build the data again.")
+        problem = _find_row_fault(row, source, limit)
+        if problem:
             raise RestoreKVError(
                 f"{path}, row {number} {problem}; fix the row or build the data again."
             )
@@ -126,27 +125,34 @@ def _read_checked_rows(
 
 def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
     """Return what is wrong with a row, or None."""
-    for names, kind, what in ((TEXT_COLUMNS, str, "text"), (NUMBER_COLUMNS, int, "whole number")):
-        for name in names:
-            if not isinstance(row[name], kind):
-                return f"has no {what} in the column {name}"
+    for name in TEXT_COLUMNS:
+        if not isinstance(row[name], str):
+            return f"has no text in the column {name}"
+    for name in NUMBER_COLUMNS:
+        if not isinstance(row[name], int):
+            return f"has no whole number in the column {name}"
     ids = row["answer_ids"]
-    problems = {
-        f"belongs to {row['source']!r}, not {source!r}": row["source"] != source,
-        f"has the unknown kind {row['kind']!r}": row["kind"] not in KNOWN_KINDS,
-        f"has the unknown license {row['license']!r}": row["license"] not in LICENSES,
-        "has no document": not row["document"].strip(),
-        "has an empty context": not row["context"].strip() or row["context_tokens"] < 1,
-        "has an empty question": row["kind"] != PROMPT and not row["question"].strip(),
-        "has an empty answer": not row["answer"].strip() or not ids,
-        "has invalid answer ids": not isinstance(ids, list)
-        or any(not isinstance(i, int) or i < 0 for i in ids),
-        "has another number of answer ids than it says": isinstance(ids, list)
-        and len(ids) != row["answer_tokens"],
-        f"has a context of {row['context_tokens']} tokens, more than {limit}": row["context_tokens"]
-        > limit,
-    }
-    return next((problem for problem, wrong in problems.items() if wrong), None)
+    if row["source"] != source:
+        return f"belongs to {row['source']!r}, not {source!r}"
+    if row["kind"] not in KNOWN_KINDS:
+        return f"has the unknown kind {row['kind']!r}"
+    if row["license"] not in LICENSES:
+        return f"has the unknown license {row['license']!r}"
+    if not row["document"].strip():
+        return "has no document"
+    if not row["context"].strip() or row["context_tokens"] < 1:
+        return "has an empty context"
+    if row["kind"] != PROMPT and not row["question"].strip():
+        return "has an empty question"
+    if not row["answer"].strip() or not ids:
+        return "has an empty answer"
+    if not isinstance(ids, list) or any(not isinstance(i, int) or i < 0 for i in ids):
+        return "has invalid answer ids"
+    if len(ids) != row["answer_tokens"]:
+        return "has another number of answer ids than it says"
+    if row["context_tokens"] > limit:
+        return f"has a context of {row['context_tokens']} tokens, more than {limit}"
+    return None
 
 
 def _group_rows(rows: list[dict]) -> Iterator[MixtureContext]:
@@ -175,22 +181,27 @@ def summarize_sources(manifest: dict) -> list[dict]:
     """
     accounts = []
     for name, source in manifest["sources"].items():
-        origin = source.get("from", {})
         written = "answers" if name in ASKED_ONCE else "questions and answers"
-        files = origin.get("files", [])
-        if "hub" in origin:
-            dataset = {"dataset": origin["hub"], "revision": origin["revision"]}
-        elif len(files) == 1:
-            dataset = {"dataset": files[0]["name"], "sha256": files[0]["sha256"]}
-        else:
-            joined = "".join(file["sha256"] for file in files)
-            dataset = {
-                "dataset": f"{len(files)} files",
-                "sha256": hashlib.sha256(joined.encode()).hexdigest(),
-            }
-        counts = {key: source[key] for key in ("contexts", "examples", "licenses")}
-        made = f"{written} by the model itself"
-        accounts.append(
-            {"source": source["title"], **dataset, "seed": manifest["seed"], **counts, "made": made}
-        )
+        account = {
+            "source": source["title"],
+            **_identify_dataset(source.get("from", {})),
+            "seed": manifest["seed"],
+            "contexts": source["contexts"],
+            "examples": source["examples"],
+            "licenses": source["licenses"],
+            "made": f"{written} by the model itself",
+        }
+        accounts.append(account)
     return accounts
+
+
+def _identify_dataset(origin: dict) -> dict[str, str]:
+    """Return the dataset's name, with its revision or hash."""
+    if "hub" in origin:
+        return {"dataset": origin["hub"], "revision": origin["revision"]}
+    files = origin.get("files", [])
+    if len(files) == 1:
+        return {"dataset": files[0]["name"], "sha256": files[0]["sha256"]}
+    joined = "".join(file["sha256"] for file in files)
+    digest = hashlib.sha256(joined.encode()).hexdigest()
+    return {"dataset": f"{len(files)} files", "sha256": digest}

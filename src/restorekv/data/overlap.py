@@ -43,6 +43,7 @@ def split_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=2**18)
 def _hash_word(word: str) -> int:
+    """Return 64 bits that do not depend on the process, as Python's own hash does."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
@@ -51,6 +52,7 @@ def hash_grams(text: str) -> np.ndarray:
     hashes = np.array([_hash_word(word) for word in split_words(text)], dtype=np.uint64)
     if len(hashes) < GRAM_WORDS:
         return np.empty(0, dtype=np.uint64)
+    # A polynomial in BASE over each stretch of words, all stretches at once.
     total = np.zeros(len(hashes) - GRAM_WORDS + 1, dtype=np.uint64)
     for place in range(GRAM_WORDS):
         total = total * BASE + hashes[place : place + len(total)]  # modulo 2**64
@@ -62,20 +64,22 @@ class EvaluationIndex:
 
     def __init__(self, texts: Iterator[tuple[str, str]], share: float) -> None:
         self.share = share
-        self.names = []
-        self.exact = {}
-        parts = []
-        sizes = []
+        self.names: list[str] = []
+        self.exact: dict[str, str] = {}
+        grams_of_texts = [np.empty(0, dtype=np.uint64)]
+        sizes: list[int] = []
         for name, text in texts:
             self.exact.setdefault(" ".join(split_words(text)), name)
             self.names.append(name)
-            parts.append(hash_grams(text))
-            sizes.append(len(parts[-1]))
+            grams = hash_grams(text)
+            grams_of_texts.append(grams)
+            sizes.append(len(grams))
         self.sizes = np.array(sizes, dtype=np.int64)
-        every = np.concatenate([np.empty(0, dtype=np.uint64), *parts])
+        # All grams in one sorted array, and next to each the number of its text.
+        grams = np.concatenate(grams_of_texts)
         owners = np.repeat(np.arange(len(sizes)), self.sizes)
-        order = np.argsort(every, kind="stable")
-        self.grams = every[order]
+        order = np.argsort(grams, kind="stable")
+        self.grams = grams[order]
         self.owners = owners[order]
 
     def find_match(self, text: str) -> tuple[str, float] | None:
@@ -88,17 +92,24 @@ class EvaluationIndex:
         own = hash_grams(text)
         if not len(own) or not len(self.grams):
             return None
-        first, last = (np.searchsorted(self.grams, own, side) for side in ("left", "right"))
+        # The places of each gram of the document among those of all evaluation texts.
+        first = np.searchsorted(self.grams, own, "left")
+        last = np.searchsorted(self.grams, own, "right")
         common = first < last
-        if common.sum() < LEAST_COMMON:
+        count = common.sum()
+        if count < LEAST_COMMON:
             return None
-        hits = np.concatenate(
-            [self.owners[a:b] for a, b in zip(first[common], last[common], strict=True)]
-        )
-        each = np.bincount(hits, minlength=len(self.sizes))
-        shares = np.where(each >= LEAST_COMMON, each / np.maximum(self.sizes, 1), 0)
-        share, best = max((common.sum() / len(own), each.argmax()), (shares.max(), shares.argmax()))
-        return (self.names[best], round(float(share), 4)) if share >= self.share else None
+        places = zip(first[common], last[common], strict=True)
+        owners = np.concatenate([self.owners[start:end] for start, end in places])
+        counts = np.bincount(owners, minlength=len(self.sizes))
+        # Two shares may be high: that of the document that is known, and that of one evaluation
+        # text that is in the document.
+        known = np.where(counts >= LEAST_COMMON, counts / np.maximum(self.sizes, 1), 0)
+        of_document = count / len(own)
+        share, best = max((of_document, counts.argmax()), (known.max(), known.argmax()))
+        if share < self.share:
+            return None
+        return self.names[best], round(float(share), 4)
 
 
 def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
@@ -118,7 +129,8 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
                 for text in _find_texts(row):
                     count += 1
                     yield f"{file.name}, row {number}", text
-            empty += [] if count else [file]
+            if not count:
+                empty.append(file)
         if len(empty) == len(files):
             known = ", ".join(sorted(TEXT_FIELDS))
             raise RestoreKVError(
@@ -146,6 +158,9 @@ def _find_strings(value: object) -> Iterator[str]:
     """Yield every text inside, in order."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _find_strings(part)
+    elif isinstance(value, list):
+        for part in value:
             yield from _find_strings(part)

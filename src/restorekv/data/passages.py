@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -36,6 +37,7 @@ PHRASES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").r
 REPEATS, LISTS, NAMES, OWNED, PLACES, WORDS, MONTHS = PHRASES.values()
 DIGITS = "0123456789abcdef"
 Draw = Callable[[random.Random], str]
+Item = TypeVar("Item")
 
 
 def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Reader:
@@ -62,9 +64,15 @@ def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) ->
 
 def read_questions(row: dict) -> list[str]:
     """Return the questions that come with a text."""
-    rows = row["questions"] if isinstance(row.get("questions"), list) else []
-    asked = [each.get("question") if isinstance(each, dict) else each for each in rows]
-    return [text for text in asked if isinstance(text, str) and text.strip()]
+    rows = row.get("questions")
+    if not isinstance(rows, list):
+        return []
+    questions = []
+    for each in rows:
+        text = each.get("question") if isinstance(each, dict) else each
+        if isinstance(text, str) and text.strip():
+            questions.append(text)
+    return questions
 
 
 def cut_passages(
@@ -100,17 +108,15 @@ def add_questions(
     facts: list[str] = []
     if rng.random() < config.invented:
         passage, facts = invent_facts(passage, rng)
-    questions = [
-        (HUMAN, word_question(rng, text, config))
-        for text in sample_in_order(rng, asked, config.questions)
-    ]
-    questions += [
-        (FACT, word_question(rng, text, config))
-        for text in sample_in_order(rng, facts, config.questions)
-    ]
-    questions.append(
-        (LISTED, rng.choice(LISTS)) if rng.random() < 0.4 else (REPEAT, rng.choice(REPEATS))
-    )
+    questions = []
+    for text in sample_in_order(rng, asked, config.questions):
+        questions.append((HUMAN, word_question(rng, text, config)))
+    for text in sample_in_order(rng, facts, config.questions):
+        questions.append((FACT, word_question(rng, text, config)))
+    if rng.random() < 0.4:
+        questions.append((LISTED, rng.choice(LISTS)))
+    else:
+        questions.append((REPEAT, rng.choice(REPEATS)))
     return SourceDocument(
         name, passage, license, asked=tuple(questions), studied=not asked and not facts
     )
@@ -118,10 +124,13 @@ def add_questions(
 
 def word_question(rng: random.Random, question: str, config: BuildConfig) -> str:
     """Put a question into `config.wording`; one question in four stays as it is."""
-    return question if rng.random() < 0.25 else config.wording.format(question=question)
+    if rng.random() < 0.25:
+        return question
+    return config.wording.format(question=question)
 
 
-def sample_in_order(rng: random.Random, items: list[str], count: int) -> list[str]:
+def sample_in_order(rng: random.Random, items: list[Item], count: int) -> list[Item]:
+    """Draw at most `count` items and return them in their order."""
     chosen = sorted(rng.sample(range(len(items)), min(count, len(items))))
     return [items[index] for index in chosen]
 
@@ -134,15 +143,19 @@ def _draw_number(rng: random.Random) -> str:
 
 def _draw_code(rng: random.Random) -> str:
     """Draw letters and digits in groups, as on labels; RULER has UUIDs."""
-    lengths = rng.choice(((3, 4), (4, 4, 4), (2, 5), (6, 3, 6)))
-    return "-".join("".join(rng.choice(DIGITS) for _ in range(length)) for length in lengths)
+    groups = []
+    for length in rng.choice(((3, 4), (4, 4, 4), (2, 5), (6, 3, 6))):
+        groups.append("".join(rng.choice(DIGITS) for _ in range(length)))
+    return "-".join(groups)
 
 
 def _draw_secret(rng: random.Random) -> str:
+    """Draw one word or two."""
     return " ".join(rng.sample(WORDS, rng.randint(1, 2)))
 
 
 def _draw_date(rng: random.Random) -> str:
+    """Draw a date as people write it."""
     return f"{rng.choice(MONTHS)} {rng.randint(1, 28)}, {rng.randint(1700, 2090)}"
 
 
@@ -174,10 +187,13 @@ def invent_facts(passage: str, rng: random.Random) -> tuple[str, list[str]]:
         attribute, draw = rng.choice(ATTRIBUTES)
         thing = rng.choice((rng.choice(PLACES), f"{rng.choice(NAMES)}'s {rng.choice(OWNED)}"))
         values = [draw(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-        sentence, question = (ONE, SINGLE) if len(values) == 1 else (ONE_OF, SEVERAL)
-        facts += [
-            sentence.format(attribute=attribute, thing=thing, value=value) for value in values
-        ]
+        sentence = ONE
+        question = SINGLE
+        if len(values) > 1:
+            sentence = ONE_OF
+            question = SEVERAL
+        for value in values:
+            facts.append(sentence.format(attribute=attribute, thing=thing, value=value))
         questions.append(question.format(attribute=attribute, thing=thing))
     sentences = SENTENCE_END.split(passage)
     for fact in facts:

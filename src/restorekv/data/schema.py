@@ -20,7 +20,7 @@ Counts = dict[str, int]
 
 
 class Entry(BaseModel):
-    """An object of such a file: true is no number, a text no list, and other entries are allowed."""
+    """An object of such a file: true is not a number, and other entries are allowed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -56,7 +56,7 @@ class SourceFile(Entry):
 
 
 class SourceAccount(Entry):
-    """How many examples of a source there are, why others were dropped, and where they come from."""
+    """The examples of a source: how many, why others were dropped, and where they come from."""
 
     title: str
     examples: int = Field(ge=1)

@@ -19,7 +19,7 @@ from restorekv.data.documents import SourceDocument
 from restorekv.data.exercises import LOCAL
 from restorekv.data.made import LOOKUP, ROW
 from restorekv.data.passages import FACT, HUMAN
-from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
+from restorekv.generation.decoding import generate_ids, decode_answer, get_stop_ids
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, encode_question
@@ -28,7 +28,8 @@ ALONE = "Reply with the question alone, in one sentence."
 QUESTION_PROMPTS = {
     "factual": f"Ask about one specific fact that the text above states. {ALONE}",
     "summary": f"Ask for a summary of the text above or of one of its parts. {ALONE}",
-    "multihop": f"Ask something that can only be answered by joining two or more places of the text above. {ALONE}",
+    "multihop": "Ask something that can only be answered by joining two or more places of the text "
+    f"above. {ALONE}",
     "method": f"Ask how something in the text above is done or why it works. {ALONE}",
     "compare": f"Ask for a comparison of two things that the text above tells about. {ALONE}",
 }
@@ -40,7 +41,7 @@ QUESTION_LABELS = ("question:", "q:")
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """A question of some kind about a context, whose full cache is at hand."""
+    """A question of some kind about a context, with the context's full cache."""
 
     context: Context
     cache: RaggedCache
@@ -60,26 +61,26 @@ class SelfStudy:
     config: BuildConfig
 
     def study_contexts(self, studied: Sequence[tuple[Context, SourceDocument]]) -> list[list[dict]]:
-        """Ask one question of each kind where `document.studied`, and answers these and the
-        documents' own.
+        """Ask one question of each kind where `document.studied`, answer these and the documents'
+        own, and return the attempts at each context.
 
-        All answers are written in one batch; return the attempts at each context.
+        All answers are written in one batch.
         """
         attempts: list[list[dict]] = []
         asked: list[StudyQuestion] = []
         owners: list[int] = []
         for number, (context, document) in enumerate(studied):
             cache = self._make_full_cache(context)
-            questions, faults = (
-                self._ask_questions(context, cache) if document.studied else ({}, {})
-            )
+            faults: dict[str, str] = {}
+            questions: list[tuple[str, str]] = []
+            if document.studied:
+                drafted, faults = self._ask_questions(context, cache)
+                questions += drafted.items()
+            questions += document.asked
             attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
-            own = [
-                *questions.items(),
-                *((kind, BETWEEN + question) for kind, question in document.asked),
-            ]
-            asked += [StudyQuestion(context, cache, kind, question) for kind, question in own]
-            owners += [number] * len(own)
+            for kind, question in questions:
+                asked.append(StudyQuestion(context, cache, kind, BETWEEN + question))
+                owners.append(number)
         limits = [self._limit_answer(each.kind) for each in asked]
         for owner, attempt in zip(owners, self._answer_questions(asked, limits), strict=True):
             attempts[owner].append(attempt)
@@ -103,25 +104,24 @@ class SelfStudy:
             for words in QUESTION_PROMPTS.values()
         ]
         stops = get_stop_ids(self.model, self.tokenizer)
-        drafts = generate_ids(
-            self.model, self.tokenizer, cache, prompts, self.config.question_tokens
-        )
-        texts = [
-            clean_question(decode_answer(self.tokenizer, draft.tolist(), stops)) for draft in drafts
-        ]
-        questions = dict(zip(QUESTION_PROMPTS, texts, strict=True))
-        faults = {
-            kind: find_question_fault(question, self.config) for kind, question in questions.items()
-        }
-        good = {
-            kind: BETWEEN + question for kind, question in questions.items() if not faults[kind]
-        }
-        return good, {kind: fault for kind, fault in faults.items() if fault}
+        drafts = generate_ids(self.model, self.tokenizer, cache, prompts, self.config.question_tokens)
+        questions: dict[str, str] = {}
+        faults: dict[str, str] = {}
+        for kind, draft in zip(QUESTION_PROMPTS, drafts, strict=True):
+            question = clean_question(decode_answer(self.tokenizer, draft.tolist(), stops))
+            fault = find_question_fault(question, self.config)
+            if fault is None:
+                questions[kind] = question
+            else:
+                faults[kind] = fault
+        return questions, faults
 
     def _limit_answer(self, kind: str) -> int:
         """Return the most tokens of an answer to a question of that kind."""
         short = self.config.short_answer_tokens
-        return short if short and kind in SHORT_ANSWERS else self.config.answer_tokens
+        if short and kind in SHORT_ANSWERS:
+            return short
+        return self.config.answer_tokens
 
     def _answer_questions(
         self, asked: Sequence[StudyQuestion], limits: Sequence[int]
@@ -134,7 +134,9 @@ class SelfStudy:
             encode_question(self.tokenizer, each.context, each.question, empty=True)[0]
             for each in asked
         ]
-        choosers = [GreedyUntilLoop(self.config.loop) for _ in asked] if self.config.loop else None
+        choosers = None
+        if self.config.loop:
+            choosers = [GreedyUntilLoop(self.config.loop) for _ in asked]
         answers = generate_ids(
             self.model,
             self.tokenizer,
@@ -145,16 +147,24 @@ class SelfStudy:
             batch=LARGE_BATCH,
         )
         attempts = []
-        for each, ids in zip(asked, (ids.tolist() for ids in answers), strict=True):
+        for each, answer in zip(asked, answers, strict=True):
+            ids = answer.tolist()
             text = decode_answer(self.tokenizer, ids, stops)
-            fault = find_answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
-            attempt = {
-                "kind": each.kind,
-                "question": each.question,
-                "answer": text,
-                "answer_ids": ids,
-            }
-            attempts.append({"kind": each.kind, "fault": fault} if fault else attempt)
+            tokens = len(ids)
+            if ids[-1] in stops:
+                tokens -= 1
+            fault = find_answer_fault(text, tokens, self.config)
+            if fault is not None:
+                attempts.append({"kind": each.kind, "fault": fault})
+                continue
+            attempts.append(
+                {
+                    "kind": each.kind,
+                    "question": each.question,
+                    "answer": text,
+                    "answer_ids": ids,
+                }
+            )
         return attempts
 
 
@@ -181,26 +191,33 @@ class GreedyUntilLoop:
     def ends(self) -> bool:
         """Return whether the answer has come into a loop."""
         last = self.ids[-self.size :]
-        starts = range(len(self.ids) - len(last))
-        return len(last) == self.size and any(
-            self.ids[start : start + self.size] == last for start in starts
-        )
+        if len(last) < self.size:
+            return False
+        earlier_starts = range(len(self.ids) - self.size)
+        return any(self.ids[start : start + self.size] == last for start in earlier_starts)
 
 
 def find_question_fault(question: str, config: BuildConfig) -> str | None:
     """Return why a question is dropped, or None."""
-    return "short question" if len(question) < config.question_characters else None
+    if len(question) < config.question_characters:
+        return "short question"
+    return None
 
 
 def find_answer_fault(text: str, tokens: int, config: BuildConfig) -> str | None:
     """Return why an answer of `tokens` tokens, not counting the EOS, is dropped, or None."""
-    return "short answer" if tokens < config.least_answer or not text.strip() else None
+    if tokens < config.least_answer or not text.strip():
+        return "short answer"
+    return None
 
 
 def clean_question(text: str) -> str:
     """Return the first line that is not blank, without a label or quotes around it."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if lines else ""
     for label in QUESTION_LABELS:
         if line.lower().startswith(label):
             line = line[len(label) :].strip()
-    return line[1:-1].strip() if len(line) > 1 and line[0] == line[-1] == '"' else line
+    if len(line) > 1 and line[0] == line[-1] == '"':
+        line = line[1:-1].strip()
+    return line

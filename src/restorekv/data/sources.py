@@ -1,18 +1,21 @@
 """The sources of every mixture: how each is read, how long its contexts are, and how many are
 wanted.
 
-longalpaca  LongAlpaca-12k (arXiv 2309.12307, hub Yukang/LongAlpaca-12k, CC BY-NC 4.0): long documents without their
-            questions. An `instruction` is a preface, a paper or part of a book, "Now the paper ends." (the second
-            paper, the material), and a question. As in the released recipe, the context ends before that marker, or
-            before the last "Question:" where there is none; the set's short instructions have neither.
-papers      arXiv papers of the Common Pile (arXiv 2506.05209, hub common-pile/arxiv_papers_filtered) instead of
-            LongAlpaca's: {id, text, metadata: {license, ...}}, each under the license that its authors chose.
-pg19        PG-19 (arXiv 1911.05507; hub emozilla/pg19, Apache-2.0): books from before 1919, cut into disjoint chunks
-            of `config.chunk` tokens, of which up to `config.chunks` are drawn. A chunk is tokenized again as a context,
-            so it may have one token more or fewer (the paper's table: 3,071 to 3,072).
-flan        FLAN v2 within the Tulu-3 mixture (arXiv 2411.15124; hub allenai/tulu-3-sft-mixture, ODC-BY 1.0):
-            {id, messages: [{role, content}], source}. A long prompt is the context and asks itself; the answer is the
-            teacher's, not the one in the set.
+longalpaca  LongAlpaca-12k (arXiv 2309.12307, hub Yukang/LongAlpaca-12k, CC BY-NC 4.0): long
+            documents without their questions. An `instruction` is a preface, a paper or part of a
+            book, "Now the paper ends." (the second paper, the material), and a question. As in the
+            released recipe, the context ends before that marker, or before the last "Question:"
+            where there is none; the set's short instructions have neither.
+papers      arXiv papers of the Common Pile (arXiv 2506.05209, hub
+            common-pile/arxiv_papers_filtered) instead of LongAlpaca's: {id, text, metadata:
+            {license, ...}}, each under the license that its authors chose.
+pg19        PG-19 (arXiv 1911.05507; hub emozilla/pg19, Apache-2.0): books from before 1919, cut
+            into disjoint chunks of `config.chunk` tokens, of which up to `config.chunks` are drawn.
+            A chunk is tokenized again as a context, so it may have one token more or fewer (the
+            paper's table: 3,071 to 3,072).
+flan        FLAN v2 within the Tulu-3 mixture (arXiv 2411.15124; hub allenai/tulu-3-sft-mixture,
+            ODC-BY 1.0): {id, messages: [{role, content}], source}. A long prompt is the context and
+            asks itself; the answer is the teacher's, not the one in the set.
 passages    stories, novels and fact sheets (`passages`).
 corpus      passages of many genres and made-up material (`corpus`).
 """
@@ -26,8 +29,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.corpus import CORPUS_LICENSES as CORPUS_LICENSES
-from restorekv.data.corpus import read_corpus
+from restorekv.data.corpus import CORPUS_LICENSES, read_corpus
 from restorekv.data.documents import (
     DropRow,
     Reader,
@@ -50,12 +52,14 @@ FLAN_LICENSE = "odc-by"
 FLAN_SUBSET = "flan_v2"
 END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
 DEED = "https://creativecommons.org/licenses/"
-PAPER_LICENSES = {  # a paper's own words for its license
+ZERO = "https://creativecommons.org/publicdomain/zero/1.0/"
+# A paper's own words for its license, and the hub's identifier.
+PAPER_LICENSES = {
     f"Creative Commons - Attribution - {DEED}by/4.0/": "cc-by-4.0",
     f"Creative Commons - Attribution - {DEED}by/3.0/": "cc-by-3.0",
     f"Creative Commons - Attribution Share-Alike - {DEED}by-sa/4.0/": "cc-by-sa-4.0",
     f"Creative Commons - Attribution Share-Alike - {DEED}by-sa/3.0/": "cc-by-sa-3.0",
-    "Creative Commons Zero - Public Domain - https://creativecommons.org/publicdomain/zero/1.0/": "cc0-1.0",
+    f"Creative Commons Zero - Public Domain - {ZERO}": "cc0-1.0",
     "Public Domain": "public-domain",
 }
 
@@ -64,7 +68,7 @@ PAPER_LICENSES = {  # a paper's own words for its license
 def read_longalpaca(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> list[SourceDocument]:
-    """A row of a text file is a whole document."""
+    """Return a row's document without its question; a row of a text file is a whole document."""
     text = read_text_field(row, "text") or cut_before_question(read_text_field(row, "instruction"))
     return make_single_document(f"row {index}", text, LONGALPACA_LICENSE)
 
@@ -99,7 +103,8 @@ def read_license_label(row: dict) -> str:
             metadata = json.loads(metadata)
         except json.JSONDecodeError:
             metadata = {}
-    metadata = metadata if isinstance(metadata, dict) else {}
+    if not isinstance(metadata, dict):
+        metadata = {}
     return str(metadata.get("license") or row.get("license") or "").strip()
 
 
@@ -115,9 +120,12 @@ def read_book(
     rng = random.Random(f"{config.seed} {index}")
     drawn = sorted(rng.sample(range(len(chunks)), min(config.chunks, len(chunks))))
     for number in drawn:
-        more = number != drawn[-1]
         yield SourceDocument(
-            f"{name} chunk {number}", chunks[number], PG19_LICENSE, book=f"row {index}", more=more
+            f"{name} chunk {number}",
+            chunks[number],
+            PG19_LICENSE,
+            book=f"row {index}",
+            more=number != drawn[-1],
         )
 
 
@@ -142,11 +150,13 @@ def read_flan_prompt(
 
 
 def _find_user_message(messages: object) -> str:
+    """Return the first message of the user, "" where there is none."""
     if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
         raise DropRow("field messages is not text")
-    return next(
-        (read_text_field(part, "content") for part in messages if part.get("role") == "user"), ""
-    )
+    for part in messages:
+        if part.get("role") == "user":
+            return read_text_field(part, "content")
+    return ""
 
 
 @dataclass(frozen=True)
@@ -166,42 +176,72 @@ class Source:
 
 
 def _make_passage_source(
-    name: str, title: str, license: str, wanted: Callable, per_text: Callable = lambda c: 1
+    name: str,
+    title: str,
+    license: str,
+    wanted: Callable[[BuildConfig], int],
+    per_text: Callable[[BuildConfig], int] = lambda config: 1,
 ) -> Source:
+    """Return a source of passages; `per_text` is how many of them one text may give."""
     return Source(
-        name, title, make_passage_reader(license, per_text), wanted, lambda c: c.passage_shortest
+        name=name,
+        title=title,
+        read=make_passage_reader(license, per_text),
+        wanted=wanted,
+        shortest=lambda config: config.passage_shortest,
     )
 
 
 LONGALPACA = Source(
-    "longalpaca", "LongAlpaca", read_longalpaca, lambda c: c.documents, lambda c: c.shortest
+    name="longalpaca",
+    title="LongAlpaca",
+    read=read_longalpaca,
+    wanted=lambda config: config.documents,
+    shortest=lambda config: config.shortest,
 )
-PAPERS = Source("papers", "Open papers", read_paper, lambda c: c.documents, lambda c: c.shortest)
-PG19 = Source("pg19", "PG-19", read_book, lambda c: c.books, lambda c: 1, "books")
+PAPERS = Source(
+    name="papers",
+    title="Open papers",
+    read=read_paper,
+    wanted=lambda config: config.documents,
+    shortest=lambda config: config.shortest,
+)
+PG19 = Source(
+    name="pg19",
+    title="PG-19",
+    read=read_book,
+    wanted=lambda config: config.books,
+    shortest=lambda config: 1,
+    unit="books",
+)
 FLAN = Source(
-    "flan",
-    "Tulu-3 FLAN",
-    read_flan_prompt,
-    lambda c: c.examples,
-    lambda c: c.flan_shortest,
-    "examples",
-    True,
+    name="flan",
+    title="Tulu-3 FLAN",
+    read=read_flan_prompt,
+    wanted=lambda config: config.examples,
+    shortest=lambda config: config.flan_shortest,
+    unit="examples",
+    asked_once=True,
 )
 STORIES = _make_passage_source(
-    "stories", "FairytaleQA", STORIES_LICENSE, lambda c: c.story_passages
+    "stories", "FairytaleQA", STORIES_LICENSE, lambda config: config.story_passages
 )
 NOVELS = _make_passage_source(
-    "novels", "Novels", NOVELS_LICENSE, lambda c: c.novel_passages, lambda c: c.per_novel
+    "novels",
+    "Novels",
+    NOVELS_LICENSE,
+    lambda config: config.novel_passages,
+    lambda config: config.per_novel,
 )
 SECTIONS = _make_passage_source(
-    "sections", "The World Factbook", SECTIONS_LICENSE, lambda c: c.section_passages
+    "sections", "The World Factbook", SECTIONS_LICENSE, lambda config: config.section_passages
 )
 CORPUS = Source(
-    "corpus",
-    "Corpus of many genres",
-    read_corpus,
-    lambda c: c.corpus_passages,
-    lambda c: c.passage_shortest,
+    name="corpus",
+    title="Corpus of many genres",
+    read=read_corpus,
+    wanted=lambda config: config.corpus_passages,
+    shortest=lambda config: config.passage_shortest,
     at_once=8,
 )
 MIXTURES = {
@@ -210,9 +250,8 @@ MIXTURES = {
     "passages": (STORIES, NOVELS, SECTIONS),
     "corpus": (CORPUS,),
 }
-ASKED_ONCE = {
-    source.name for mixture in MIXTURES.values() for source in mixture if source.asked_once
-}
+# Sources whose contexts ask themselves: only the answers are the model's.
+ASKED_ONCE = {FLAN.name}
 LICENSES = {
     LONGALPACA_LICENSE,
     PG19_LICENSE,
@@ -226,4 +265,5 @@ LICENSES = {
 
 
 def select_sources(config: BuildConfig) -> tuple[Source, ...]:
+    """Return the sources of a mixture, without those whose count is 0."""
     return tuple(source for source in MIXTURES[config.mixture] if source.wanted(config))

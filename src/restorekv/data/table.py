@@ -25,16 +25,21 @@ def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict
     `paper` holds the paper's own figures, or None where the mixture has no counterpart there.
     """
     published = {} if manifest.get("mixture") == "passages" else PAPER
-    lengths = {name: [] for name in manifest["sources"]}
+    lengths: dict[str, list[int]] = {name: [] for name in manifest["sources"]}
+    total: list[int] = []
     for context in contexts:
         lengths[context.source] += [context.tokens] * len(context.questions)
-    lengths["total"] = [tokens for part in lengths.values() for tokens in part]
+    for tokens in lengths.values():
+        total += tokens
+    lengths["total"] = total
     accounts = {
         **manifest["sources"],
         "total": {"title": "Total", "licenses": manifest["licenses"]},
     }
-    return [
-        {
+    rows = []
+    for name, tokens in lengths.items():
+        paper = published.get(REPLACES.get(name, name))
+        row = {
             "source": name,
             "title": accounts[name]["title"],
             "samples": len(tokens),
@@ -42,38 +47,33 @@ def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict
             "shortest": min(tokens),
             "longest": max(tokens),
             "licenses": accounts[name]["licenses"],
-            "paper": (row := published.get(REPLACES.get(name, name)))
-            and dict(zip(FIGURES, row, strict=True)),
+            "paper": paper and dict(zip(FIGURES, paper, strict=True)),
         }
-        for name, tokens in lengths.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def make_data_table(rows: list[dict], manifest: dict) -> Table:
-    model = manifest["model"]
-    published = any(row["paper"] for row in rows)
+    """Return the table of the appendix for a mixture, with the paper's figures in brackets."""
+    caption = None
+    if any(row["paper"] for row in rows):
+        caption = "in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)"
+    what = f"{manifest['mixture']} mixture, answers of {manifest['model']['name']}"
     table = Table(
-        title=f"Training data ({manifest['mixture']} mixture, answers of {model['name']}): tokens of the context",
-        caption="in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)"
-        if published
-        else None,
+        title=f"Training data ({what}): tokens of the context",
+        caption=caption,
         title_justify="left",
     )
     for title in ("source", "samples", "mean", "range", "license"):
         table.add_column(title, justify="left" if title in ("source", "license") else "right")
     for row in rows:
-        own = _format_row(row)
-        paper = (
-            [f" ({each})" for each in _format_row(row["paper"])]
-            if row["paper"]
-            else [""] * len(own)
-        )
-        table.add_row(
-            row["title"],
-            *(f"{mine}{theirs}" for mine, theirs in zip(own, paper, strict=True)),
-            "\n".join(f"{name}: {count:,}" for name, count in row["licenses"].items()),
-            style="bold" if row["source"] == "total" else None,
-        )
+        cells = list(_format_row(row))
+        if row["paper"]:
+            for place, figure in enumerate(_format_row(row["paper"])):
+                cells[place] += f" ({figure})"
+        licenses = [f"{name}: {count:,}" for name, count in row["licenses"].items()]
+        style = "bold" if row["source"] == "total" else None
+        table.add_row(row["title"], *cells, "\n".join(licenses), style=style)
     return table
 
 
@@ -82,6 +82,7 @@ def _format_row(row: Mapping) -> tuple[str, str, str]:
 
 
 def make_drops_table(manifest: dict) -> Table:
+    """Return the table of how many rows and attempts were dropped for which reason."""
     table = Table(title="Left out", title_justify="left")
     for title in ("source", "what", "count"):
         table.add_column(title, justify="right" if title == "count" else "left")

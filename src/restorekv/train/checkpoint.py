@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written under another name first, so that a kill at any moment leaves a
+"""Checkpoints of a run, written under another name first, so that a kill at any moment leaves a
 whole one.
 """
 
@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -38,6 +39,8 @@ FIX = "start again in another folder"
 KIND = FileKind("restorekv-checkpoint", "1", "a checkpoint of restorekv", FIX)
 HEADER = "step,loss,lr,seconds\n"
 ROW = re.compile(r"([0-9]{1,9}),[^,]+,[^,]+,[^,]+")
+# Settings that a resumed run may change: they decide no loss.
+FREE_SETTINGS = ("keep", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class TrainingRun:
 
 
 def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
-    """Refuse places that no run can use, and a folder of other files or of another run; make and
-    changes nothing.
+    """Refuse places that no run can use, and a folder of other files or of another run.
+
+    Nothing is made or changed.
     """
     for place in (folder, store):
         if place is not None:
@@ -65,7 +69,9 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
                 f"{folder} already holds a run; continue it with --resume or choose another folder."
             )
         return
-    names = {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
+    names: set[str] = set()
+    if folder.exists():
+        names = {path.name for path in folder.iterdir()} - {".lock"}
     if names and (LOG_FILE not in names or _read_log_lines(folder / LOG_FILE) is None):
         raise RestoreKVError(
             f"{folder} holds other files and no run; choose an empty or a new folder."
@@ -73,21 +79,22 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse what is no folder and what cannot become one."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise RestoreKVError(f"{there} is a file; give the name of a folder.")
-    if there != folder:
-        check_target(there / folder.absolute().relative_to(there.absolute()).parts[0])
+    """Refuse what is not a folder and what cannot become one."""
+    places = (folder, *folder.absolute().parents)
+    existing = next(place for place in places if place.exists())
+    if not existing.is_dir():
+        raise RestoreKVError(f"{existing} is a file; give the name of a folder.")
+    if existing != folder:
+        # The first folder that would be made.
+        missing = folder.absolute().relative_to(existing.absolute()).parts[0]
+        check_target(existing / missing)
 
 
 def begin_log(folder: Path) -> None:
     """Start the log of a new run."""
     check_folders(folder)
-    with (
-        explain_write_errors(folder / LOG_FILE),
-        replace_file(folder / LOG_FILE, follow=False) as temporary,
-    ):
+    path = folder / LOG_FILE
+    with explain_write_errors(path), replace_file(path, follow=False) as temporary:
         temporary.write_text(HEADER)
 
 
@@ -99,12 +106,12 @@ def describe_origin(
     processes: int,
 ) -> dict[str, object]:
     """Return what a run depends on besides its settings; a gate is identified by its weights."""
-    own = {
+    return {
+        **describe_teacher(model, tokenizer),
         "data": hash_examples(examples),
         "scores": identify_scores(config, model),
         "processes": processes,
     }
-    return {**describe_teacher(model, tokenizer), **own}
 
 
 def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
@@ -114,11 +121,12 @@ def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
 
 def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
     """Write the adapter, the optimizer and the number of steps done."""
-    tensors = {
-        f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()
-    }
+    tensors = {}
+    for name, value in run.adapter.trainable_state().items():
+        tensors[f"adapter.{name}"] = value.cpu()
     for index, state in run.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
+        for name, value in state.items():
+            tensors[f"optimizer.{index}.{name}"] = value.cpu()
     metadata = {"config": run.config.to_json(), "origin": json.dumps(run.origin), "step": str(step)}
     seal.write_sealed(folder / CHECKPOINT_FILE, KIND, tensors, metadata, follow=False)
 
@@ -129,16 +137,16 @@ def hold_signals() -> Iterator[None]:
     would cut in two.
     """
     held: list[tuple[int, FrameType | None]] = []
-    # Others get none.
-    numbers = (
-        signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()
-    )
-    handlers = {
-        number: handler for number in numbers if callable(handler := signal.getsignal(number))
-    }
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    # Python delivers signals to the main thread alone.
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
     try:
         for number in handlers:
-            signal.signal(number, lambda *what: held.append(what))
+            signal.signal(number, lambda number, frame: held.append((number, frame)))
         yield
     finally:
         for number, handler in handlers.items():
@@ -148,40 +156,39 @@ def hold_signals() -> Iterator[None]:
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> int:
-    """Load the checkpoint and return the step to continue with; 0 where there is none. Changes no
-    file.
+    """Load the checkpoint and return the step to continue with; 0 where there is none.
+
+    No file is changed.
     """
     path = folder / CHECKPOINT_FILE
-    if not os.path.lexists(path):  # a circle of links is no missing file
+    # A circle of links does not exist for Path.exists, and is not a missing file either.
+    if not os.path.lexists(path):
         return 0
     what = f"The checkpoint {path}"
     metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)
     try:
         saved = TrainConfig.from_json(metadata["config"])
         step = int(metadata["step"][:20])
-        source = parse_record(metadata["origin"], what)
-        asdict(saved) | source
+        origin = parse_record(metadata["origin"], what)
+        before = asdict(saved) | origin
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RestoreKVError(f"{what} is damaged ({summarize_error(error)}); {FIX}.") from error
-    saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
-    before = asdict(saved) | source
-    now = asdict(run.config) | run.origin
-    changes = [
-        f"{name} is {now[name]}, was {make_printable(before.get(name))}"
-        for name in now
-        if now[name] != before.get(name)
-    ]
+    changes = []
+    for name, value in (asdict(run.config) | run.origin).items():
+        if name not in FREE_SETTINGS and value != before.get(name):
+            changes.append(f"{name} is {value}, was {make_printable(before.get(name))}")
     if changes:
         raise RestoreKVError(
-            f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or choose another folder."
+            f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or "
+            "choose another folder."
         )
     if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
     run.adapter.load_trainable_state(_select_prefix(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in _select_prefix(tensors, "optimizer.").items():
-        index, _, what = name.partition(".")
-        moments.setdefault(int(index), {})[what] = value
+        index, _, moment = name.partition(".")
+        moments.setdefault(int(index), {})[moment] = value
     run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": moments})
     return step
 
@@ -190,24 +197,24 @@ def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int)
     """Return whether the tensors are the adapter's and AdamW's moments of those parameters that
     had a gradient.
     """
-    sizes = {
-        f"adapter.{name}": (value.dtype, value.shape)
-        for name, value in run.adapter.trainable_state().items()
-    }
-    kind = torch.float32
+    sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, value in run.adapter.trainable_state().items():
+        sizes[f"adapter.{name}"] = (value.dtype, value.shape)
     for index, parameter in enumerate(run.optimizer.param_groups[0]["params"]):
-        name = f"optimizer.{index}."
-        size = (kind, tuple(parameter.shape))
-        if f"{name}step" in tensors:
-            sizes |= {f"{name}exp_avg": size, f"{name}exp_avg_sq": size, f"{name}step": (kind, ())}
-    return (
-        1 <= step <= run.config.steps
-        and seal.has_sizes(tensors, sizes)
-        and all(1 <= value <= step for name, value in tensors.items() if name.endswith(".step"))
-        and all(
-            (value >= 0).all() for name, value in tensors.items() if name.endswith(".exp_avg_sq")
-        )
-    )
+        prefix = f"optimizer.{index}"
+        if f"{prefix}.step" in tensors:
+            size = (torch.float32, tuple(parameter.shape))
+            sizes[f"{prefix}.exp_avg"] = size
+            sizes[f"{prefix}.exp_avg_sq"] = size
+            sizes[f"{prefix}.step"] = (torch.float32, ())
+    if not 1 <= step <= run.config.steps or not seal.has_sizes(tensors, sizes):
+        return False
+    for name, value in tensors.items():
+        if name.endswith(".step") and not 1 <= value <= step:
+            return False
+        if name.endswith(".exp_avg_sq") and not (value >= 0).all():
+            return False
+    return True
 
 
 def trim_log(folder: Path, step: int) -> None:
@@ -220,13 +227,18 @@ def trim_log(folder: Path, step: int) -> None:
         raise RestoreKVError(
             f"{path} is not the log of a run; move it away, then continue with --resume."
         )
-    rows = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) < step]
-    if len(rows) < step:
+    kept = []
+    for line in lines:
+        row = ROW.fullmatch(line)
+        if row and int(row[1]) < step:
+            kept.append(f"{line}\n")
+    if len(kept) < step:
         warn(
-            f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines."
+            f"The log {path} lacks {step - len(kept)} of the {step} steps done; the run continues "
+            "without these lines."
         )
     with replace_file(path, follow=False) as temporary:
-        temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
+        temporary.write_text(HEADER + "".join(kept))
 
 
 def _read_log_lines(path: Path) -> list[str] | None:
@@ -236,7 +248,9 @@ def _read_log_lines(path: Path) -> list[str] | None:
     if not os.path.lexists(path):
         return []
     text = read_bytes(path, f"The log {path}").decode(errors="replace")
-    return text.splitlines()[1:] if HEADER.startswith(text[: len(HEADER)]) else None
+    if not HEADER.startswith(text[: len(HEADER)]):
+        return None
+    return text.splitlines()[1:]
 
 
 def _select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -32,54 +32,56 @@ class SetupLosses:
 
     def __str__(self) -> str:
         return (
-            f"Before training, loss at r = {self.ratio:g} on one context: {self.full:.4f} full cache, "
-            f"{self.base:.4f} evicted, {self.restored:.4f} with the adapter as it is."
+            f"Before training, loss at r = {self.ratio:g} on one context: {self.full:.4f} full "
+            f"cache, {self.base:.4f} evicted, {self.restored:.4f} with the adapter as it is."
         )
 
 
 @torch.no_grad()
 def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -> SetupLosses:
-    """Compare what must be equal on a sample's questions; raises RestoreKVError where it is not.
+    """Compare what must be equal on a sample's questions.
 
     The teacher's stored states are those of the plain model on its dense cache; the evicted student
     is the one that the definition of ragged attention gives; with no restore tokens the adapter
     changes nothing.
+
+    Raises:
+        RestoreKVError: two of these losses differ.
     """
     model = teachers.model
     ratio = teachers.config.ratio_max
     prepared, targets = teachers.get_context(sample.index, sample.evictor)
     targets = [targets[question] for question in sample.questions]
+    rows = [target.ids for target in targets]
+    answers = [target.answer for target in targets]
+    teacher = torch.cat([target.hidden for target in targets])
     tolerance = TOLERANCE.get(model.dtype, ROUNDED)
 
-    def loss(cache: RaggedCache) -> float:
-        student = run_answers(model, cache, [x.ids for x in targets], [x.answer for x in targets])
-        return float(
-            compute_hidden_divergence(
-                model, torch.cat([x.hidden for x in targets]), student.hidden
-            ).mean()
-        )
+    def compute_loss(cache: RaggedCache) -> float:
+        student = run_answers(model, cache, rows, answers)
+        return float(compute_hidden_divergence(model, teacher, student.hidden).mean())
 
-    plain = []  # the model on the dense cache, one question at a time, with its own logits
+    # The model on the dense cache, one question at a time, with its own logits.
+    plain = []
     for target in targets:
         ids = target.ids[None].to(model.device)
         dense = read_only_view(prepared.full)
         output = model(
             input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1
         )
-        plain.append(
-            compute_divergence(compute_logits(model, target.hidden), output.logits[0, :-1])
-        )
+        stored = compute_logits(model, target.hidden)
+        plain.append(compute_divergence(stored, output.logits[0, :-1]))
     full = float(torch.cat(plain).mean())
     if not full < tolerance:
         raise RestoreKVError(
-            f"The teacher's answers are not those of this model on its full cache (loss {full:.4f}); build the data "
-            "with this model, or delete the folder of --store."
+            f"The teacher's answers are not those of this model on its full cache (loss "
+            f"{full:.4f}); build the data with this model, or delete the folder of --store."
         )
     restored = prepared.with_restore_cache(adapter)
-    base = loss(prepared.evict(ratio))
-    none = loss(restored.evict(ratio, 0))
+    base = compute_loss(prepared.evict(ratio))
+    none = compute_loss(restored.evict(ratio, 0))
     with attention.force_backend("naive"):
-        defined = loss(prepared.evict(ratio))
+        defined = compute_loss(prepared.evict(ratio))
     for what, other in (
         ("with no restore tokens", none),
         ("by the definition of ragged attention", defined),
@@ -88,4 +90,4 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
             raise RestoreKVError(
                 f"The evicted cache's loss is {base:.4f}, but {other:.4f} {what}; report this."
             )
-    return SetupLosses(ratio, full, base, loss(restored.evict(ratio)))
+    return SetupLosses(ratio, full, base, compute_loss(restored.evict(ratio)))

@@ -46,8 +46,8 @@ class TrainConfig:
 
     evictor: str = setting(
         "kvzip",
-        "Evictor to restore, with its settings: kvzip, snapkv:window=64. Of several, separated by commas, each step "
-        "draws one.",
+        "Evictor to restore, with its settings: kvzip, snapkv:window=64. Of several, separated by "
+        "commas, each step draws one.",
     )
     prefix_policy: PrefixPolicy = setting(
         "free", "free: the chat prefix is kept and not counted; counted."
@@ -75,7 +75,8 @@ class TrainConfig:
     questions: int = setting(4, "Maximum number of questions per context and step.")
     draws: int = setting(
         1,
-        "Ratios, each with its own questions, that every context of a step is evicted to; reading it costs once.",
+        "Ratios, each with its own questions, that every context of a step is evicted to; reading "
+        "it costs once.",
     )
     ratio_min: float = setting(0.025, "Lowest compression ratio drawn.")
     ratio_max: float = setting(0.25, "Highest compression ratio drawn.")
@@ -84,7 +85,8 @@ class TrainConfig:
     )
     ratio_weight: float = setting(
         0.0,
-        "Power of r / ratio_max that a step's loss is multiplied by: above 0, high ratios weigh more.",
+        "Power of r / ratio_max that a step's loss is multiplied by: above 0, high ratios weigh "
+        "more.",
     )
     nested: bool = setting(
         False, "Draw the number of restore tokens used, so that the first few work alone."

@@ -24,7 +24,7 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import get_backbone
-from restorekv.restore.licenses import KNOWN, normalize_license
+from restorekv.restore.model_card import KNOWN, normalize_license
 from restorekv.spec import split_specs
 from restorekv.tiny.suite import draw_documents
 from restorekv.train.config import TrainConfig
@@ -66,8 +66,12 @@ def count_sources(examples: Sequence[Example]) -> list[dict[str, object]]:
         groups.setdefault((example.source, example.license), []).append(example)
     rows = []
     for (source, license), group in groups.items():
-        row = {"source": source, "license": license, "contexts": len(group)}
-        row["examples"] = sum(len(example.questions) for example in group)
+        row = {
+            "source": source,
+            "license": license,
+            "contexts": len(group),
+            "examples": sum(len(example.questions) for example in group),
+        }
         if all(example.answer_ids is not None for example in group):
             row["answers"] = "written by this model when the data was built"
         rows.append(row)
@@ -85,22 +89,29 @@ def hash_examples(examples: Sequence[Example]) -> str:
 def make_tiny_examples(
     tokenizer: Tokenizer, count: int, seed: int, low: int, high: int
 ) -> list[Example]:
-    """Return `count` documents of the tiny world, of the split that only the restore pass is
-    trained on.
+    """Return documents of the tiny world, of the split that only the restore pass is trained on.
+
+    Args:
+        tokenizer: the tiny model's.
+        count: how many documents.
+        seed: decides the documents.
+        low: fewest tokens of a document.
+        high: most tokens of a document.
     """
-    return [
-        Example(
-            document.text,
-            tuple(q.text for q in document.questions),
-            tuple(" " + q.target for q in document.questions),
-            source="tiny world",
-            license="apache-2.0",
-            where=f"document {number} of the tiny world",
+    examples = []
+    drawn = draw_documents(tokenizer, count, f"restore {seed}", seed, low, high)
+    for number, document in enumerate(drawn):
+        examples.append(
+            Example(
+                context=document.text,
+                questions=tuple(question.text for question in document.questions),
+                drafts=tuple(" " + question.target for question in document.questions),
+                source="tiny world",
+                license="apache-2.0",
+                where=f"document {number} of the tiny world",
+            )
         )
-        for number, document in enumerate(
-            draw_documents(tokenizer, count, f"restore {seed}", seed, low, high)
-        )
-    ]
+    return examples
 
 
 def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
@@ -109,24 +120,26 @@ def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> l
     """
     if path.is_dir():
         return _read_mixture_examples(path, model, tokenizer)
-    between = get_default_between(tokenizer)  # as `ask` puts it between document and question
-    return [
-        replace(each, questions=tuple(between + text for text in each.questions))
-        for each in _read_line_examples(path)
-    ]
+    # As `ask` puts it between document and question.
+    between = get_default_between(tokenizer)
+    examples = []
+    for example in _read_line_examples(path):
+        questions = tuple(between + text for text in example.questions)
+        examples.append(replace(example, questions=questions))
+    return examples
 
 
 def read_contexts(paths: Sequence[Path]) -> list[str]:
     """Read the distinct contexts of JSON lines and mixtures, whichever model answered them; warn
     of repeated ones.
     """
-    texts = [
-        each.context
-        for path in paths
-        for each in (read_mixture(path)[0] if path.is_dir() else _read_line_examples(path))
-    ]
+    texts = []
+    for path in paths:
+        contexts = read_mixture(path)[0] if path.is_dir() else _read_line_examples(path)
+        texts += [each.context for each in contexts]
     distinct = list(dict.fromkeys(texts))
-    if repeated := len(texts) - len(distinct):
+    repeated = len(texts) - len(distinct)
+    if repeated:
         warn(f"{repeated} of {len(texts)} contexts repeat an earlier one; each counts once.")
     return distinct
 
@@ -134,24 +147,28 @@ def read_contexts(paths: Sequence[Path]) -> list[str]:
 def _read_mixture_examples(
     folder: Path, model: PreTrainedModel, tokenizer: Tokenizer
 ) -> list[Example]:
+    """Read the contexts of a mixture with the answers that this very model gave."""
     contexts, manifest = read_mixture(folder, model, tokenizer)
-    accounts = dict(zip(manifest["sources"], summarize_sources(manifest), strict=True))
-    names = {
-        name: f"{row['source']} ({row['dataset']}, {row.get('revision') or row['sha256'][:16]}, seed {row['seed']})"
-        for name, row in accounts.items()
-    }
-    return [
-        Example(
-            each.context,
-            each.questions,
-            each.answers,
-            each.answer_ids,
-            names[each.source],
-            each.license,
-            f"{folder}, {each.source}, document {each.document}",
+    names = {}
+    accounts = summarize_sources(manifest)
+    for source, account in zip(manifest["sources"], accounts, strict=True):
+        version = account.get("revision") or account["sha256"][:16]
+        dataset = f"{account['dataset']}, {version}, seed {account['seed']}"
+        names[source] = f"{account['source']} ({dataset})"
+    examples = []
+    for each in contexts:
+        examples.append(
+            Example(
+                context=each.context,
+                questions=each.questions,
+                drafts=each.answers,
+                answer_ids=each.answer_ids,
+                source=names[each.source],
+                license=each.license,
+                where=f"{folder}, {each.source}, document {each.document}",
+            )
         )
-        for each in contexts
-    ]
+    return examples
 
 
 def _read_line_examples(path: Path) -> list[Example]:
@@ -171,17 +188,25 @@ def _read_line_examples(path: Path) -> list[Example]:
 
 
 def _parse_example(row: Any, where: str) -> Example:
-    if problem := _find_line_fault(row):
+    """Return the example of a line's object; refuse a wrong one."""
+    problem = _find_line_fault(row)
+    if problem:
         raise RestoreKVError(f"{where} {problem}; fix the line.")
     license = row.get("license")
-    if license is not None and (license := normalize_license(license)) not in KNOWN:
-        raise RestoreKVError(
-            f"{where} has the unknown license {license!r}; give a name as on the Hugging Face hub, or none for a text "
-            "of your own."
-        )
-    drafts = tuple(row.get("answers") or [None] * len(row["questions"]))
+    if license is not None:
+        license = normalize_license(license)
+        if license not in KNOWN:
+            raise RestoreKVError(
+                f"{where} has the unknown license {license!r}; give a name as on the Hugging Face "
+                "hub, or none for a text of your own."
+            )
     return Example(
-        row["context"], tuple(row["questions"]), drafts, None, row.get("source"), license, where
+        context=row["context"],
+        questions=tuple(row["questions"]),
+        drafts=tuple(row.get("answers") or [None] * len(row["questions"])),
+        source=row.get("source"),
+        license=license,
+        where=where,
     )
 
 
@@ -189,22 +214,24 @@ def _find_line_fault(row: object) -> str | None:
     """Return what is wrong with a line's object, or None."""
     if not isinstance(row, dict):
         return 'is not an object {"context": ..., "questions": [...]}'
-    unknown = [key for key in row if key not in LINE_KEYS]
-    if unknown:
-        return f"has the unknown key {unknown[0]!r} (known: {', '.join(LINE_KEYS)})"
+    for key in row:
+        if key not in LINE_KEYS:
+            return f"has the unknown key {key!r} (known: {', '.join(LINE_KEYS)})"
     if not _has_text(row.get("context")):
         return 'has no text in "context"'
-    lists = ("questions", "answers") if row.get("answers") else ("questions",)
-    if missing := [name for name in lists if not isinstance(row.get(name), list) or not row[name]]:
-        return f'has no list in "{missing[0]}"'
-    texts = {f'"{name}"': row[name] for name in LINE_KEYS[3:5] if row.get(name) is not None}
-    texts |= {
-        f'"{name}", number {number}': text
-        for name in lists
-        for number, text in enumerate(row[name], 1)
-    }
-    if empty := [place for place, text in texts.items() if not _has_text(text)]:
-        return f"has no text in {empty[0]}"
+    lists = ["questions"]
+    if row.get("answers"):
+        lists.append("answers")
+    for name in lists:
+        if not isinstance(row.get(name), list) or not row[name]:
+            return f'has no list in "{name}"'
+    for name in ("source", "license"):
+        if row.get(name) is not None and not _has_text(row[name]):
+            return f'has no text in "{name}"'
+    for name in lists:
+        for number, text in enumerate(row[name], 1):
+            if not _has_text(text):
+                return f'has no text in "{name}", number {number}'
     if len(lists) == 2 and len(row["answers"]) != len(row["questions"]):
         return f"has {len(row['questions'])} questions and {len(row['answers'])} answers"
     return None
@@ -245,17 +272,20 @@ def draw_step_samples(
         epoch, place = divmod(number, len(examples))
         order = list(range(len(examples)))
         random.Random(f"order {config.seed} {epoch}").shuffle(order)
-        asked = range(len(examples[order[place]].questions))
+        index = order[place]
+        question_count = len(examples[index].questions)
         drawn = []
         for _ in range(config.draws):
-            questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
+            chosen = rng.sample(range(question_count), min(config.questions, question_count))
             ratio = f"{_draw_ratio(config, rng):.6f}"
-            tokens = (
-                rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
-            )
-            drawn.append((questions, ratio, tokens))
+            tokens = config.restore_tokens
+            if config.nested:
+                tokens = rng.randint(1, config.restore_tokens)
+            drawn.append((tuple(chosen), ratio, tokens))
+        # Drawn last, so that runs with one evictor have the same draws as ever.
         evictor = rng.randrange(evictors) if evictors > 1 else 0
-        samples += [StepSample(order[place], *each, evictor) for each in drawn]
+        for questions, ratio, tokens in drawn:
+            samples.append(StepSample(index, questions, ratio, tokens, evictor))
     return samples
 
 
@@ -263,8 +293,11 @@ def select_own_samples(
     samples: Sequence[StepSample], draws: int, rank: int, processes: int
 ) -> list[StepSample]:
     """Return one process' share of a step: whole contexts, with all their draws."""
-    contexts = [samples[first : first + draws] for first in range(0, len(samples), draws)]
-    return [sample for context in contexts[rank::processes] for sample in context]
+    own = []
+    contexts = range(0, len(samples), draws)
+    for first in contexts[rank::processes]:
+        own += samples[first : first + draws]
+    return own
 
 
 def _draw_ratio(config: TrainConfig, rng: random.Random) -> float:
@@ -286,35 +319,35 @@ def check_example_lengths(
     """
     limit = count_usable_positions(model)
     few = 0
-    conventions = config.make_evictions()[0].config
+    eviction_config = config.make_evictions()[0].config
     ratio = config.ratio_min if is_sharded(get_backbone(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
         asked = max(encode_text(tokenizer, question).shape[-1] for question in example.questions)
-        answer = (
-            max(map(len, example.answer_ids), default=0)
-            if example.answer_ids
-            else config.max_new_tokens
-        )
-        needed = (
-            context.positions + config.restore_tokens + asked + context.suffix.shape[-1] + answer
-        )
+        answer = config.max_new_tokens
+        if example.answer_ids:
+            answer = max(map(len, example.answer_ids), default=0)
+        tail = config.restore_tokens + asked + context.suffix.shape[-1] + answer
+        needed = context.positions + tail
         if needed > limit:
             raise RestoreKVError(
-                f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
-                f"question and answer, and the model was made for {limit}; shorten it."
+                f"{example.where} needs {needed} positions for a context of {context.tokens} "
+                "tokens, the longest question and answer, and the model was made for "
+                f"{limit}; shorten it."
             )
-        if not conventions.make_budget(ratio, context, 1, 1, config.restore_tokens).restore_tokens:
+        budget = eviction_config.make_budget(ratio, context, 1, 1, config.restore_tokens)
+        if not budget.restore_tokens:
             raise RestoreKVError(
-                f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
-                "them; leave it out."
+                f"{example.where} has {context.tokens} tokens: no restore token fits into "
+                f"r = {ratio:g} of them; leave it out."
             )
-        fitting = conventions.make_budget(
+        tightest = eviction_config.make_budget(
             config.ratio_min, context, 1, 1, config.restore_tokens
-        ).restore_tokens
-        few += fitting < config.restore_tokens
+        )
+        if tightest.restore_tokens < config.restore_tokens:
+            few += 1
     if few:
         warn(
-            f"{few} of {len(examples)} contexts are too short for {config.restore_tokens} restore tokens "
-            f"at r = {config.ratio_min:g}; they get fewer."
+            f"{few} of {len(examples)} contexts are too short for {config.restore_tokens} restore "
+            f"tokens at r = {config.ratio_min:g}; they get fewer."
         )

@@ -57,7 +57,15 @@ def compute_sample_loss(
     sample: StepSample,
     config: TrainConfig,
 ) -> Tensor:
-    """Return the loss of one context over the answer tokens of the sampled questions."""
+    """Return the loss of one context over the answer tokens of the sampled questions.
+
+    Args:
+        adapter: what is trained; its restore pass runs with gradients.
+        prepared: the context with its scores, without a restore cache.
+        targets: the teacher's targets for all of the context's questions.
+        sample: which questions, at which ratio, with how many restore tokens.
+        config: the weights and directions of the loss.
+    """
     chosen = [targets[question] for question in sample.questions]
     student = prepared.with_restore_cache(adapter).evict(sample.ratio, sample.restore_tokens)
     weights = config.state_weights()
@@ -88,16 +96,29 @@ def train_adapter(
     group: ProcessGroup = SINGLE_PROCESS,
     notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
-    """Train an adapter, write it to `folder`/adapter and return it; `notice` gets the figures
-    before the first step.
+    """Train an adapter, write it to `folder`/adapter and return it.
 
-    Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`. `resume` continues
-    from the checkpoint with the losses an uninterrupted run would have had. `store` is a folder for
-    what runs share (`TeacherCache`). Raises RestoreKVError when `folder` holds another run.
+    Losses go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`.
+
+    Args:
+        model: teacher and student; it is never changed.
+        tokenizer: the model's own.
+        examples: the contexts with their questions.
+        config: the settings of the run.
+        folder: the folder of the run.
+        resume: continue from the checkpoint, with the losses an uninterrupted run would have had.
+        progress: called after each step with the steps done, their number and the loss.
+        store: a folder for what runs share (`TeacherCache`).
+        store_prefill: keep the full caches in `store` too.
+        group: the processes that share every step.
+        notice: gets the figures before the first step.
+
+    Raises:
+        RestoreKVError: `folder` holds another run, or a context does not fit.
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
-    # Refuses here, and not after the first hours of work.
+    # The log needs it; a run must not find that out after the first hours of work.
     import_extra("torch.utils.tensorboard", "train", "Training")
     if model.dtype == torch.float16:
         raise RestoreKVError(
@@ -120,10 +141,13 @@ def train_adapter(
     check_example_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
     start = _find_first_step(folder, run, teachers, resume, group, notice)
-    # Which makes the folder, after all that may be refused.
+    # Only now is the folder made: everything that may be refused has been checked.
     with nullcontext() if group.rank else folder_lock(folder):
         if group.rank == 0:
-            checkpoint.trim_log(folder, start) if start else checkpoint.begin_log(folder)
+            if start:
+                checkpoint.trim_log(folder, start)
+            else:
+                checkpoint.begin_log(folder)
         _take_steps(run, teachers, folder, start, progress, group)
         _save_adapter(adapter, teachers, folder, group)
     return adapter
@@ -160,7 +184,7 @@ def _take_steps(
                     checkpoint.save_checkpoint(folder, run, done)
     except KeyboardInterrupt:
         if done > start and group.rank == 0:
-            # A launcher passes a signal on that its processes have had already.
+            # A launcher repeats the signal, which would interrupt the saving.
             with checkpoint.hold_signals() if group.size > 1 else nullcontext():
                 checkpoint.save_checkpoint(folder, run, done)
         raise
@@ -190,8 +214,9 @@ def _find_first_step(
 def _add_gradients(
     run: TrainingRun, teachers: TeacherCache, step: int, group: ProcessGroup
 ) -> float:
-    """Add the clipped mean gradient of `config.contexts` contexts of every process; return the
-    mean loss.
+    """Add the clipped mean gradient of a step's contexts, over all processes; return the mean loss.
+
+    Every process reads `config.contexts` contexts and evicts each of them `config.draws` times.
     """
     config = run.config
     parameters = run.optimizer.param_groups[0]["params"]
@@ -209,8 +234,8 @@ def _add_gradients(
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
     if not math.isfinite(total + float(norm)):
         raise RestoreKVError(
-            f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower the learning rate. The "
-            "last checkpoint is from before it."
+            f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower "
+            "the learning rate. The last checkpoint is from before it."
         )
     return group.average_loss(total)
 
@@ -238,7 +263,10 @@ def make_initial_adapter(
     settings' shape.
     """
     if not config.init:
-        fixed = int(encode_text(tokenizer, "\n")[0, -1]) if config.embeddings == "fixed" else None
+        fixed = None
+        if config.embeddings == "fixed":
+            line_break = encode_text(tokenizer, "\n")
+            fixed = int(line_break[0, -1])
         return RestoreAdapter.create(
             model,
             config.restore_tokens,
@@ -253,17 +281,19 @@ def make_initial_adapter(
         "restore_tokens": adapter.restore_tokens,
         "rank": adapter.config.r,
         "alpha": adapter.config.lora_alpha,
+        "embeddings": adapter.card.embeddings,
     }
-    shape["embeddings"] = adapter.card.embeddings
     for name, value in shape.items():
-        if value != getattr(config, name):
+        wanted = getattr(config, name)
+        if value != wanted:
             raise AdapterError(
-                f"The adapter {config.init} has {name} {value}, the settings {getattr(config, name)}; "
+                f"The adapter {config.init} has {name} {value}, the settings {wanted}; "
                 f"train with --{name.replace('_', '-')} {value}."
             )
     if set(adapter.config.target_modules or ()) != set(config.targets):
         raise AdapterError(
-            f"The adapter {config.init} has LoRA on other layers than --targets; name the same ones."
+            f"The adapter {config.init} has LoRA on other layers than --targets; name the same "
+            "ones."
         )
     return adapter
 
@@ -275,15 +305,9 @@ def _save_adapter(
     started from.
     """
     config = teachers.config
-    before = adapter.card
-    own = count_sources(teachers.examples)
-    inherited = [
-        row
-        | {"source": f"{row.get('source') or 'unnamed data'}, through the adapter it began with"}
-        for row in before.data or []
-        # The very same data, trained on again, is named once.
-        if row.get("source") is None or row not in own
-    ]
+    data = count_sources(teachers.examples)
+    if config.init:
+        data = data + _inherit_data(adapter.card.data or [], data)
     adapter.describe(
         evictor=checkpoint.identify_scores(config, teachers.model),
         prefix_policy=config.prefix_policy,
@@ -291,12 +315,28 @@ def _save_adapter(
         allocation=teachers.evictions[0].config.allocation.spec,
         restore_from=config.restore_from,
         settings=json.loads(config.to_json()) | {"processes": group.size},
-        data=own + (inherited if config.init else []),
+        data=data,
         between=get_default_between(teachers.tokenizer),
     )
     if group.rank == 0:
         adapter.save_pretrained(folder / "adapter")
     group.wait()
+
+
+def _inherit_data(before: list[dict], own: list[dict]) -> list[dict]:
+    """Return the rows of data that an adapter was trained on before this run.
+
+    The very same data, trained on again, are named once.
+    """
+    rows = []
+    for row in before:
+        name = row.get("source")
+        if name is not None and row in own:
+            continue
+        rows.append(
+            row | {"source": f"{name or 'unnamed data'}, through the adapter it began with"}
+        )
+    return rows
 
 
 @contextmanager
@@ -309,9 +349,8 @@ def _open_step_log(
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
-    writer = import_extra("torch.utils.tensorboard", "train", "Training").SummaryWriter(
-        str(folder), purge_step=start
-    )
+    tensorboard = import_extra("torch.utils.tensorboard", "train", "Training")
+    writer = tensorboard.SummaryWriter(str(folder), purge_step=start)
     with open_without_links(folder / checkpoint.LOG_FILE) as raw, writer as board:
         file = io.TextIOWrapper(raw, newline="", write_through=True)
 

@@ -1,6 +1,6 @@
 """The distillation loss (Eq. 8) and its variants, and the pass over given answers that it compares."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -17,8 +17,9 @@ Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]
 DIRECTIONS = get_args(Direction)
 REDUCTIONS = get_args(Reduction)
-LOGITS_AT_ONCE = 2**24  # logits (rows x vocabulary) that are held at a time: 64 MiB in float32
-# the output of a layer; of its attention
+# Logits (rows x vocabulary) that are held at a time: 64 MiB in float32.
+LOGITS_AT_ONCE = 2**24
+# Names of recorded states: the output of a layer, and of its attention.
 HIDDEN = "hidden"
 ATTENTION = "attention"
 States = dict[str, Tensor]  # (layers, M, d) each
@@ -44,8 +45,8 @@ def compute_divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmet
 def compute_hidden_divergence(
     model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Direction = "symmetric"
 ) -> Tensor:
-    """Return the `compute_divergence` of the model's logits for hidden states (M, d): (M,), a block of
-    rows at a time.
+    """Return the divergence (M,) of the model's logits for hidden states (M, d), a block of rows at
+    a time.
 
     The backward pass recomputes the logits of a block: with a vocabulary of 150,000 ids, those of
     one answer would otherwise take several times M x 600 kB.
@@ -67,9 +68,9 @@ def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
     """
     teacher = teacher.detach().float()
     student = student.float()
-    return ((student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=1e-12)).mean(
-        0
-    )
+    distance = (student - teacher).square().sum(-1)
+    length = teacher.square().sum(-1).clamp(min=1e-12)
+    return (distance / length).mean(0)
 
 
 def reduce_losses(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
@@ -78,7 +79,9 @@ def reduce_losses(losses: Tensor, questions: int, reduction: Reduction) -> Tenso
 
     RestoreKV's public code sums (github.com/cvsp-lab/RestoreKV): long answers then weigh more.
     """
-    return losses.mean() if reduction == "mean" else losses.sum() / questions
+    if reduction == "mean":
+        return losses.mean()
+    return losses.sum() / questions
 
 
 def mark_answer_positions(lengths: list[tuple[int, int]], width: int) -> Tensor:
@@ -110,13 +113,18 @@ def run_answers(
     answers: list[int],
     record: tuple[str, ...] = (),
 ) -> AnswerPass:
-    """Run ids of question + answer, `answers` of which are the answer, over a shared cache, with
-    gradients to it.
+    """Run questions with their answers over a shared cache, with gradients to it.
+
+    Args:
+        model: teacher or student, which are the same model.
+        cache: the cache that every row is read after; it stays as it is.
+        rows: ids of question and answer.
+        answers: how many of a row's ids are the answer.
+        record: names of the layers' states to record: HIDDEN, ATTENTION.
     """
     width = max(len(row) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]).to(
-        model.device
-    )
+    padded = [torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]
+    ids = torch.stack(padded).to(model.device)
     lengths = [(len(row) - answer, answer) for row, answer in zip(rows, answers, strict=True)]
     chosen = mark_answer_positions(lengths, width).to(model.device)
     with record_states(model, chosen, record) as states:
@@ -124,9 +132,8 @@ def run_answers(
         hidden = get_backbone(model)(
             input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True
         ).last_hidden_state
-    return AnswerPass(
-        hidden[chosen], {name: torch.stack(layers) for name, layers in states.items()}
-    )
+    recorded = {name: torch.stack(layers) for name, layers in states.items()}
+    return AnswerPass(hidden[chosen], recorded)
 
 
 def compute_answer_logits(
@@ -143,17 +150,19 @@ def record_states(
     """Collect the rows `chosen` (B, Q) of every layer's states `names`."""
     states: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def collect(name: str):
-        def hook(module: torch.nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
-            states[name].append((output if isinstance(output, Tensor) else output[0])[chosen])
+    def make_hook(name: str) -> Callable[..., None]:
+        def record_output(module: torch.nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
+            # An attention module returns its output with its weights, a layer may return a tuple.
+            state = output if isinstance(output, Tensor) else output[0]
+            states[name].append(state[chosen])
 
-        return hook
+        return record_output
 
-    handles = [
-        (layer if name == HIDDEN else layer.self_attn).register_forward_hook(collect(name))
-        for layer in get_backbone(model).layers
-        for name in names
-    ]
+    handles = []
+    for layer in get_backbone(model).layers:
+        for name in names:
+            module = layer if name == HIDDEN else layer.self_attn
+            handles.append(module.register_forward_hook(make_hook(name)))
     try:
         yield states
     finally:

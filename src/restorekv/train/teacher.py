@@ -57,69 +57,70 @@ class Teacher:
         are generated.
         """
         cache = prepared.evict(1)
-        asked = [
-            encode_question(self.tokenizer, prepared.context, text, empty=True)[0]
-            for text in example.questions
-        ]
+        asked = []
+        for text in example.questions:
+            asked.append(encode_question(self.tokenizer, prepared.context, text, empty=True)[0])
         if example.answer_ids is not None:
             answers = [torch.tensor(ids) for ids in example.answer_ids]
-            return [
-                target
-                for target, _ in self._assess_answers(cache, asked, answers, range(len(asked)))
-            ]
-        stops = get_stop_ids(self.model, self.tokenizer)
-        answers = [
-            None if draft is None or not stops else self._close_draft(draft, min(stops))
-            for draft in example.drafts
-        ]
-        drafted = [index for index, answer in enumerate(answers) if answer is not None]
-        assessed = zip(drafted, self._assess_answers(cache, asked, answers, drafted), strict=True)
-        targets = {index: target for index, (target, greedy) in assessed if greedy}
+            return [target for target, _ in self._assess_answers(cache, asked, answers)]
+
+        # Drafts that turn out to be the teacher's own greedy answers.
+        drafts = self._close_drafts(example.drafts)
+        drafted = sorted(drafts)
+        assessed = self._assess_answers(
+            cache, [asked[index] for index in drafted], [drafts[index] for index in drafted]
+        )
+        targets = {}
+        for index, (target, is_greedy) in zip(drafted, assessed, strict=True):
+            if is_greedy:
+                targets[index] = target
+
+        # The teacher writes the other answers itself.
         others = [index for index in range(len(asked)) if index not in targets]
         if others:
             prompts = [asked[index] for index in others]
-            written = generate_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
-            for index, ids in zip(others, written, strict=True):
-                answers[index] = ids
-            targets |= zip(
-                others,
-                (target for target, _ in self._assess_answers(cache, asked, answers, others)),
-                strict=True,
-            )
+            answers = generate_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
+            assessed = self._assess_answers(cache, prompts, answers)
+            for index, (target, _) in zip(others, assessed, strict=True):
+                targets[index] = target
         return [targets[index] for index in range(len(asked))]
 
-    def _close_draft(self, draft: str, stop: int) -> Tensor:
-        """Return a draft's ids and an EOS id, cut off at the limit."""
-        return torch.tensor(
-            [*encode_text(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens]
-        )
+    def _close_drafts(self, drafts: Sequence[str | None]) -> dict[int, Tensor]:
+        """Return the ids of each draft and an EOS id, cut off at the limit, by the draft's index.
+
+        A model without an EOS id ends no answer, so none of its drafts can be complete.
+        """
+        stops = get_stop_ids(self.model, self.tokenizer)
+        closed: dict[int, Tensor] = {}
+        if not stops:
+            return closed
+        for index, draft in enumerate(drafts):
+            if draft is not None:
+                ids = [*encode_text(self.tokenizer, draft)[0].tolist(), min(stops)]
+                closed[index] = torch.tensor(ids[: self.max_new_tokens])
+        return closed
 
     def _assess_answers(
-        self,
-        cache: RaggedCache,
-        asked: list[Tensor],
-        answers: list[Tensor | None],
-        indices: Sequence[int],
+        self, cache: RaggedCache, asked: Sequence[Tensor], answers: Sequence[Tensor]
     ) -> list[tuple[TeacherTarget, bool]]:
-        """Return the targets of the questions `indices`, and whether each answer is the greedy
-        one.
-        """
+        """Return the target of each question, and whether its answer is the greedy one."""
         targets = []
         stops = get_stop_ids(self.model, self.tokenizer)
-        for first in range(0, len(indices), BATCH):
-            batch = indices[first : first + BATCH]
+        for first in range(0, len(asked), BATCH):
+            batch = range(first, min(first + BATCH, len(asked)))
             rows = [torch.cat([asked[index], answers[index]]) for index in batch]
             counts = [len(answers[index]) for index in batch]
             output = run_answers(self.model, cache, rows, counts, self.record)
             start = 0
             for row, count in zip(rows, counts, strict=True):
-                part = slice(start, start := start + count)
+                part = slice(start, start + count)
+                start += count
                 hidden = output.hidden[part].clone()
                 states = {name: value[:, part].clone() for name, value in output.states.items()}
                 best = compute_logits(self.model, hidden).argmax(-1).cpu()
-                if {int(best[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
+                if {int(best[-1]), int(row[-1])} <= stops:
+                    # Of several EOS ids, the one that the teacher itself would take.
                     row = torch.cat([row[:-1], best[-1:]])
-                targets.append(
-                    (TeacherTarget(row, count, hidden, states), torch.equal(best, row[-count:]))
-                )
+                is_greedy = torch.equal(best, row[-count:])
+                targets.append((TeacherTarget(row, count, hidden, states), is_greedy))
         return targets

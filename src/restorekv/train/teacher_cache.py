@@ -36,8 +36,9 @@ from restorekv.train.examples import Example
 from restorekv.train.teacher import Teacher, TeacherTarget
 
 VERSION = 2
-SPARE_BYTES = 2**30  # bytes of the disk that are left free
-# what a config says about its origin, not about what the model computes
+# What is left free on the disk.
+SPARE_BYTES = 2**30
+# What a model's config says about its origin, not about what the model computes.
 IRRELEVANT_SETTINGS = (
     "name_or_path",
     "architectures",
@@ -55,32 +56,43 @@ Prepared = tuple[ScoredContext, list[TeacherTarget]]
 
 @dataclass
 class TensorStore:
-    """A folder of entries; `facts` is what every entry depends on. Once its disk is `full`, it is
-    only read.
+    """A folder of entries, each a file of tensors.
+
+    `facts` is what every entry depends on. Once its disk is `full`, the folder is only read.
     """
 
     folder: Path
     facts: dict[str, object] = field(default_factory=dict)
     full: bool = False
 
-    def entry_path(self, part: str, key: dict[str, object]) -> Path:
+    def make_entry_path(self, part: str, key: dict[str, object]) -> Path:
+        """Return the file of an entry, named by a hash of all that it depends on."""
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
-        return self.folder / part / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return self.folder / part / f"{digest[:32]}.safetensors"
 
     def load_or_compute(
-        self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]
+        self, part: str, key: dict[str, object], is_valid: Check, compute: Callable[[], Tensors]
     ) -> Tensors:
-        """Return an entry's tensors, which are computed and written if it does not exist; refuse
-        other tensors.
+        """Return an entry's tensors, which are computed and written if it does not exist.
+
+        Args:
+            part: the folder's part that the entry belongs to.
+            key: what the entry depends on besides `facts`.
+            is_valid: whether tensors that were read can be the entry's.
+            compute: makes the tensors.
+
+        Raises:
+            RestoreKVError: the file is damaged or holds other tensors.
         """
-        path = self.entry_path(part, key)
+        path = self.make_entry_path(part, key)
         if not path.exists():
             tensors = compute()
             self.write_entry(path, tensors)
             return tensors
         what = f"The cached file {path}"
         _, tensors = seal.read_sealed(path, KIND, what, finite=True)
-        if not whole(tensors):
+        if not is_valid(tensors):
             raise RestoreKVError(
                 f"{what} is damaged, it holds other tensors than such a file; {FIX}."
             )
@@ -96,10 +108,12 @@ class TensorStore:
             free = shutil.disk_usage(path.parent).free
             self.full = size + SPARE_BYTES > free
             if self.full:
-                return warn(
-                    f"{self.folder} has {free:,} bytes free and at least {SPARE_BYTES:,} are left to others; the run "
-                    f"goes on and writes nothing more there (the next file takes {size:,})."
+                warn(
+                    f"{self.folder} has {free:,} bytes free and at least {SPARE_BYTES:,} are left "
+                    "to others; the run continues and writes nothing more there (the next file "
+                    f"takes {size:,})."
                 )
+                return
             seal.write_sealed(path, KIND, tensors, follow=False)
         except OSError as error:
             raise RestoreKVError(
@@ -108,8 +122,7 @@ class TensorStore:
 
 
 class TeacherCache:
-    """`get_context(index, evictor)`: a context with an evictor's scores, without a restore cache, and its
-    teacher's targets.
+    """Contexts with an evictor's scores, without a restore cache, and their teacher's targets.
 
     The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and
     with `store_prefill` the full caches too, which is affordable for small models only.
@@ -150,9 +163,8 @@ class TeacherCache:
             return self.latest[1]
         self.latest = None  # frees its full cache before the next one is made
         example = self.examples[index]
-        prepared = self.prepare_context(
-            make_context(self.tokenizer, example.context), self.evictions[evictor]
-        )
+        context = make_context(self.tokenizer, example.context)
+        prepared = self.prepare_context(context, self.evictions[evictor])
         targets = self.find_targets(prepared, example)
         if len(self.kept) < self.config.keep:
             self.kept[index, evictor] = prepared, targets
@@ -167,36 +179,35 @@ class TeacherCache:
         text = {"ids": _hash_ids(context.ids)}
         key = text | {"evictor": eviction.identity(self.model)}
         shape = CacheShape.from_model(self.model)
-        size = {"scores": (torch.float32, (shape.layers, shape.heads, context.tokens))}
-        full = None
+        # Computing scores makes a full cache, which need not be made again.
+        full: DynamicCache | None = None
 
-        def scores() -> Tensors:
+        def compute_scores() -> Tensors:
             nonlocal full
             prepared = eviction.prepare(self.model, self.tokenizer, context)
             full = prepared.full
             return {"scores": prepared.scores}
 
-        stored = self.store.load_or_compute(
-            "scores", key, partial(seal.has_sizes, sizes=size), scores
-        )
+        scores_size = (torch.float32, (shape.layers, shape.heads, context.tokens))
+        are_scores = partial(seal.has_sizes, sizes={"scores": scores_size})
+        stored = self.store.load_or_compute("scores", key, are_scores, compute_scores)
         if self.store_prefill:
-            row = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
-            rows = {
-                f"{name}.{index}": row
-                for index in range(shape.layers)
-                for name in ("keys", "values")
-            }
-            whole = partial(seal.has_sizes, sizes=rows)
-            entry = self.store.load_or_compute(
-                "prefill",
-                text,
-                whole,
-                lambda: _pack_cache(full or prefill(self.model, context.ids)),
-            )
+            layer_size = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
+            sizes = {}
+            for layer in range(shape.layers):
+                sizes[f"keys.{layer}"] = layer_size
+                sizes[f"values.{layer}"] = layer_size
+
+            def compute_prefill() -> Tensors:
+                return _pack_cache(full or prefill(self.model, context.ids))
+
+            is_prefill = partial(seal.has_sizes, sizes=sizes)
+            entry = self.store.load_or_compute("prefill", text, is_prefill, compute_prefill)
             full = _unpack_cache(entry, self.model.device)
-        full = prefill(self.model, context.ids) if full is None else full
-        of_pairs = stored["scores"].to(self.model.device)
-        return ScoredContext(self.model, context, full, of_pairs, eviction.config)
+        if full is None:
+            full = prefill(self.model, context.ids)
+        scores = stored["scores"].to(self.model.device)
+        return ScoredContext(self.model, context, full, scores, eviction.config)
 
     def find_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Return the targets of a context, from the store if they are there."""
@@ -210,17 +221,15 @@ class TeacherCache:
             "limit": self.teacher.max_new_tokens,
             "watch": list(self.teacher.record),
         }
-        asked = [
-            encode_question(self.tokenizer, prepared.context, text, empty=True)[0]
-            for text in example.questions
-        ]
-        whole = partial(_are_targets, asked=asked, model=self.model, record=self.teacher.record)
-        entry = self.store.load_or_compute(
-            "teacher",
-            key,
-            whole,
-            lambda: _pack_targets(self.teacher.make_targets(prepared, example)),
-        )
+        asked = []
+        for text in example.questions:
+            asked.append(encode_question(self.tokenizer, prepared.context, text, empty=True)[0])
+        is_valid = partial(_are_targets, asked=asked, model=self.model, record=self.teacher.record)
+
+        def compute_targets() -> Tensors:
+            return _pack_targets(self.teacher.make_targets(prepared, example))
+
+        entry = self.store.load_or_compute("teacher", key, is_valid, compute_targets)
         return _unpack_targets(entry, len(example.questions), self.model.device)
 
 
@@ -251,33 +260,32 @@ def _hash_ids(ids: Tensor) -> str:
 
 def _pack_cache(full: DynamicCache) -> Tensors:
     """Return keys and values of every layer, (1, H, S + T, D) each."""
-    layers = enumerate(full.layers)
-    return {
-        f"{name}.{index}": getattr(layer, name)
-        for index, layer in layers
-        for name in ("keys", "values")
-    }
+    tensors = {}
+    for index, layer in enumerate(full.layers):
+        tensors[f"keys.{index}"] = layer.keys
+        tensors[f"values.{index}"] = layer.values
+    return tensors
 
 
 def _unpack_cache(tensors: Tensors, device: torch.device) -> DynamicCache:
+    """Return the cache whose keys and values `_pack_cache` packed."""
     full = DynamicCache()
     for index in range(len(tensors) // 2):
-        full.update(
-            tensors[f"keys.{index}"].to(device), tensors[f"values.{index}"].to(device), index
-        )
+        keys = tensors[f"keys.{index}"].to(device)
+        values = tensors[f"values.{index}"].to(device)
+        full.update(keys, values, index)
     return full
 
 
 def _pack_targets(targets: list[TeacherTarget]) -> Tensors:
+    """Return the tensors of all targets, the names of each beginning with its number."""
     tensors = {}
     for number, target in enumerate(targets):
-        parts = {
-            "row": target.ids.int(),
-            "answer": torch.tensor(target.answer),
-            "hidden": target.hidden,
-        }
-        parts |= {f"state.{name}": value for name, value in target.states.items()}
-        tensors |= {f"{number}.{name}": value for name, value in parts.items()}
+        tensors[f"{number}.row"] = target.ids.int()
+        tensors[f"{number}.answer"] = torch.tensor(target.answer)
+        tensors[f"{number}.hidden"] = target.hidden
+        for name, state in target.states.items():
+            tensors[f"{number}.state.{name}"] = state
     return tensors
 
 
@@ -286,40 +294,42 @@ def _are_targets(
 ) -> bool:
     """Return whether these are this model's targets for the questions whose ids are `asked`."""
     shape = CacheShape.from_model(model)
-    sizes = {}
+    sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     vocabulary = model.get_input_embeddings().num_embeddings
+    missing = torch.tensor(0)
     for number, question in enumerate(asked):
-        row, answer = (
-            tensors.get(f"{number}.{name}", torch.tensor(0)) for name in ("row", "answer")
-        )
-        tokens = int(answer) if answer.shape == () and answer.dtype == torch.int64 else 0
+        row = tensors.get(f"{number}.row", missing)
+        answer = tensors.get(f"{number}.answer", missing)
+        if answer.shape != () or answer.dtype != torch.int64:
+            return False
+        tokens = int(answer)
         if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
             return False
         if not torch.equal(row[:-tokens].long(), question):
             return False
-        own = {"row": (torch.int32, (len(row),)), "answer": (torch.int64, ())}
-        own |= {"hidden": (model.dtype, (tokens, shape.hidden))}
-        own |= {
-            f"state.{name}": (model.dtype, (shape.layers, tokens, shape.hidden)) for name in record
-        }
-        sizes |= {f"{number}.{name}": size for name, size in own.items()}
+        sizes[f"{number}.row"] = (torch.int32, (len(row),))
+        sizes[f"{number}.answer"] = (torch.int64, ())
+        sizes[f"{number}.hidden"] = (model.dtype, (tokens, shape.hidden))
+        for name in record:
+            state_size = (model.dtype, (shape.layers, tokens, shape.hidden))
+            sizes[f"{number}.state.{name}"] = state_size
     return seal.has_sizes(tensors, sizes)
 
 
 def _unpack_targets(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:
+    """Return the targets that `_pack_targets` packed, on a device."""
     targets = []
     for number in range(count):
-        own = {
-            name.partition(".")[2]: x
-            for name, x in tensors.items()
-            if name.partition(".")[0] == str(number)
-        }
-        states = {
-            name.removeprefix("state."): x.to(device)
-            for name, x in own.items()
-            if name.startswith("state.")
-        }
-        targets.append(
-            TeacherTarget(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states)
+        states = {}
+        prefix = f"{number}.state."
+        for name, tensor in tensors.items():
+            if name.startswith(prefix):
+                states[name.removeprefix(prefix)] = tensor.to(device)
+        target = TeacherTarget(
+            ids=tensors[f"{number}.row"].long(),
+            answer=int(tensors[f"{number}.answer"]),
+            hidden=tensors[f"{number}.hidden"].to(device),
+            states=states,
         )
+        targets.append(target)
     return targets
