@@ -124,24 +124,21 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `text` wrote; settings that it lacks take their defaults."""
+        """Read what `to_json` wrote; settings that it lacks take their defaults."""
         hints = get_type_hints(cls)
         values = parse_json(text, "The settings")
-        wrong = [
-            key for key in values if key not in hints or not matches_type(values[key], hints[key])
-        ]
-        if wrong:
-            raise RestoreKVError(
-                f"The setting {make_printable(wrong[0])} is unknown or has another type; train again."
-            )
-        return cls(
-            **{
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in values.items()
-            }
-        )
+        settings = {}
+        for key, value in values.items():
+            if key not in hints or not matches_type(value, hints[key]):
+                raise RestoreKVError(
+                    f"The setting {make_printable(key)} is unknown or has another type; train again."
+                )
+            # JSON has no tuples.
+            settings[key] = tuple(value) if isinstance(value, list) else value
+        return cls(**settings)
 
     def to_json(self) -> str:
+        """Return what `from_json` reads."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def state_weights(self) -> dict[str, float]:
@@ -153,13 +150,17 @@ class TrainConfig:
         """Return what the adapter is trained to restore; contexts too short for n restore tokens
         get fewer.
         """
-        conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
-        return [
-            Eviction.make(
-                spec, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions
+        evictions = []
+        for spec in split_specs(self.evictor) or [self.evictor]:
+            eviction = Eviction.make(
+                spec,
+                prefix_policy=self.prefix_policy,
+                on_small_budget="fewer",
+                allocation=self.allocation,
+                restore_from=self.restore_from,
             )
-            for spec in split_specs(self.evictor) or [self.evictor]
-        ]
+            evictions.append(eviction)
+        return evictions
 
 
 def compute_learning_rate(config: TrainConfig, step: int) -> float:

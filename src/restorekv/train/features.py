@@ -59,8 +59,9 @@ class Features:
         if count < 2:
             raise RestoreKVError("One context leaves none to check the gate on; give at least two.")
         contexts = min(max(round(share * count), 1), count - 1)
-        held = torch.isin(self.document, torch.linspace(0, count - 1, contexts).round().long())
-        return self.select(~held), self.select(held)
+        numbers = torch.linspace(0, count - 1, contexts).round().long()
+        is_held_out = torch.isin(self.document, numbers)
+        return self.select(~is_held_out), self.select(is_held_out)
 
 
 def collect_features(
@@ -74,8 +75,21 @@ def collect_features(
     resume: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> Features:
-    """Return the features of at most `tokens` random tokens per text; `resume` reuses those in
-    `folder`.
+    """Return the features of random tokens of every text.
+
+    Args:
+        model: the model that the gate is for.
+        tokenizer: the model's own.
+        texts: the contexts; one too long for the model is cut.
+        target: the evictor whose scores the gate learns.
+        tokens: most tokens of a text.
+        seed: decides the tokens.
+        folder: where each text's features are kept.
+        resume: reuse the features that are in `folder`.
+        progress: called after each text.
+
+    Raises:
+        RestoreKVError: `folder` holds features already, or other ones.
     """
     if folder.is_dir() and any(folder.glob("*.safetensors")) and not resume:
         raise RestoreKVError(
@@ -89,11 +103,12 @@ def collect_features(
     for index, text in enumerate(texts):
         context = fit_context(model, make_context(tokenizer, text))[0]
         path = folder / f"{index:05d}.safetensors"
-        origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
+        content = json.dumps([facts, context.ids.tolist()])
+        origin = hashlib.sha256(content.encode()).hexdigest()[:16]
         if not path.exists():
             columns = _draw_columns(context, tokens, f"{seed} {index}")
-            found = observe_context(model, tokenizer, context, target, columns)
-            seal.write_sealed(path, KIND, found, {"origin": origin}, follow=False)
+            tensors = observe_context(model, tokenizer, context, target, columns)
+            seal.write_sealed(path, KIND, tensors, {"origin": origin}, follow=False)
         rows = min(tokens, context.tokens)
         sizes = {
             "hidden": (model.dtype, (rows, shape.layers, shape.hidden)),
@@ -103,17 +118,16 @@ def collect_features(
         progress(index + 1, len(texts), f"{target} scores")
     hidden = torch.cat([part["hidden"] for part in parts])
     scores = torch.cat([part["target"] for part in parts])
-    document = torch.cat(
-        [torch.full((len(part["target"]),), index) for index, part in enumerate(parts)]
-    )
-    return Features(hidden, scores, document)
+    numbers = []
+    for index, part in enumerate(parts):
+        numbers.append(torch.full((len(part["target"]),), index))
+    return Features(hidden, scores, torch.cat(numbers))
 
 
 def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
     """Draw columns of the text and return them in ascending order."""
-    generator = torch.Generator().manual_seed(
-        int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
-    )
+    number = int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
+    generator = torch.Generator().manual_seed(number)
     return torch.randperm(context.tokens, generator=generator)[:tokens].sort().values
 
 
@@ -121,18 +135,21 @@ def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
 def observe_context(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, target: str, columns: Tensor
 ) -> dict[str, Tensor]:
-    """Return attention inputs hidden (M, L, d) and scores target (M, L, H) of the text's columns."""
+    """Return attention inputs "hidden" (M, L, d) and scores "target" (M, L, H) of columns of the
+    text.
+    """
     shape = CacheShape.from_model(model)
     columns = columns.to(model.device)
     hidden = torch.empty(
         shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device
     )
 
-    def on_layer(view: LayerView) -> None:
+    # A long context is read piece by piece: `view` has the states of the last tokens alone.
+    def store_hidden(view: LayerView) -> None:
         end = view.key.shape[1]
         hidden[view.layer, end - view.hidden.shape[0] : end] = view.hidden
 
-    with observe_layers(model, on_layer):
+    with observe_layers(model, store_hidden):
         full = prefill(model, context.ids)
     scores = evictors.make_evictor(target).score(model, tokenizer, context, full)
     return {

@@ -71,13 +71,16 @@ class GateConfig:
             )
         require_at_least(1, self, ("tokens", "batch", "steps", "rank", "sinks", "epochs", "width"))
         for name in ("lr", "alpha", "floor"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 raise RestoreKVError(f"{name} must be above 0, not {value}.")
         if not 0 < self.held_out < 1:
             raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
 
     def resolve(self, shape: CacheShape) -> Self:
-        """Return the settings with numbers where None leaves the choice to the kind and the model."""
+        """Return the settings with numbers in place of None, which leaves the choice to the kind
+        and the model.
+        """
         return replace(
             self,
             lr=self.lr or RATES.get(self.kind),
@@ -87,10 +90,8 @@ class GateConfig:
 
     def list_used(self) -> dict[str, object]:
         """Return the settings that decide a gate of this kind, for its card."""
-        return {
-            name: getattr(self, name)
-            for name in ("tokens", "held_out", "seed", *USED_SETTINGS[self.kind])
-        }
+        names = ("tokens", "held_out", "seed", *USED_SETTINGS[self.kind])
+        return {name: getattr(self, name) for name in names}
 
 
 def train_gate(
@@ -103,8 +104,20 @@ def train_gate(
     resume: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> Gate:
-    """Collect features in a folder, trains, measures on held-out contexts, write the gate to
-    `out` and return it.
+    """Collect features, train a gate, measure it on held-out contexts and write it.
+
+    Args:
+        model: the model that the gate is for.
+        tokenizer: the model's own.
+        texts: the contexts, at least two of them.
+        config: kind and settings of the gate.
+        out: the file to write.
+        features: folder of the features, which later runs may use again.
+        resume: use the features that are there already.
+        progress: called with the steps done, their number and what they are.
+
+    Returns:
+        The gate.
     """
     if len(texts) < 2:
         raise RestoreKVError(
@@ -136,17 +149,17 @@ def _init_linear(
     generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int
 ) -> dict[str, Tensor]:
     """Draw PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
-    shapes = {"weight": (layers, outputs, inputs), "bias": (layers, outputs)}
-    uniform = {
-        part: 2 * torch.rand(*shape, generator=generator) - 1 for part, shape in shapes.items()
-    }
-    return {f"{name}.{part}": values / math.sqrt(inputs) for part, values in uniform.items()}
+    bound = math.sqrt(inputs)
+    weight = 2 * torch.rand(layers, outputs, inputs, generator=generator) - 1
+    bias = 2 * torch.rand(layers, outputs, generator=generator) - 1
+    return {f"{name}.weight": weight / bound, f"{name}.bias": bias / bound}
 
 
 def _init_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
-    """Return the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal
-    gradients, so they stay equal: one sink that counts s times. Random ones learned no more on the
-    tiny model (held-out loss 1.983, 1.984).
+    """Return the authors' start: norms at 1, bias and sink keys 0.
+
+    Equal sinks have equal gradients, so they stay equal: one sink that counts s times. Random ones
+    learned no more on the tiny model (held-out loss 1.983, 1.984).
     """
     generator = torch.Generator().manual_seed(config.seed)
     layers = shape.layers
@@ -164,23 +177,29 @@ def _init_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
     }
 
 
+def _make_trainable(parameters: Stacked, device: torch.device) -> dict[str, Tensor]:
+    """Move parameters to a device, where they get gradients."""
+    return {name: tensor.to(device).requires_grad_() for name, tensor in parameters.items()}
+
+
 def _scale_rate(step: int, steps: int) -> float:
     """Return the learning rate's factor: step / 100 for 50 steps, then 1; 1/2 from half of the
     steps, 1/4 from 3/4.
     """
     if step < 50:
         return 0.01 * step
-    return 1.0 if step < steps / 2 else 0.5 if step < 3 * steps / 4 else 0.25
+    if step < steps / 2:
+        return 1.0
+    if step < 3 * steps / 4:
+        return 0.5
+    return 0.25
 
 
 def fit_fastkvzip(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
     """Take `steps` steps on random tokens, the same ones for all layers."""
-    gate = {
-        name: tensor.to(device).requires_grad_()
-        for name, tensor in _init_fastkvzip(shape, config).items()
-    }
+    gate = _make_trainable(_init_fastkvzip(shape, config), device)
     optimizer = torch.optim.SGD(gate.values(), lr=0.0, momentum=0.9)
     generator = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
@@ -227,10 +246,9 @@ def fit_mlp(
     generator = torch.Generator().manual_seed(config.seed)
     layers = shape.layers
     width = config.width
-    start = _init_linear(generator, "0", layers, width, shape.hidden) | _init_linear(
-        generator, "2", layers, shape.heads, width
-    )
-    gate = {name: tensor.to(device).requires_grad_() for name, tensor in start.items()}
+    first = _init_linear(generator, "0", layers, width, shape.hidden)
+    last = _init_linear(generator, "2", layers, shape.heads, width)
+    gate = _make_trainable(first | last, device)
     optimizer = torch.optim.AdamW(gate.values(), weight_decay=0.01)
     for epoch in range(config.epochs):
         optimizer.param_groups[0]["lr"] = (
@@ -279,7 +297,7 @@ def unstack_layers(stacked: Stacked) -> list[dict[str, Tensor]]:
 def measure_gate(
     data: Features, gate: Stacked, predict: Predict, config: GateConfig, device: torch.device
 ) -> dict[str, float]:
-    """Return the mean over contexts of the loss, and of how alike gate and evictor rank the pairs."""
+    """Return the mean over contexts of the loss, and of how alike gate and evictor rank pairs."""
     rows: dict[str, list[Tensor]] = {
         "held_out_loss": [],
         "spearman": [],
@@ -296,9 +314,8 @@ def measure_gate(
         else:
             rows["held_out_loss"].append(F.mse_loss(scores, _log_scores(target, config.floor)))
         rows["spearman"].append(compute_spearman(scores, target))
-        rows["spearman_within_heads"].append(
-            torch.stack([compute_spearman(*pair) for pair in heads]).mean()
-        )
+        within_heads = [compute_spearman(*pair) for pair in heads]
+        rows["spearman_within_heads"].append(torch.stack(within_heads).mean())
         rows["overlap_of_top_tenth"].append(compute_top_overlap(scores, target))
     return {name: float(torch.stack(values).mean()) for name, values in rows.items()}
 

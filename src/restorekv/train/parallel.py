@@ -38,7 +38,11 @@ class ProcessGroup:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
         self._same_start_checked = False
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
+        self.rank = 0
+        self.size = 1
+        if device is not None:
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the processes; a missing one counts as zero.
@@ -50,13 +54,19 @@ class ProcessGroup:
         parameters = list(parameters)
         if not self._same_start_checked:
             self._check_same_start(parameters)
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        present = torch.tensor(
-            [p.grad is not None for p in parameters], dtype=torch.float32, device=self.device
-        )
-        flat = torch.cat([*(part.float().flatten() for part in parts), present])
+        # One vector: all gradients, then a flag for each that this process has.
+        parts = []
+        flags = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            flags.append(gradient is not None)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            parts.append(gradient.float().flatten())
+        present = torch.tensor(flags, dtype=torch.float32, device=self.device)
+        flat = torch.cat([*parts, present])
         dist.all_reduce(flat)
-        *sums, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        *sums, present = flat.split([len(part) for part in [*parts, present]])
         for parameter, total, processes in zip(parameters, sums, present.tolist(), strict=True):
             if processes:
                 parameter.grad = (total / self.size).view_as(parameter).to(parameter.dtype)
@@ -70,7 +80,8 @@ class ProcessGroup:
         dist.broadcast(first, 0)
         if not self._holds_everywhere(torch.equal(own, first)):
             raise RestoreKVError(
-                "The processes start from different adapters; give all of them one model and one shared folder."
+                "The processes start from different adapters; give all of them one model and one "
+                "shared folder."
             )
         self._same_start_checked = True
 
@@ -98,7 +109,8 @@ class ProcessGroup:
         dist.broadcast_object_list(first, 0)
         if not self._holds_everywhere(first[0] == text):
             raise RestoreKVError(
-                "The processes were started with different settings, models or data; give all of them the same."
+                "The processes were started with different settings, models or data; give all of "
+                "them the same."
             )
 
     def wait(self) -> None:
@@ -145,6 +157,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 def count_processes() -> int:
+    """Return how many processes a launcher started for this run."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -157,7 +170,9 @@ def select_own_device(device: str) -> torch.device:
         raise RestoreKVError(
             f"Several processes train on --device cuda, each on its own GPU, or cpu, not {device}."
         )
-    return parse_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
+    if kind == "cuda":
+        kind = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return parse_device(kind)
 
 
 def wants_shards(asked: bool) -> bool:
@@ -178,11 +193,15 @@ def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        own = {"device_id": device} if device.type == "cuda" else {}
-        dist.init_process_group(BACKENDS[device.type], timeout=TIMEOUT, **own)
+        dist.init_process_group(
+            BACKENDS[device.type],
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
     except (RuntimeError, ValueError) as error:
         raise RestoreKVError(
-            f"The {count_processes()} processes do not find each other ({error}); start them with {LAUNCH}."
+            f"The {count_processes()} processes do not find each other ({error}); start them with "
+            f"{LAUNCH}."
         ) from error
     try:
         yield ProcessGroup(device)
@@ -212,7 +231,8 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
         fully_shard(layer, mesh=mesh)
     layers = set(backbone.layers.parameters())
     fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - layers)
-    last = backbone.layers[-1]  # named, because the restore pass runs the hook for the layer's twin
+    # The hook names the layer itself, because the restore pass runs it for the layer's twin.
+    last = backbone.layers[-1]
     last.register_forward_hook(lambda _, *rest: _gather_for_pairs(last, *rest), with_kwargs=True)
     model.to(device)
 
@@ -229,7 +249,10 @@ def _gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: objec
     of a restore pass: gradients reach the layer only through its keys and values.
     """
     cache = kwargs.get("past_key_values")
-    own = None if cache is None else cache.layers[layer.self_attn.layer_idx]
-    for pairs in () if own is None else (own.keys, own.values):
-        if pairs is not None and pairs.requires_grad:  # a read-only view of a cache holds none
+    if cache is None:
+        return
+    own = cache.layers[layer.self_attn.layer_idx]
+    for pairs in (own.keys, own.values):
+        # A read-only view of a cache holds none.
+        if pairs is not None and pairs.requires_grad:
             pairs.register_hook(lambda gradient: layer.unshard())
