@@ -23,7 +23,7 @@ from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import CORPUS
 from restorekv.model.load import load_tokenizer
-from restorekv.restore.model_card import PERMISSIVE
+from restorekv.restore.licenses import PERMISSIVE
 from tests.helpers.data_world import settings, text, write_jsonl
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2"

@@ -19,7 +19,7 @@ from restorekv.data.documents import SourceDocument
 from restorekv.data.exercises import LOCAL
 from restorekv.data.made import LOOKUP, ROW
 from restorekv.data.passages import FACT, HUMAN
-from restorekv.generation.decoding import generate_ids, decode_answer, get_stop_ids
+from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, encode_question
@@ -104,7 +104,9 @@ class SelfStudy:
             for words in QUESTION_PROMPTS.values()
         ]
         stops = get_stop_ids(self.model, self.tokenizer)
-        drafts = generate_ids(self.model, self.tokenizer, cache, prompts, self.config.question_tokens)
+        drafts = generate_ids(
+            self.model, self.tokenizer, cache, prompts, self.config.question_tokens
+        )
         questions: dict[str, str] = {}
         faults: dict[str, str] = {}
         for kind, draft in zip(QUESTION_PROMPTS, drafts, strict=True):
