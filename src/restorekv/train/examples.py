@@ -24,7 +24,7 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import get_backbone
-from restorekv.restore.model_card import KNOWN, normalize_license
+from restorekv.restore.licenses import KNOWN, normalize_license
 from restorekv.spec import split_specs
 from restorekv.tiny.suite import draw_documents
 from restorekv.train.config import TrainConfig
