@@ -41,7 +41,7 @@ LONGEST_PASSAGE = 6000  # characters
 QUESTIONS = 6  # of a passage
 
 
-def factbook(path: Path) -> bytes:
+def select_factbook(path: Path) -> bytes:
     """Return DOCUMENTS evaluation documents, evenly spaced within every band of lengths."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     splits = split_factbook(row["id"] for row in rows)
@@ -55,7 +55,7 @@ def factbook(path: Path) -> bytes:
     return "".join(lines).encode()
 
 
-def genres(folder: Path) -> bytes:
+def select_genres(folder: Path) -> bytes:
     """Return PER_GENRE passages of every genre's evaluation half, those with questions by people
     first.
 
@@ -67,7 +67,7 @@ def genres(folder: Path) -> bytes:
             rows = [json.loads(line) for line in lines]
         held_out = [row for row in rows if split_corpus(row["split"], row["id"]) == EVALUATION]
         # Tables of single words give none.
-        held_out = [row for row in held_out if passage(row)["questions"]]
+        held_out = [row for row in held_out if make_passage(row)["questions"]]
         random.Random(f"genres {path.name}").shuffle(held_out)
         held_out.sort(key=lambda row: not row.get("questions"))
         by_genre[path.name] = held_out
@@ -78,10 +78,12 @@ def genres(folder: Path) -> bytes:
         for row in rows[PER_GENRE : PER_GENRE + 1]
     ]
     chosen += spare[: PER_GENRE * len(by_genre) - len(chosen)]
-    return "".join(json.dumps(passage(row), ensure_ascii=False) + "\n" for row in chosen).encode()
+    return "".join(
+        json.dumps(make_passage(row), ensure_ascii=False) + "\n" for row in chosen
+    ).encode()
 
 
-def passage(row: dict) -> dict:
+def make_passage(row: dict) -> dict:
     """Return a row of the benchmark of genres."""
     text = row["text"]
     if len(text) > LONGEST_PASSAGE:
@@ -110,7 +112,7 @@ def passage(row: dict) -> dict:
     return {**{name: row[name] for name in names}, "context": text, "questions": asked}
 
 
-def packed(content: bytes) -> bytes:
+def pack_text(content: bytes) -> bytes:
     """Return a gzip file that tells neither time nor name."""
     target = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=9, mtime=0) as file:
@@ -124,13 +126,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     files = {target: (given.data / source).read_bytes() for source, target in COPIED.items()}
-    files["factbook/evaluation.jsonl.gz"] = factbook(given.data / "factbook/documents.jsonl")
-    files["genres/evaluation.jsonl.gz"] = genres(given.data / "corpus")
+    files["factbook/evaluation.jsonl.gz"] = select_factbook(given.data / "factbook/documents.jsonl")
+    files["genres/evaluation.jsonl.gz"] = select_genres(given.data / "corpus")
     for target, content in files.items():
         path = given.out / target
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as temporary:
-            temporary.write_bytes(packed(content) if path.suffix == ".gz" else content)
+            temporary.write_bytes(pack_text(content) if path.suffix == ".gz" else content)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ BEGIN = "<!-- made by recipes/smollm2/border.py -->"
 END = "<!-- end of the border -->"
 
 
-def compare(alone: Result, restored: Result) -> dict[str, object]:
+def compare_cells(alone: Result, restored: Result) -> dict[str, object]:
     """Return the divergences of two cells that were asked the same contexts, and their paired
     difference.
 
@@ -80,7 +80,7 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
             continue
         key = (result.cell.benchmark, result.cell.evictor, result.cell.ratio)
         cells.setdefault(key, {})[result.cell.adapter is not None] = result
-    rows = [compare(pair[False], pair[True]) for pair in cells.values() if len(pair) == 2]
+    rows = [compare_cells(pair[False], pair[True]) for pair in cells.values() if len(pair) == 2]
     return sorted(rows, key=lambda row: (row["title"], -row["ratio"]))
 
 

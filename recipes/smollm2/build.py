@@ -1,7 +1,8 @@
 """Make everything that ships for SmolLM2 in distributions/restorekv-smollm2: data, the gate,
 restore adapters. Resumable.
 
-    make smollm2     or     python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head]
+    make smollm2
+    python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head]
     python -m recipes.smollm2.build runs/smollm2 --corpus CORPUS [--shards 1 2]
 
 The training data is next to this file; --anew makes the passages of stories and novels again,

@@ -119,7 +119,7 @@ class Bench:
         self.model, self.tokenizer = load_model("smollm2")
         self.model.requires_grad_(False)
 
-    def cases(self, split: str) -> list[Case]:
+    def load_cases(self, split: str) -> list[Case]:
         lines = (self.folder / f"{split}.jsonl").read_text("utf-8").splitlines()
         raw = [json.loads(line) for line in lines]
         return [
@@ -132,14 +132,14 @@ class Bench:
             for row in raw
         ]
 
-    def path(self, case: Case) -> Path:
+    def find_path(self, case: Case) -> Path:
         name = identify_document(SourceDocument(case.name, case.text, ""))[1]
         return self.folder / "cases" / f"{name}.safetensors"
 
     @torch.no_grad()
-    def prepare(self, case: Case) -> None:
+    def prepare_case(self, case: Case) -> None:
         """Write a case's full cache, scores and targets, unless they are there."""
-        path = self.path(case)
+        path = self.find_path(case)
         if path.exists():
             return
         context = make_context(self.tokenizer, case.text)
@@ -159,8 +159,8 @@ class Bench:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         temporary.rename(path)
 
-    def load(self, case: Case) -> tuple[ScoredContext, list[TeacherTarget]]:
-        tensors = load_file(self.path(case))
+    def load_case(self, case: Case) -> tuple[ScoredContext, list[TeacherTarget]]:
+        tensors = load_file(self.find_path(case))
         full = DynamicCache()
         layers = sum(name.startswith("keys.") for name in tensors)
         for index in range(layers):
@@ -177,7 +177,7 @@ class Bench:
         ]
         return prepared, targets
 
-    def losses(
+    def compute_losses(
         self,
         prepared: ScoredContext,
         targets: list[TeacherTarget],
@@ -186,7 +186,7 @@ class Bench:
     ) -> Tensor:
         """Return the divergence at every answer token."""
         if restorer is not None:
-            prepared = restorer.restore(prepared, ratio)
+            prepared = restorer.restore_context(prepared, ratio)
         cache = prepared.evict(f"{ratio:.6f}")
         output = run_answers(
             self.model, cache, [t.ids for t in targets], [t.answer for t in targets]
@@ -196,13 +196,13 @@ class Bench:
         )
 
     @torch.no_grad()
-    def measure(self, restorer: Restorer | None) -> list[dict]:
+    def measure_divergence(self, restorer: Restorer | None) -> list[dict]:
         """Return the mean divergence of every development case at every ratio."""
         measured = []
-        for case in self.cases("development"):
-            prepared, targets = self.load(case)
+        for case in self.load_cases("development"):
+            prepared, targets = self.load_case(case)
             kl = {
-                f"{ratio:g}": float(self.losses(prepared, targets, ratio, restorer).mean())
+                f"{ratio:g}": float(self.compute_losses(prepared, targets, ratio, restorer).mean())
                 for ratio in RATIOS
             }
             measured.append({"name": case.name, "kl": kl})
@@ -235,7 +235,7 @@ class Restorer:
             *own,
         ]
 
-    def restore(self, prepared: ScoredContext, ratio: float) -> ScoredContext:
+    def restore_context(self, prepared: ScoredContext, ratio: float) -> ScoredContext:
         """Return the context with the restore cache for a ratio."""
         inputs = self.embeddings
         if self.variant.shift_from:
@@ -250,8 +250,9 @@ class Restorer:
             inputs = inputs + torch.stack(
                 [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
             )
-        # The adapter reads its own attribute; the sum takes its place for one pass, with gradients
-        # to all parts.
+        # The adapter reads its own attribute; the sum is in its place for one pass, with gradients
+        # to all parts. The training loop has no hook for this, since a restore pass that depends on
+        # the ratio would have to be repeated for every ratio of a context.
         parameter = self.adapter._parameters.pop("embeddings")
         self.adapter.embeddings = inputs
         try:
@@ -261,7 +262,7 @@ class Restorer:
             self.adapter._parameters["embeddings"] = parameter
 
 
-def train(
+def train_variant(
     bench: Bench,
     variant: Variant,
     steps: int,
@@ -273,7 +274,9 @@ def train(
     parameters = restorer.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=variant.lr, betas=(0.9, 0.999), weight_decay=0.01)
     cases = [
-        case for case in bench.cases("train") if variant.made or not case.name.startswith("made ")
+        case
+        for case in bench.load_cases("train")
+        if variant.made or not case.name.startswith("made ")
     ]
     rng = random.Random(f"search {seed}")
     order: list[int] = []
@@ -281,10 +284,10 @@ def train(
     for step in range(steps):
         if not order:
             order = rng.sample(range(len(cases)), len(cases))
-        prepared, targets = bench.load(cases[order.pop()])
+        prepared, targets = bench.load_case(cases[order.pop()])
         targets = rng.sample(targets, min(variant.questions, len(targets)))
         ratio = math.exp(rng.uniform(math.log(variant.ratio_min), math.log(variant.ratio_max)))
-        loss = bench.losses(prepared, targets, ratio, restorer).mean()
+        loss = bench.compute_losses(prepared, targets, ratio, restorer).mean()
         if loss.requires_grad:
             (loss * (ratio / variant.ratio_max) ** variant.ratio_weight).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -297,7 +300,7 @@ def train(
     return restorer
 
 
-def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iterator[Case]:
+def read_answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iterator[Case]:
     """Yield the contexts of data builds with their answers: of complete builds, and of unfinished
     ones so far.
     """
@@ -312,21 +315,29 @@ def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iter
     config = BuildConfig(
         mixture="corpus", passage_shortest=300, passage_longest=4000, wording=WORDING
     )
+    if not answered:
+        return
+    # The texts are not among the answers, so they are drawn again, until all are found.
     left = len(answered)
-    for item in read_corpus(iterate_rows(str(corpus), {}), config, tokenizer) if answered else ():
-        attempts = isinstance(item, SourceDocument) and answered.get(
-            "\n".join(identify_document(item))
+    for item in read_corpus(iterate_rows(str(corpus), {}), config, tokenizer):
+        if isinstance(item, DropRow):
+            continue
+        attempts = answered.get("\n".join(identify_document(item)))
+        if not attempts:
+            continue
+        good = [each for each in attempts if "fault" not in each]
+        yield Case(
+            name=item.name,
+            text=item.text,
+            questions=tuple(each["question"] for each in good),
+            answer_ids=tuple(tuple(each["answer_ids"]) for each in good),
         )
-        if attempts:
-            left -= 1
-            good = [each for each in attempts if "fault" not in each]
-            ids = tuple(tuple(each["answer_ids"]) for each in good)
-            yield Case(item.name, item.text, tuple(each["question"] for each in good), ids)
-            if not left:
-                return
+        left -= 1
+        if not left:
+            return
 
 
-def development_documents(corpus: Path, bench: Bench) -> list[SourceDocument]:
+def draw_development_documents(corpus: Path, bench: Bench) -> list[SourceDocument]:
     """Return a passage of every genre's development split, and made documents of another seed."""
     config = BuildConfig(
         mixture="corpus",
@@ -358,37 +369,38 @@ def development_documents(corpus: Path, bench: Bench) -> list[SourceDocument]:
     return documents
 
 
-def prepare(options: argparse.Namespace) -> None:
+def prepare_cases(options: argparse.Namespace) -> None:
     """Write the cases of both splits, then what every variant needs of them."""
     options.folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.folder)
     development = options.folder / "development.jsonl"
     if not development.exists():
         lines = [
-            answered(bench, document) for document in development_documents(options.corpus, bench)
+            answer_document(bench, document)
+            for document in draw_development_documents(options.corpus, bench)
         ]
         development.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    for case in bench.cases("development"):
-        bench.prepare(case)
+    for case in bench.load_cases("development"):
+        bench.prepare_case(case)
         print(f"development: {case.name}", flush=True)
     training = options.folder / "train.jsonl"
     if not training.exists():
         lines = []
-        for case in answered_cases(options.corpus, options.data, bench.tokenizer):
+        for case in read_answered_cases(options.corpus, options.data, bench.tokenizer):
             tokens = make_context(bench.tokenizer, case.text).tokens
             if case.questions and tokens <= LONGEST and len(lines) < TRAINED:
                 ids = [each[:ANSWER_TOKENS] for each in case.answer_ids]
                 lines.append({**asdict(case), "answer_ids": ids})
         training.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         print(f"{len(lines)} training contexts", flush=True)
-    cases = bench.cases("train")
+    cases = bench.load_cases("train")
     for number, case in enumerate(cases, 1):
-        bench.prepare(case)
+        bench.prepare_case(case)
         print(f"train {number}/{len(cases)}", flush=True)
 
 
 @torch.no_grad()
-def answered(bench: Bench, document: SourceDocument) -> dict:
+def answer_document(bench: Bench, document: SourceDocument) -> dict:
     """Return a development case with the teacher's answers."""
     context = make_context(bench.tokenizer, document.text)
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
@@ -407,7 +419,7 @@ def answered(bench: Bench, document: SourceDocument) -> dict:
     }
 
 
-def run(options: argparse.Namespace) -> None:
+def run_variants(options: argparse.Namespace) -> None:
     """Train and measure variants, each into a file of its own."""
     bench = Bench(options.folder)
     for name in options.variants:
@@ -434,9 +446,9 @@ def run(options: argparse.Namespace) -> None:
             restorer = Restorer(bench, variant, 0) if name == "shipped" else None
         else:
             variant = VARIANTS[name]
-            restorer = train(bench, variant, options.steps, options.seed, report)
+            restorer = train_variant(bench, variant, options.steps, options.seed, report)
         seconds = time.perf_counter() - start
-        measured = bench.measure(restorer)
+        measured = bench.measure_divergence(restorer)
         path.parent.mkdir(exist_ok=True)
         result = {
             "variant": name,
@@ -459,7 +471,7 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-def compare(results: list[dict]) -> str:
+def compare_results(results: list[dict]) -> str:
     """Return a Markdown table of variants: mean divergence at every ratio, and what is gained over
     the first.
 
@@ -493,7 +505,7 @@ def compare(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def table(options: argparse.Namespace) -> None:
+def print_table(options: argparse.Namespace) -> None:
     """Print the comparison of all variants that are done, in the order of VARIANTS."""
     results = [
         json.loads(path.read_text("utf-8"))
@@ -505,7 +517,7 @@ def table(options: argparse.Namespace) -> None:
     results.sort(
         key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"])
     )
-    print(compare(results))
+    print(compare_results(results))
 
 
 def main() -> None:
@@ -515,16 +527,16 @@ def main() -> None:
     first.add_argument("folder", type=Path)
     first.add_argument("--corpus", type=Path, required=True)
     first.add_argument("--data", type=Path, nargs="+", required=True)
-    first.set_defaults(call=prepare)
+    first.set_defaults(call=prepare_cases)
     second = commands.add_parser("run")
     second.add_argument("folder", type=Path)
     second.add_argument("variants", nargs="+")
     second.add_argument("--steps", type=int, default=400)
     second.add_argument("--seed", type=int, default=0)
-    second.set_defaults(call=run)
+    second.set_defaults(call=run_variants)
     third = commands.add_parser("table")
     third.add_argument("folder", type=Path)
-    third.set_defaults(call=table)
+    third.set_defaults(call=print_table)
     options = parser.parse_args()
     options.call(options)
 

@@ -25,24 +25,29 @@ SECTIONS = 120
 def main() -> None:
     """Write stories.jsonl.gz, sections.jsonl.gz and novels/*.txt.gz."""
     source = Path(sys.argv[1])
-    stories = rows(source / "fairytaleqa" / "train.jsonl")
+    stories = read_rows(source / "fairytaleqa" / "train.jsonl")
     training = [
         row for index, row in enumerate(stories) if split_fairytale("train", index) == TRAINING
     ]
     write_rows(TEXTS / "stories.jsonl.gz", training)
-    write_rows(TEXTS / "sections.jsonl.gz", sections(rows(source / "factbook" / "documents.jsonl")))
+    write_rows(
+        TEXTS / "sections.jsonl.gz",
+        select_sections(read_rows(source / "factbook" / "documents.jsonl")),
+    )
     for novel in sorted((source / "novels").glob("*.txt")):
         if split_novel(novel.stem) == TRAINING:
             text = novel.read_text(encoding="utf-8")
-            write(TEXTS / "novels" / f"{novel.name}.gz", text[: text.rfind("\n", 0, LETTERS)])
+            write_packed(
+                TEXTS / "novels" / f"{novel.name}.gz", text[: text.rfind("\n", 0, LETTERS)]
+            )
 
 
-def rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def sections(found: list[dict]) -> list[dict]:
+def select_sections(found: list[dict]) -> list[dict]:
     """Return some of the training split's countries, shuffled."""
     splits = split_factbook(row["id"] for row in found)
     chosen = [row for row in found if splits[row["id"]] == TRAINING]
@@ -60,10 +65,10 @@ def write_rows(path: Path, found: list[dict]) -> None:
         }
         for row in found
     ]
-    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    write_packed(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
 
-def write(path: Path, text: str) -> None:
+def write_packed(path: Path, text: str) -> None:
     """Write gzipped text; the same text gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))

@@ -49,20 +49,20 @@ WORDINGS = [  # what follows the text, and what opens the answer
 Passage = tuple[str, list[dict]]
 
 
-def rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
+def read_fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
     """Yield the first sections of training stories that have one section a block of text."""
-    for index, row in enumerate(rows(folder / "fairytaleqa/train.jsonl")):
+    for index, row in enumerate(read_rows(folder / "fairytaleqa/train.jsonl")):
         blocks = row["context"].split("\n\n")
         named = {
             int(each) for question in row["questions"] for each in question["sections"].split(",")
         }
         if split_fairytale("train", index) != TRAINING or max(named) != len(blocks):
             continue
-        kept = fitting(blocks, "\n\n", tokenizer)
+        kept = fit_pieces(blocks, "\n\n", tokenizer)
         inside = [
             each
             for each in row["questions"]
@@ -71,17 +71,17 @@ def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
         yield "\n\n".join(kept), inside
 
 
-def factbook(folder: Path, tokenizer) -> Iterator[Passage]:
+def read_factbook(folder: Path, tokenizer) -> Iterator[Passage]:
     """Yield the first lines of training documents."""
-    found = rows(folder / "factbook/documents.jsonl")
+    found = read_rows(folder / "factbook/documents.jsonl")
     splits = split_factbook(row["id"] for row in found)
     for row in found:
         if splits[row["id"]] == TRAINING:
-            text = "\n".join(fitting(row["context"].split("\n"), "\n", tokenizer))
+            text = "\n".join(fit_pieces(row["context"].split("\n"), "\n", tokenizer))
             yield text, [each for each in row["questions"] if each["answers"][0] in text]
 
 
-def fitting(pieces: list[str], joint: str, tokenizer) -> list[str]:
+def fit_pieces(pieces: list[str], joint: str, tokenizer) -> list[str]:
     """Return the first pieces that have at most LENGTH tokens together."""
     count = len(pieces)
     while len(tokenizer.encode(joint.join(pieces[:count]))) > LENGTH:
@@ -89,20 +89,20 @@ def fitting(pieces: list[str], joint: str, tokenizer) -> list[str]:
     return pieces[:count]
 
 
-def spread(items: list, count: int) -> list:
+def pick_evenly(items: list, count: int) -> list:
     """Return `count` items, evenly spaced."""
     return [items[index * len(items) // count] for index in range(count)]
 
 
 @torch.no_grad()
-def scores(model, tokenizer, passage: Passage) -> list[float]:
+def score_wordings(model, tokenizer, passage: Passage) -> list[float]:
     """Return the mean token F1 over a passage's questions under every wording."""
     text, questions = passage
     context = make_context(tokenizer, text)
     shape = CacheShape.from_model(model)
     unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
     cache = ScoredContext(model, context, prefill(model, context.ids), unscored).evict(1)
-    asked = spread(questions, QUESTIONS)
+    asked = pick_evenly(questions, QUESTIONS)
     prompts = [
         encode_question(tokenizer, context, wording.format(q=each["question"]), opening)
         for wording, opening in WORDINGS
@@ -132,9 +132,9 @@ def main() -> None:
     model, tokenizer = load_model(given.model)
     attention.install_attention(model)
     columns = []
-    for source, count in ((fairytales, given.stories), (factbook, given.documents)):
+    for source, count in ((read_fairytales, given.stories), (read_factbook, given.documents)):
         every = [each for each in source(given.data, tokenizer) if len(each[1]) >= QUESTIONS]
-        measured = [scores(model, tokenizer, each) for each in spread(every, count)]
+        measured = [score_wordings(model, tokenizer, each) for each in pick_evenly(every, count)]
         columns.append([100 * sum(column) / count for column in zip(*measured, strict=True)])
     print("FairytaleQA  Factbook  wording, opening of the answer")
     for wording, story, fact in zip(WORDINGS, *columns, strict=True):

@@ -18,25 +18,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from restorekv.evictors import gate_file
 from restorekv.restore.adapter import RestoreAdapter
 
-HERE = Path(__file__).parent
-PACKAGE = HERE.parents[1] / "distributions" / "restorekv-tiny" / "restorekv_tiny"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "distributions" / "restorekv-tiny" / "restorekv_tiny"
 EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
 AT_ONCE = 2  # trainings, a thread each
 
 
-def step(script: str, *arguments: str | Path) -> subprocess.Popen:
+def start_script(script: str, *arguments: str | Path) -> subprocess.Popen:
     """Start one of the recipe's scripts."""
-    return subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)])
+    command = [sys.executable, "-m", f"recipes.tiny.{script}", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT)
 
 
-def finish(*running: subprocess.Popen) -> None:
+def wait_for(*running: subprocess.Popen) -> None:
     """Wait for scripts; stop with the first failure's exit status."""
     for process in running:
         if process.wait():
             raise SystemExit(process.returncode)
 
 
-def install(folder: Path) -> None:
+def install_models(folder: Path) -> None:
     """Copy the results into the package: the model in float32, LoRA in bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
@@ -66,20 +67,20 @@ def install_gates(folder: Path) -> None:
 
 def main() -> None:
     """Run what has not been run."""
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[1]).resolve()
     if not (folder / "model" / "tokenizer.json").exists():
-        finish(step("tokenizer.py", folder / "model"))
+        wait_for(start_script("tokenizer", folder / "model"))
     if not (folder / "model" / "model.safetensors").exists():
-        finish(step("pretrain.py", folder))
-    finish(step("gates.py", folder))
+        wait_for(start_script("pretrain", folder))
+    wait_for(start_script("gates", folder))
     install_gates(folder)
     wanted = [
         evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()
     ]
     for first in range(0, len(wanted), AT_ONCE):
         pair = wanted[first : first + AT_ONCE]
-        finish(*(step("adapters.py", folder, "--evictor", evictor) for evictor in pair))
-    install(folder)
+        wait_for(*(start_script("adapters", folder, "--evictor", evictor) for evictor in pair))
+    install_models(folder)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Sampler:
     def row(
         self, rng: random.Random, tokens: int, questions: int, noise: float, longest: int, mix: Mix
     ) -> Row:
-        """A document of at most `tokens` ids and its blocks, spread over positions up to `longest`."""
+        """Return a document of at most `tokens` ids with blocks at positions up to `longest`."""
         kind = rng.choices(KINDS, mix)[0]
         made = draw_document(rng, kind, tokens - len(self.prefix), self.measure, noise)
         ids = self.prefix + self.encode(made.text)
@@ -154,7 +154,9 @@ class Sampler:
         """The batch of `step`: `rows` rows of one length between `low` and `high`."""
         rng = random.Random(f"{self.seed} {step}")
         tokens = rng.randint(low, high)
-        return collate([self.row(rng, tokens, questions, noise, longest, mix) for _ in range(rows)])
+        return collate_rows(
+            [self.row(rng, tokens, questions, noise, longest, mix) for _ in range(rows)]
+        )
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Batch:
     families: list[list[str]]
 
 
-def collate(rows: list[Row]) -> Batch:
+def collate_rows(rows: list[Row]) -> Batch:
     """Pad rows to the longest; a position sees the document and its own block up to itself."""
     longest = max(len(row.ids) for row in rows)
 

@@ -56,18 +56,20 @@ BOUNDS = {
 COUNTS = {"documents": 30, "books": 10, "examples": 90}
 FRAMES = {
     "paper": (
-        "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper begins. \n ",
+        "Below is a paper. Memorize the paper and answer my question after the paper.\n "
+        "The paper begins. \n ",
         " \n Now the paper ends. \n",
     ),
     "book": (
-        "Below is some paragraphs in the book. Memorize the content and answer my question after the book.\n ",
+        "Below is some paragraphs in the book. Memorize the content and answer my question after "
+        "the book.\n ",
         " \n Now the material ends. \n",
     ),
 }
 OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # of papers that must not be taken
 
 
-def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
+def draw_story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
     """Return sentences of the world's grammar up to `tokens`, in a new order (its stories are in
     the tests).
     """
@@ -81,7 +83,7 @@ def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list
         lines.append(line)
 
 
-def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.WorldDocument:
+def draw_document(name: str, tokens: int, length: Callable[[str], int]) -> world.WorldDocument:
     """Return a document of about `tokens` with facts of three families, and their questions; the
     name is its seed.
     """
@@ -90,25 +92,27 @@ def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Worl
     chosen = parts if tokens > 400 else parts[:1]
     facts = [list(part.sentences) for part in chosen]
     room = tokens - sum(length(sentence) for part in facts for sentence in part)
-    text = world.mix_facts(rng, facts, story(rng, room, length)) + "\n"
+    text = world.mix_facts(rng, facts, draw_story(rng, room, length)) + "\n"
     return world.WorldDocument(
         text, "mixed", tuple(question for part in chosen for question in part.questions)
     )
 
 
-def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
+def draw_long_alpaca(
+    tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]
+) -> list[dict]:
     """Return rows {instruction, input, output}: framed documents, a repeat, a short instruction,
     planted copies.
     """
     rng = random.Random("mixture papers")
     length = suite.make_token_counter(tokenizer)
     made = [
-        invented(f"mixture papers {n}", rng.randint(450, 1900), length)
+        draw_document(f"mixture papers {n}", rng.randint(450, 1900), length)
         for n in range(2 * count + 4)
     ]
     half = test[7].text[: len(test[7].text) // 2].replace(".", " ;")
     hidden = world.WorldDocument(
-        f"{invented('mixture papers hiding', 600, length).text}{half}\n", "", test[7].questions
+        f"{draw_document('mixture papers hiding', 600, length).text}{half}\n", "", test[7].questions
     )
     stories = suite.draw_held_out("mixture stories 0", "people", 900, 1200, length)
     made[1:1] = [test[3], hidden, test[TEST - 1], stories]
@@ -124,7 +128,7 @@ def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument
     return rows
 
 
-def pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
+def draw_pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
     """Return rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
     document.
     """
@@ -134,13 +138,14 @@ def pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> l
     for number in range(count + 2):
         lengths = [rng.randint(900, 1300) for _ in range(rng.randint(3, 5))]
         chapters = [
-            invented(f"mixture books {number} {n}", each, length).text
+            draw_document(f"mixture books {number} {n}", each, length).text
             for n, each in enumerate(lengths)
         ]
         if number == 1:
             chapters = [test[3].text, *chapters[:2]]
         if number == 2:
-            chapters = [invented("mixture books leaflet", 300, length).text]  # shorter than a chunk
+            # Shorter than a chunk.
+            chapters = [draw_document("mixture books leaflet", 300, length).text]
         rows.append(
             {
                 "short_book_title": f"Made-up book {number}",
@@ -152,7 +157,7 @@ def pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> l
     return rows
 
 
-def tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
+def draw_tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
     """Return rows {id, messages, source}: a text and a question about it; one in ten is of another
     subset.
     """
@@ -163,7 +168,7 @@ def tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> l
         one = (
             test[6]
             if number == 2
-            else invented(f"mixture flan {number}", int(100 * 9 ** rng.random()), length)
+            else draw_document(f"mixture flan {number}", int(100 * 9 ** rng.random()), length)
         )
         asked = rng.choice(one.questions)
         said = [
@@ -177,7 +182,9 @@ def tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> l
     return rows
 
 
-def open_papers(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
+def draw_open_papers(
+    tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]
+) -> list[dict]:
     """Return rows {id, text, metadata} under made-up licenses, some of them share-alike or
     unknown.
     """
@@ -185,7 +192,7 @@ def open_papers(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument
     length = suite.make_token_counter(tokenizer)
     claimed = [*PAPER_LICENSES, *OTHERS]
     texts = [
-        invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text
+        draw_document(f"mixture open papers {n}", rng.randint(450, 1900), length).text
         for n in range(4 * count + 8)
     ]
     texts[0] = test[10].text
@@ -213,14 +220,14 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
         "papers": folder / "arxiv_papers.jsonl",
         "exclude": folder / "tiny-suite.jsonl",
     }
-    write_json(files["longalpaca"], long_alpaca(tokenizer, COUNTS["documents"], test))
+    write_json(files["longalpaca"], draw_long_alpaca(tokenizer, COUNTS["documents"], test))
     with replace_file(files["pg19"]) as path:
         pyarrow.parquet.write_table(
-            pyarrow.Table.from_pylist(pg19(tokenizer, COUNTS["books"], test)), path
+            pyarrow.Table.from_pylist(draw_pg19(tokenizer, COUNTS["books"], test)), path
         )
     lines = {
-        "flan": tulu(tokenizer, COUNTS["examples"], test),
-        "papers": open_papers(tokenizer, COUNTS["documents"], test),
+        "flan": draw_tulu(tokenizer, COUNTS["examples"], test),
+        "papers": draw_open_papers(tokenizer, COUNTS["documents"], test),
         "exclude": [{"context": one.text} for one in test],
     }
     for name, rows in lines.items():
@@ -246,44 +253,53 @@ def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[l
     return compute_figures(found, manifest), manifest
 
 
-def closest(folders: list[Path], test: list[world.WorldDocument]) -> tuple[int, float]:
+def find_closest(folders: list[Path], test: list[world.WorldDocument]) -> tuple[int, float]:
     """Return how many different contexts were taken, and the largest share of 13-grams in common
     with a test.
     """
     tests = EvaluationIndex(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
-    texts = {
-        row["context"]
-        for folder in folders
-        for file in folder.glob("*.parquet")
-        for row in read_parquet_rows(file)
-    }
-    return len(texts), max(
-        (match[1] for text in texts if (match := tests.find_match(text))), default=0.0
-    )
+    texts = set()
+    for folder in folders:
+        for file in folder.glob("*.parquet"):
+            texts.update(row["context"] for row in read_parquet_rows(file))
+    largest = 0.0
+    for text in texts:
+        match = tests.find_match(text)
+        if match is not None:
+            largest = max(largest, match[1])
+    return len(texts), largest
 
 
 INTRO = """# The table of training data in small
 
-`make data-table`: both mixtures of [`restorekv data build`](../../docs/training.md#training-data), made for
+`make data-table`: both mixtures of [`restorekv data build`](../../docs/data.md), made for
 and by the tiny model, as `restorekv data show` prints them.
 **The texts are made up**: no hub is reachable where this was made, so small files in
 the true formats of the four sources are written from the grammar of the tiny world ({sizes}).
 Licenses are what such files would claim.
 
-Scaled to the model (in brackets the paper): {documents} documents (500) of {shortest:,} to {longest:,} tokens
+Scaled to the model (in brackets the paper): {documents} documents (500) of {shortest:,} to \
+{longest:,} tokens
 (2,048 to 16,000), {books} books (50) with {chunks} chunks (10) of {chunk} (3,072),
-{examples} examples of FLAN (1,500) from {flan_shortest} (512) on; questions of at most {question_tokens} tokens (64),
-answers of at most {answer_tokens} (512), to FLAN {flan_answer_tokens} (256). The other settings are the defaults.
+{examples} examples of FLAN (1,500) from {flan_shortest} (512) on; questions of at most \
+{question_tokens} tokens (64),
+answers of at most {answer_tokens} (512), to FLAN {flan_answer_tokens} (256). The other settings \
+are the defaults.
 Figures and manifests: [data-table.json](data-table.json).
 """
 OVERLAP = """
 ## Refused as evaluation texts
 
-All {tests} test documents of the tiny suite are kept out. Copies of some are planted in every source; LongAlpaca's
-row 3 hides half of one behind another text, with other punctuation. Row 5 is no test document but one of another split
-of the suite: the suite's filler is {stories} stories that never change, so its documents share most 13-grams and all
-would be refused. The texts here therefore have sentences of the same grammar in an order of their own, and the
-threshold stays at the default ({share:g}). By the same measure the closest to the tests of the {contexts} contexts
+All {tests} test documents of the tiny suite are kept out. Copies of some are planted in every \
+source; LongAlpaca's
+row 3 hides half of one behind another text, with other punctuation. Row 5 is no test document \
+but one of another split
+of the suite: the suite's filler is {stories} stories that never change, so its documents share \
+most 13-grams and all
+would be refused. The texts here therefore have sentences of the same grammar in an order of \
+their own, and the
+threshold stays at the default ({share:g}). By the same measure the closest to the tests of the \
+{contexts} contexts
 taken has {closest:.1%} in common with them.
 
 | mixture | document | found in | share of 13-grams |
@@ -292,52 +308,55 @@ taken has {closest:.1%} in common with them.
 STUDY = """
 ## What the model asks
 
-The tiny model was never trained to write questions: what it writes is mostly a piece of the text. The
-filters look at lengths only and keep most of it. Of {all} questions of both mixtures {marks} end with a question mark.
+The tiny model was never trained to write questions: what it writes is mostly a piece of the \
+text. The
+filters look at lengths only and keep most of it. Of {all} questions of both mixtures {marks} end \
+with a question mark.
 As teacher data this is fit for testing the pipeline and for nothing else.
 
 | kind | kept | different | with "?" | a question | its answer |
 |---|---:|---:|---:|---|---|
 """
 FLAN = """
-FLAN's prompts hold their question themselves, of a form that the model knows: of {all} answers taken {same} are word
+FLAN's prompts hold their question themselves, of a form that the model knows: of {all} answers \
+taken {same} are word
 for word that of the made-up source. Its shortest right answers are dropped as short.
 """
 
 
-def printed(*tables: Table) -> str:
+def print_tables(*tables: Table) -> str:
     """Return tables as a terminal of 110 columns shows them."""
-    console = Console(file=io.StringIO(), width=110, color_system=None)
+    output = io.StringIO()
+    console = Console(file=output, width=110, color_system=None)
     console.print(*tables)
-    return (
-        "```\n"
-        + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-        + "\n```\n"
-    )
+    lines = [line.rstrip() for line in output.getvalue().splitlines()]
+    return "\n".join(["```", *lines, "```", ""])
 
 
-def studied(folders: list[Path], contexts: int) -> str:
+def summarize_self_study(folders: list[Path], contexts: int) -> str:
     """Return a row per kind of question over the self-study of both mixtures."""
-    files = [
-        folder / f"{name}.parquet"
-        for folder in folders
-        for name in ("longalpaca", "papers", "pg19")
-    ]
-    rows = [row for file in files if file.exists() for row in read_parquet_rows(file)]
+    rows = []
+    for folder in folders:
+        for name in ("longalpaca", "papers", "pg19"):
+            file = folder / f"{name}.parquet"
+            if file.exists():
+                rows += read_parquet_rows(file)
     marks = sum(row["question"].rstrip().endswith("?") for row in rows)
     text = STUDY.format(all=f"{len(rows):,}", marks=marks)
     for kind in QUESTION_PROMPTS:
         own = [row for row in rows if row["kind"] == kind]
         asked = Counter(row["question"].strip() for row in own)
         marked = sum(count for question, count in asked.items() if question.endswith("?"))
-        shown, answer = (
-            " ".join(own[0][name].split())[:80] if own else "" for name in ("question", "answer")
-        )
-        text += f"| {kind} | {len(own)} of {contexts} | {len(asked)} | {marked} | {shown} | {answer} |\n"
+        cells = [kind, f"{len(own)} of {contexts}", len(asked), marked]
+        for name in ("question", "answer"):
+            cells.append(" ".join(own[0][name].split())[:80] if own else "")
+        text += f"| {' | '.join(map(str, cells))} |\n"
     return text
 
 
-def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]) -> str:
+def write_page(
+    folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]
+) -> str:
     """Return the page."""
     test = [json.loads(line)["context"] for line in Path(files["exclude"]).read_text().splitlines()]
     sizes = ", ".join(
@@ -345,9 +364,10 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
     )
     text = INTRO.format(sizes=sizes, **BOUNDS, **COUNTS)
     for mixture, (rows, manifest) in results.items():
-        text += f"\n## The {mixture} mixture\n\n{printed(make_data_table(rows, manifest), make_drops_table(manifest))}"
+        tables = print_tables(make_data_table(rows, manifest), make_drops_table(manifest))
+        text += f"\n## The {mixture} mixture\n\n{tables}"
     folders = [folder / mixture for mixture in results]
-    count, share = closest(folders, [world.WorldDocument(one, "", ()) for one in test])
+    count, share = find_closest(folders, [world.WorldDocument(one, "", ()) for one in test])
     text += OVERLAP.format(
         tests=len(test),
         stories=world.STORIES,
@@ -359,8 +379,9 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
     for mixture, (_, manifest) in results.items():
         for source in manifest["sources"].values():
             for one in source["refused"]:
-                text += f"| {mixture} | {source['title']}, {one['document']} | {one['found in']} | {one['share']:.1%} |\n"
-    text += studied(
+                document = f"{source['title']}, {one['document']}"
+                text += f"| {mixture} | {document} | {one['found in']} | {one['share']:.1%} |\n"
+    text += summarize_self_study(
         folders,
         sum(source["contexts"] for source in told if source["attempts"] > source["contexts"]),
     )
@@ -387,7 +408,7 @@ def main() -> None:
         mixture: {"rows": rows, "manifest": manifest}
         for mixture, (rows, manifest) in results.items()
     }
-    text = report(folder, files, results)
+    text = write_page(folder, files, results)
     write_json(RESULTS / "data-table.json", kept)
     write_json(MIXTURE, {"mixture": "paper", "rows": kept["paper"]["rows"]})
     with replace_file(RESULTS / "data-table.md") as path:

@@ -1,7 +1,7 @@
 """Train the tiny language model: retrieval on short noisy documents first, then longer and more
 predictable ones.
 
-    python -m recipes.tiny.pretrain runs/tiny         (resumes from runs/tiny/state.pt when it is there)
+    python -m recipes.tiny.pretrain runs/tiny     (resumes from runs/tiny/state.pt if it is there)
 
 What each choice is for, and what failed, is in paper/log.md.
 """
@@ -71,7 +71,7 @@ class Recipe:
     ffn: int = 512
 
 
-def build(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
+def build_model(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
     """A Qwen3 model of about two million parameters, freshly drawn from the seed."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config(
@@ -93,7 +93,7 @@ def build(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
     inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
     ids = {id(p) for p in inner}
@@ -105,7 +105,7 @@ def optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
     return [muon, torch.optim.AdamW(rest, **adam, fused=True)]
 
 
-def factor(recipe: Recipe, step: int) -> float:
+def scale_rate(recipe: Recipe, step: int) -> float:
     """Return the learning rate's factor: warm-up, constant, then a cosine to 2 %."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
@@ -113,7 +113,7 @@ def factor(recipe: Recipe, step: int) -> float:
     return 0.02 + 0.98 * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-def losses(
+def compute_losses(
     model: Qwen3ForCausalLM, batch: Batch, stage: Stage
 ) -> tuple[Tensor, dict[str, float], dict]:
     """Return a batch's weighted loss, its parts, and by family whether every answer id of a
@@ -151,18 +151,18 @@ def losses(
     return total, {name: float(mean.detach()) for name, mean in means.items()}, seen
 
 
-def save(path: Path, state: dict) -> None:
+def save_state(path: Path, state: dict) -> None:
     """Write a checkpoint whole or not at all."""
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> None:
+def pretrain(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> None:
     """Run the stages from the last checkpoint in `folder` to the end (or for `minutes`)."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False)
     sampler = Sampler(tokenizer)
-    model = build(recipe, len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))
-    opts = optimizers(model, recipe)
+    model = build_model(recipe, len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    opts = make_optimizers(model, recipe)
     steps = steps or STAGES[-1].until
     start = 0
     state = folder / "state.pt"
@@ -191,12 +191,12 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
             LONGEST,
             stage.mix,
         )
-        loss, parts, seen = losses(model, batch, stage)
+        loss, parts, seen = compute_losses(model, batch, stage)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
             for group in opt.param_groups:
-                group["lr"] = recipe.lr * factor(recipe, step)
+                group["lr"] = recipe.lr * scale_rate(recipe, step)
             opt.step()
             opt.zero_grad()
         for name, value in [*parts.items(), *((f, a) for f, many in seen.items() for a in many)]:
@@ -216,7 +216,7 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
             print(*row, f"of {steps} steps", flush=True)
             log.clear()
         if (step + 1) % 250 == 0 or step + 1 == steps:
-            save(
+            save_state(
                 state,
                 {
                     "model": model.state_dict(),
@@ -237,4 +237,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int)
     parser.add_argument("--minutes", type=float, default=1e9)
     options = parser.parse_args()
-    train(options.folder, Recipe(options.optimizer, options.lr), options.steps, options.minutes)
+    pretrain(options.folder, Recipe(options.optimizer, options.lr), options.steps, options.minutes)

@@ -20,22 +20,24 @@ END = "<|endoftext|>"
 START = "<|im_start|>"
 STOP = "<|im_end|>"
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Ordinary words the world never uses, so that plain English does not fall apart into letters.
 PLAIN = """
-the of and to in that is was he for it with as his on be at by had not are but from or have an they which one you were
-her all she there would their we him been has when who will more no if out so said what up its about into than them
-can only other new some could time these two may then do first any my now such like our over man me even most made
-after also did many before must through years where much your way well down should because each just those people how
-too little state good very make world still own see men work long get here between both life being under never day
-same another know while last might us great old year off come since against go came right used take three house use
-again place around small however found thought part give every hand
+the of and to in that is was he for it with as his on be at by had not are but from or have an
+they which one you were her all she there would their we him been has when who will more no if out
+so said what up its about into than them can only other new some could time these two may then do
+first any my now such like our over man me even most made after also did many before must through
+years where much your way well down should because each just those people how too little state
+good very make world still own see men work long get here between both life being under never day
+same another know while last might us great old year off come since against go came right used
+take three house use again place around small however found thought part give every hand
 """.split()
 
 
-def corpus(documents: int) -> Iterator[str]:
+def draw_corpus(documents: int) -> Iterator[str]:
     """World documents with their questions and answers, then plain words: the text the merges are
     learned from.
     """
@@ -47,11 +49,14 @@ def corpus(documents: int) -> Iterator[str]:
         yield made.text
         yield from (f"{question.text}\n{question.target}" for question in made.questions)
         yield " ".join(map(str, rng.sample(NUMBERS, 60)))
-        yield "Repeat the previous context exactly. Repeat the part of the previous context exactly, starting with "
+        yield (
+            "Repeat the previous context exactly. "
+            "Repeat the part of the previous context exactly, starting with "
+        )
         yield " ".join(rng.sample(PLAIN, 40))
 
 
-def train(documents: int = 3000) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: int = 3000) -> PreTrainedTokenizerFast:
     """Learn the merges and wrap them for transformers."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +68,7 @@ def train(documents: int = 3000) -> PreTrainedTokenizerFast:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    bpe.train_from_iterator(corpus(documents), trainer)
+    bpe.train_from_iterator(draw_corpus(documents), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=STOP,
@@ -78,4 +83,4 @@ def train(documents: int = 3000) -> PreTrainedTokenizerFast:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    train().save_pretrained(folder)
+    train_tokenizer().save_pretrained(folder)

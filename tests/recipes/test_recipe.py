@@ -10,7 +10,7 @@ from recipes.tiny import tokenizer as recipe_tokenizer
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    recipe_tokenizer.train(200).save_pretrained(folder / "model")
+    recipe_tokenizer.train_tokenizer(200).save_pretrained(folder / "model")
     return folder
 
 
@@ -56,8 +56,8 @@ def test_pretraining_runs_and_resumes_where_it_stopped(folder, monkeypatch):
         pretrain, "STAGES", (pretrain.Stage(9, 24, 30, 1, 1, 1.0, 0.02, 1.0, pretrain.FACTS),)
     )
     recipe = pretrain.Recipe(hidden=32, layers=1, heads=2, kv_heads=1, ffn=32)
-    pretrain.train(folder, recipe, 2, 10.0)
+    pretrain.pretrain(folder, recipe, 2, 10.0)
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 2
-    pretrain.train(folder, recipe, 3, 10.0)
+    pretrain.pretrain(folder, recipe, 3, 10.0)
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 3
     assert (folder / "model" / "model.safetensors").exists()

@@ -54,7 +54,7 @@ def test_only_shared_contexts_count():
         row["contexts"] == 2 and row["kl_alone"] == 1.5 and border.describe_effect(row) == "helps"
     )
     with pytest.raises(RestoreKVError, match="share no context"):
-        border.compare(alone, make_result({"x": 1.0}, "kvzip"))
+        border.compare_cells(alone, make_result({"x": 1.0}, "kvzip"))
 
 
 def test_cells_without_a_partner_and_full_caches_have_no_row():

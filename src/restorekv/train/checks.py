@@ -1,4 +1,4 @@
-"""What must hold on one context before the first step: a mistake here would cost hours of training."""
+"""What must hold on one context before the first step, since a mistake would cost hours."""
 
 from dataclasses import dataclass
 

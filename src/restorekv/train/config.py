@@ -131,7 +131,8 @@ class TrainConfig:
         for key, value in values.items():
             if key not in hints or not matches_type(value, hints[key]):
                 raise RestoreKVError(
-                    f"The setting {make_printable(key)} is unknown or has another type; train again."
+                    f"The setting {make_printable(key)} is unknown or has another type; "
+                    "train again."
                 )
             # JSON has no tuples.
             settings[key] = tuple(value) if isinstance(value, list) else value

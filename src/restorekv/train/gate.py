@@ -1,7 +1,8 @@
-"""Training a gate: Fast KVzip's (arXiv:2601.17668) on KVzip's scores, KVzap's (arXiv:2601.07891) on
+"""Train a gate: Fast KVzip's (arXiv:2601.17668) on KVzip's scores, KVzap's (arXiv:2601.07891) on
 log KVzip+.
 
-fastkvzip     soft-target binary cross-entropy, mean over tokens, summed over heads and layers; SGD, momentum 0.9
+fastkvzip     soft-target binary cross-entropy, mean over tokens, summed over heads and layers; SGD
+              with momentum 0.9
 kvzap-linear  ridge regression with an intercept, in closed form
 kvzap-mlp     mean squared error; AdamW, cosine per epoch, gradient norm clipped to 1
 

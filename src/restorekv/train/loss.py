@@ -1,4 +1,4 @@
-"""The distillation loss (Eq. 8) and its variants, and the pass over given answers that it compares."""
+"""The distillation loss (Eq. 8), its variants, and the pass over given answers that it compares."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
