@@ -458,7 +458,7 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     assert answer[-1] == stop
     draft = tiny_tokenizer.decode(answer[:-1])
     assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
-    monkeypatch.setattr(teacher_module, "answer_ids", None)
+    monkeypatch.setattr(teacher_module, "generate_ids", None)
     again = TeacherCache(
         model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG
     ).get_context(0)[1][0]
