@@ -315,7 +315,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
             config = AutoConfig.from_pretrained(str(file.parent), **local)
             if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default
                 config.head_dim = header.of_model("attention.key_length") or config.head_dim
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(file.parent),
                 **local,
                 config=config,
@@ -324,6 +324,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
                 ignore_mismatched_sizes=True,
                 **_UNPACKED,
             )
+            model, report = loaded
     except Exception as error:  # transformers raises many kinds
         raise _conversion_error(file, summarize_error(error)) from error
     wrong = list(report["missing_keys"])

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from restorekv.bounds import LAYERS, WIDTH
 from restorekv.errors import ModelError, RestoreKVError
@@ -223,7 +223,7 @@ def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) 
     if heads > largest or any(not 0 <= of_model(name) <= largest for name in SIZES):
         raise ValueError("it describes a larger model than it holds")
     embedded = shapes.get("token_embd.weight")
-    words = known.get("tokenizer.ggml.tokens[]", 0)
+    words: Any = known.get("tokenizer.ggml.tokens[]", 0)
     if embedded and (
         len(embedded) != 2 or embedded[0] != of_model("embedding_length") or words > embedded[1]
     ):

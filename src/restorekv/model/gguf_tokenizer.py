@@ -98,7 +98,7 @@ def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokeni
 
 def _build_byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     """Build BPE over bytes, each written as one character, as in GPT-2, Llama 3 and Qwen."""
-    split = SPLITS.get(own.get("pre"))
+    split = SPLITS.get(str(own.get("pre")))
     if split is None:
         raise ValueError(f"how its tokenizer splits text, {own.get('pre')!r}, is not known here")
     merges = [tuple(merge.split(" ")) for merge in own.get("merges") or ()]
@@ -109,7 +109,7 @@ def _build_byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Tokenize
     if split == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     if split in ("gpt2", "digits"):  # GPT-2's own regex, which is part of ByteLevel
-        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         if split == "digits":
             steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     else:

@@ -9,6 +9,7 @@ connection does not change the weights between two runs.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session, snapshot_download
@@ -99,7 +100,7 @@ def load_model(
         config = AutoConfig.from_pretrained(source.path, **local)
         if rope is not None:
             stretch_rope(config, rope)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype=dtype,
@@ -126,7 +127,7 @@ def check_dtype(name: str | torch.dtype) -> None:
         check_choice("The dtype", name, DTYPES)
 
 
-def load_tokenizer(name: str = TINY, offline: bool = False) -> Tokenizer:
+def load_tokenizer(name: str | Path = TINY, offline: bool = False) -> Tokenizer:
     """Load the tokenizer alone; `offline` searches only this machine."""
     source = find_source(name, offline)
     try:
@@ -139,7 +140,7 @@ def load_tokenizer(name: str = TINY, offline: bool = False) -> Tokenizer:
         raise _loading_error(name, error) from error
 
 
-def find_source(name: str, offline: bool = False) -> Source:
+def find_source(name: str | Path, offline: bool = False) -> Source:
     """Find the model of that name; `offline` searches only this machine."""
     name = str(name)
     if not name.strip():
@@ -212,7 +213,7 @@ def _make_gguf_source(file: Path, name: str) -> Source:
     return Source(str(folder), name, gguf.read_quantization(folder))
 
 
-def _loading_error(name: str, error: Exception) -> ModelError:
+def _loading_error(name: str | Path, error: Exception) -> ModelError:
     """Turn an error of transformers into one sentence."""
     return ModelError(f"Cannot load the model {name!r}; {REMEDY} ({summarize_error(error)}).")
 

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from restorekv.bounds import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import Pairs, get_observer, observe_attention
+from restorekv.model.attention import get_observer, observe_attention
 from restorekv.model.shape import get_backbone
 
 
@@ -60,19 +60,17 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     """
     inputs: list[Tensor] = []
 
-    def before_layer(
-        module: nn.Module, args: tuple, kwargs: dict[str, object] | None = None
-    ) -> None:
+    def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         # Hooks see the passes of other threads too, and without kwargs while PyTorch is still
         # registering them.
         if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
     def before_attention(
-        module: nn.Module,
+        module: Any,
         query: Tensor,
-        key: Pairs,
-        value: Pairs,
+        key: Any,  # Pairs, and so is `value`
+        value: Any,
         mask: Tensor | None,
         scale: float,
     ) -> Tensor | None:
@@ -94,7 +92,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         output = on_layer(view)
         return None if output is None else output[None]
 
-    layers = get_backbone(model).layers
+    layers: Any = get_backbone(model).layers
     with HOOKS_LOCK:
         handles = [
             layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True)

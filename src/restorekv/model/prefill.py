@@ -3,6 +3,8 @@
 Only the decoder runs, never the LM head, and no gradient is recorded.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -47,7 +49,7 @@ class ReadOnlyLayer(DynamicLayer):
 
     def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
         super().__init__()
-        self.dense = dense
+        self.dense: Any = dense
         self.columns = columns
         self.is_initialized = True
 

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     scale: float
-    options: dict[str, object]
+    options: dict[str, Any]
 
 
 @dataclass
@@ -154,12 +155,12 @@ class _Probe:
     """The three passes of one model."""
 
     def __init__(self, model: PreTrainedModel, backbone: nn.Module, shape: CacheShape) -> None:
-        self.model = model
+        self.model: Any = model
         self.backbone = backbone
         self.shape = shape
-        embedded: Tensor = model.get_input_embeddings().weight
+        words = self.model.get_input_embeddings().weight.shape[0]
         # (1, 7); a tiny vocabulary has fewer ids.
-        self.ids = torch.tensor([IDS], device=model.device) % embedded.shape[0]
+        self.ids = torch.tensor([IDS], device=model.device) % words
         self.positions = torch.arange(START, START + len(IDS), device=model.device)[None]
 
     def run(self) -> Support:
@@ -190,7 +191,7 @@ class _Probe:
         """Return whether two results are equal up to the rounding of the model's dtype."""
         return _is_close(one, other, self.model.dtype, strict)
 
-    def check_calls(self, record: PassRecord, cache: DynamicCache) -> None:
+    def check_calls(self, record: PassRecord, cache: Any) -> None:
         """Refuse attention that is not each layer's softmax over plain keys and values."""
         shape = self.shape
         called = [getattr(call.module, "layer_idx", None) for call in record.calls]
@@ -244,7 +245,7 @@ class _Probe:
                 "computes its attention in a way of its own, such as with sinks or a cap"
             )
 
-    def check_positions(self, cache: DynamicCache) -> None:
+    def check_positions(self, cache: Any) -> None:
         """Refuse positions in the embeddings: one token has one value in the first layer, wherever
         it is.
         """
@@ -252,7 +253,7 @@ class _Probe:
         if not self.is_close(first, third, strict=True):
             raise self.refusal("has no RoPE: it adds positions to embeddings or values")
 
-    def check_ragged(self, cache: DynamicCache, hidden: Tensor) -> None:
+    def check_ragged(self, cache: Any, hidden: Tensor) -> None:
         """Refuse a model that computes other logits over a ragged cache than at once.
 
         Args:
@@ -335,14 +336,15 @@ class _Probe:
         Refuses states that are not pairs.
         """
         limits = [UNLIMITED]
-        for layer in DynamicCache(config=self.model.config).layers:
+        layers: list[Any] = DynamicCache(config=self.model.config).layers
+        for layer in layers:
             if getattr(layer, "is_sliding", False):
                 limits.append(int(layer.sliding_window))
             elif type(layer) is not DynamicLayer:
                 raise self.refusal(f"keeps {type(layer).__name__} besides keys and values")
         return _make_window(min(limits))
 
-    def find_rotation_limit(self, cache: DynamicCache) -> Support:
+    def find_rotation_limit(self, cache: Any) -> Support:
         """Return up to which position RoPE rotates keys as it did before.
 
         The kinds "dynamic" and "longrope" change the frequencies for longer texts, and with them
@@ -395,7 +397,7 @@ class _Probe:
         """Return every layer's keys (H, CACHED, D) where the last token's position is `last`."""
         positions = self.positions[:, :CACHED].clone()
         positions[:, -1] = last
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         self.backbone(
             input_ids=self.ids[:, :CACHED],
             position_ids=positions,

@@ -238,7 +238,7 @@ def split_template(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
     Without a template, that is BOS, with the system message on a line of its own, and a newline.
     """
     if not tokenizer.chat_template:
-        before = tokenizer.bos_token or ""
+        before = str(tokenizer.bos_token or "")
         if system:
             before += f"{system}\n"
         return before, "\n"
@@ -277,6 +277,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
         raise RestoreKVError(
             f"The tokenizer's chat template refuses these messages: {error}"
         ) from None
+    assert isinstance(text, str)  # and not ids, with tokenize=False
     parts = text.split(SEPARATOR)
     if len(parts) <= len(roles):
         raise RestoreKVError(

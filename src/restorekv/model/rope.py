@@ -77,7 +77,7 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
 
 def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     """Return keys (..., D) as if their tokens stood `positions` later, computed in float64."""
-    rotary = getattr(get_backbone(model), "rotary_emb", None)
+    rotary: Any = getattr(get_backbone(model), "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if kind not in SHIFTABLE:
         raise RestoreKVError(
@@ -106,7 +106,7 @@ def _rotate_pairs(keys: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def _check_layout(model: PreTrainedModel, rotary: torch.nn.Module) -> None:
+def _check_layout(model: PreTrainedModel, rotary: Any) -> None:
     """Refuse a model that pairs the numbers of a key in another way than `_rotate_pairs`."""
     apply_rope = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
     expected = None

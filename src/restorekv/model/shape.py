@@ -1,6 +1,7 @@
 """The shape of a model's cache."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,8 @@ def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     scale = getattr(config, "logit_scale", None) or 1
     divisor = getattr(config, "logits_scaling", None) or 1
     cap = getattr(config, "final_logit_softcapping", None)
-    scores = model.get_output_embeddings()(hidden) * scale / divisor
+    head: Any = model.get_output_embeddings()
+    scores = head(hidden) * scale / divisor
     if cap:
         scores = torch.tanh(scores / cap) * cap
     return scores

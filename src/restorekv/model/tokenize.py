@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import tokenizers
@@ -118,7 +118,8 @@ class TextStream:
         Leave its stream for good where that is not the whole text.
         """
         try:
-            piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            backend: Any = self.tokenizer.backend_tokenizer
+            piece = stream.step(backend, token)
         except Exception:  # it has no type for a text that does not begin as it did before
             self.stream = None
             return
@@ -134,7 +135,7 @@ class TextStream:
         return self._decode_all() if self.pending else self.certain
 
     def _decode_all(self) -> str:
-        return self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens)
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens))
 
 
 def _can_stream(tokenizer: Tokenizer) -> bool:
@@ -225,7 +226,8 @@ def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
     """
     control = find_control_tokens(tokenizer)
     names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    own: Any = tokenizer.backend_tokenizer
+    parts = json.loads(own.to_str())
     # They add tokens and remove some.
     parts.update(truncation=None, padding=None, post_processor=None)
     for token in parts["added_tokens"]:

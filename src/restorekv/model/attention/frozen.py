@@ -8,10 +8,11 @@ does (arXiv:2205.14135). A row has its whole softmax in one block, so nothing ha
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.naive import make_causal_mask
@@ -44,7 +45,7 @@ class FrozenAttention(torch.autograd.Function):
     """Gives gradients to the query and the tail; the context is referenced, never copied."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *inputs) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         *tensors, ctx.bounds, ctx.scale = inputs
         ctx.save_for_backward(*tensors)
         query = tensors[0]
@@ -55,7 +56,8 @@ class FrozenAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         query, tail_keys, tail_values, mask = ctx.saved_tensors[:4]
         exact = torch.promote_types(query.dtype, torch.float32)
         for_query = torch.empty_like(query)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import (
@@ -60,7 +60,7 @@ def load_proof(key: Mapping[str, object], kind: type) -> object | None:
     return kind(**proof)
 
 
-def save_proof(key: Mapping[str, object], proof: object) -> None:
+def save_proof(key: Mapping[str, object], proof: Any) -> None:
     """Keep a proof, where files can be written."""
     _save_record(key, asdict(proof))
 

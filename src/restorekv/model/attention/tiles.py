@@ -11,9 +11,10 @@ Lengths are known on the host: making the lists reads nothing from a device, and
 in one transfer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -80,10 +81,10 @@ def plan_tiles(layers: Iterable[RaggedLayer]) -> None:
 def get_tiles(layer: RaggedLayer) -> Tiles:
     """Return the layer's lists, which are made now if `plan` was not called."""
     plan_tiles([layer])
-    return layer.plans[PLAN]
+    return cast(Tiles, layer.plans[PLAN])
 
 
-def choose_list(counts: tuple[int, ...], blocks: int, programs: int) -> int:
+def choose_list(counts: Sequence[int], blocks: int, programs: int) -> int:
     """Return the list of the smallest span that needs at most `programs` programs, `blocks` for
     each tile.
     """
