@@ -176,6 +176,8 @@ class CacheEngine(Engine, Generic[Active]):
         try:
             async with self.take_place():
                 question.started = True
+                # Its client may have left, or the server's end may have settled it. From here on
+                # `done` cannot be cancelled; `cancelled` says whether somebody still waits.
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
                     return
                 if self.ending:

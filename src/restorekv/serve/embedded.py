@@ -1,9 +1,9 @@
 """The library as an engine: one thread writes all answers; a question joins at the next token.
 
-A question's way: a task of the event loop waits for one of BATCH places (`CacheEngine.answer`), a
-thread prepares it, which may load documents from disk, and the thread that answers takes it from
-`prepared`, the engine's one queue. So those who are being answered wait for none of it. A
-compression waits, between two layers of the model, while a token is written.
+How a question is answered: its task in the event loop waits for one of BATCH places
+(`CacheEngine.answer`). Then a thread prepares it, which may load documents from disk, while the
+answers to others continue. The thread that answers takes it from `prepared`, the engine's only
+queue. A compression waits, between two layers of the model, while a token is written.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import JOIN, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import (
-    ENDING,
-    AwayError,
-    ServedQuestion,
-    settle_future,
-)
+from restorekv.serve.engine import ENDING, AwayError, ServedQuestion, settle_future
 from restorekv.serve.store import Store
 
 GATHER = 0.005  # seconds that the first question waits for others that come with it
@@ -236,6 +231,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         """Pass a token on; with the last one, the question's task continues."""
         active = event.task.label
         assert isinstance(active, LocalQuestion)
+        # A question may be settled before its rows have ended, as the server ends; the scheduler
+        # then drops it before its next step, and only that gives its place to another.
         try:
             if event.error is None and event.token is not None:
                 active.pass_token(event.sample, event.token, event.likely)

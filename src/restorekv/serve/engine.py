@@ -273,6 +273,8 @@ def ask_engine(
     def pass_token(*item: Any) -> None:
         loop.call_soon_threadsafe(tokens.put_nowait, item)
 
+    # Tokens and the reply come from other threads, through the same loop, hence in order: None
+    # comes after the last token.
     question.on_token = pass_token
     reply = asyncio.wrap_future(engine.ask(question))
     reply.add_done_callback(lambda _: tokens.put_nowait(None))

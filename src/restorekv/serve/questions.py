@@ -101,6 +101,7 @@ class Questions:
             limit=chat.limit,
             sampling=chat.sampling,
         )
+        # While it is in `answering`, the server's end can settle it.
         reply, tokens = ask_engine(service.engine, question)
         self.answering[reply] = question
         reply.add_done_callback(self.answering.pop)
@@ -174,7 +175,7 @@ class PendingAnswer:
         try:
             while True:
                 item = self.first.pop() if self.first else await self.tokens.get()
-                if item is None:
+                if item is None:  # all tokens have been read
                     break
                 sample, token, *more = item
                 for each in more:
@@ -233,6 +234,7 @@ async def wait_unless_gone(future: asyncio.Future[T], is_gone: IsGone, seconds: 
     """
 
     async def wait_and_look() -> T:
+        # A client who leaves cancels nothing here, so look for it every second.
         while not future.done():
             await asyncio.wait([future], timeout=1.0)
             if not future.done() and await is_gone():
