@@ -43,7 +43,7 @@ __all__ = [
     "load_model",
     "load_portable",
 ]
-HOMES = {
+_MODULES = {
     "Answer": "generation.answers",
     "Budget": "compression.budget",
     "Chat": "generation.chat",
@@ -65,9 +65,9 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'restorekv' has no attribute {name!r}")
-    return getattr(import_module(f"restorekv.{HOMES[name]}"), name)
+    return getattr(import_module(f"restorekv.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
-"""One exception class for each kind of user error; the message is one sentence that names the cause
-and the fix.
+"""One exception class for each kind of user error, and what helps to word them.
+
+The message is one sentence that names the cause and the fix.
 """
 
 import importlib
@@ -40,11 +41,17 @@ class ModelError(RestoreKVError):
 class TextTooLongError(RestoreKVError):
     """A text of more tokens than the model has room for.
 
-    The message names the fixes of the command line; `tokens`, `positions` and `room` are for who
-    has others.
+    The message names the fixes of the command line. The numbers are for callers with other fixes.
+
+    Attributes:
+        tokens: of the text.
+        positions: of the model.
+        room: the tokens that the text may have.
     """
 
-    tokens = positions = room = 0
+    tokens: int = 0
+    positions: int = 0
+    room: int = 0
 
 
 class RestoreKVWarning(UserWarning):
@@ -100,22 +107,25 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"Cannot write {path}: {error.strerror or summarize_error(error)}"
-        raise RestoreKVError(f"{why}; free some space or choose another place or name.") from error
+        reason = error.strerror or summarize_error(error)
+        raise RestoreKVError(
+            f"Cannot write {path}: {reason}; free some space or choose another place or name."
+        ) from error
 
 
-# Torch's decorators stand between the package's own calls.
+# Frames that `warn` skips; torch's decorators are between the package's own calls.
 _INTERNAL_PACKAGES = ("restorekv", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
-    """Raise a RestoreKVWarning at the line of the user's code that called the package."""
+    """Give a RestoreKVWarning at the line of the user's code that called the package."""
     level = 2
     frame = sys._getframe(1)
-    while (
-        frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL_PACKAGES
-    ):
-        level = level + 1
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _INTERNAL_PACKAGES:
+            break
+        level += 1
         frame = frame.f_back
     warnings.warn(message, RestoreKVWarning, stacklevel=level)
 
@@ -128,8 +138,8 @@ def summarize_error(error: BaseException) -> str:
 
 
 def make_printable(text: object) -> str:
-    """Return what a file says about itself as part of a sentence: printable, and at most 120
-    characters of it.
-    """
+    """Make untrusted text safe to quote in an error message: printable, at most 120 characters."""
     text = str(text)
-    return (text if text.isprintable() else repr(text))[:120]
+    if not text.isprintable():
+        text = repr(text)
+    return text[:120]

@@ -1,5 +1,7 @@
-"""Write files completely or not at all, locks them between processes, and reads those of
-strangers.
+"""Files: written completely or not at all, locked between processes, and read with suspicion.
+
+A file that someone else wrote is data. It is opened once, read once, and refused with a sentence
+unless it is complete.
 """
 
 import errno
@@ -26,7 +28,8 @@ from restorekv.errors import RestoreKVError, explain_write_errors, summarize_err
 # Several machines may write to one disk.
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"
 NUMBERS = itertools.count()  # several threads may write to one path
-NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none of these three
+# Flags of `os.open`, 0 where the system has no such flag.
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
 FETCH_AGAIN = "fetch or make it again"
@@ -61,21 +64,21 @@ def check_target(path: Path) -> None:
 
 @contextmanager
 def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
-    """Yield a temporary file next to `path`; what the block writes there replaces `path`, unless
-    the block raises.
+    """Yield a temporary file next to `path`, which replaces `path` unless the block raises.
 
-    `follow`: a symbolic link at `path` stays one, and the file that it leads to is replaced. That
-    is for names that users give, who may keep their files elsewhere. A name that the package itself
-    chose is never followed, for the folder may come from a stranger: the file takes the link's
-    place.
+    Args:
+        path: the file to write.
+        follow: whether a symbolic link at `path` stays, and the file that it leads to is replaced.
+            That is for names that users choose, who may keep their files elsewhere. Pass False for
+            a name that the package itself chose: the folder may come from a stranger, so the new
+            file takes the link's place.
     """
     check_target(path)
     if follow:
         path = Path(os.path.realpath(path))  # resolve() raises for a circle of links
     temporary = make_temporary_name(path)
     with explain_write_errors(path):
-        # Exclusively, so that nothing that is there already is written to, least of all through a
-        # link.
+        # Exclusively, so that no existing file is written to, least of all through a link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
     try:
         yield temporary
@@ -85,7 +88,7 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
 
 
 def make_temporary_name(path: Path) -> Path:
-    """Return a name next to `path` for this process alone; removes what killed processes left
+    """Return a name next to `path` for this process alone; remove what killed processes left
     under such names.
     """
     remove_stale_files(path)
@@ -93,8 +96,10 @@ def make_temporary_name(path: Path) -> Path:
 
 
 def make_unique_name(path: Path) -> Path:
-    """Return a new name that says whose it is, for `remove_stale_files`, and that nobody can guess, to put a
-    link there.
+    """Return a new name next to `path`.
+
+    It says which process it belongs to, for `remove_stale_files`. Nobody can guess it, and so put a
+    link there first.
     """
     process = f"{HOST}-{os.getpid()}-{next(NUMBERS)}"
     return path.with_name(f".{path.name}.{process}-{secrets.token_hex(8)}.tmp")
@@ -102,7 +107,7 @@ def make_unique_name(path: Path) -> Path:
 
 @contextmanager
 def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Refuse a second process that works in the folder, which is made if there is none."""
+    """Lock a folder, which is created if needed; refuse a second process that works in it."""
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / name) as acquired:
         if not acquired:
@@ -117,33 +122,32 @@ def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[bool]:
-    """Yield whether the block holds the lock `path` alone; without file locks on this system, that
-    is always true.
+    """Yield whether the block holds the lock `path` alone.
 
-    The system releases the lock of a process that is killed.
+    The system releases the lock of a process that is killed. On a system without file locks, every
+    block holds it.
     """
     try:
         import fcntl  # only POSIX systems have it
     except ImportError:
         yield True
         return
-    with open_without_links(path) as file:  # it stays as long as it is: nothing is written
+    with open_without_links(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Else a holder has removed it, and others lock a new one.
+            # If a holder has removed the file meanwhile, others lock a new one.
             acquired = os.fstat(file.fileno()).st_nlink > 0
         except OSError as error:
-            # Other errors: a disk without locks.
+            # Other errors come from a disk without locks.
             acquired = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
         yield acquired
 
 
 def open_without_links(path: Path) -> BinaryIO:
-    """Open a file of the package's own, to read it and to add to its end; makes it if there is
-    none.
+    """Open a file of the package's own, to read it and to add to its end; create it if needed.
 
-    Refuses a symbolic link, which a stranger may have put there to have another file changed, and
-    special files.
+    Refuse special files, and a symbolic link, which a stranger may have put there to have another
+    file changed.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NO_WAITING | BINARY
     try:
@@ -211,29 +215,35 @@ def find_cache_folder() -> Path | None:
 
 
 def _default_cache_folder() -> Path:
-    """Return the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home
+    """Return the folder unless RESTOREKV_CACHE names one; raise RuntimeError without a home
     folder.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "restorekv"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "restorekv"
 
 
 def write_json(path: Path, content: object, follow: bool = True) -> None:
-    """Write indented UTF-8 JSON; `follow` is that of `replace_file`."""
+    """Write indented UTF-8 JSON; for `follow`, see `replace_file`."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     with explain_write_errors(path), replace_file(path, follow) as temporary:
-        temporary.write_text(
-            json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace"
-        )
+        temporary.write_text(text, "utf-8", "backslashreplace")
 
 
-# A file that someone else wrote is data: it is opened once, read once, and refused with a sentence
-# unless it is whole.
+# Reading files of strangers
 
 
 def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = True) -> bytes:
-    """Return the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of
-    an error.
+    """Return the bytes of a regular file.
 
-    `follow`: a symbolic link leads to a file. At a name that the package chose, it is refused.
+    Args:
+        path: the file.
+        what: how sentences of errors call it.
+        limit: the most bytes that it may have.
+        follow: whether a symbolic link may lead to it; pass False for a name that the package
+            chose.
+
+    Raises:
+        RestoreKVError: for a file that is missing, larger, special, or cannot be read.
     """
     with open_with_size(path, what, follow) as (file, size):
         if size > limit:
@@ -244,7 +254,7 @@ def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = Tr
 
 
 def read_json(path: Path, what: str, elements: int = JSON_ELEMENTS) -> Any:
-    """Return the JSON value of a file; refuses what `parse_json` refuses."""
+    """Return the JSON value of a file; refuse what `parse_json` refuses."""
     return parse_json(read_bytes(path, what), what, elements=elements)
 
 
@@ -256,11 +266,18 @@ def read_record(path: Path, what: str) -> Any:
 def parse_json(
     text: str | bytes, what: str, limit: int = JSON_BYTES, elements: int = JSON_ELEMENTS
 ) -> Any:
-    """Return a JSON value; refuses what a program should not compute with.
+    """Return a JSON value, unless it is one that a program should not compute with.
 
-    That is: more than `limit` characters, more than `elements` values and keys, more than DEPTH
-    levels, a key twice in an object, NaN and infinity, integers of more than 64 bits, and
-    surrogates, which are half a character.
+    Args:
+        text: the JSON.
+        what: how sentences of errors call it.
+        limit: the most characters.
+        elements: the most values and keys.
+
+    Raises:
+        RestoreKVError: for JSON beyond these limits or of more than DEPTH levels, a key twice in an
+            object, NaN and infinity, integers of more than 64 bits, and surrogates, which are half
+            a character.
     """
     if len(text) > limit:
         raise RestoreKVError(
@@ -291,12 +308,17 @@ def parse_record(text: str | bytes, what: str) -> Any:
 
 def check_elements(text: str | bytes, what: str, most: int) -> None:
     """Refuse JSON of more than `most` values and keys before any of them takes memory."""
-    packed = isinstance(text, bytes)
-    if sum(text.count(sign.encode() if packed else sign) for sign in "[{,:") < most:
+    if isinstance(text, bytes):
+        at_most = sum(text.count(sign) for sign in (b"[", b"{", b",", b":"))
+        matches = SIGNS_OF_BYTES.finditer(text)
+    else:
+        at_most = sum(text.count(sign) for sign in "[{,:")
+        matches = SIGNS_OF_TEXT.finditer(text)
+    if at_most < most:
         return
     texts = 0
     values = 1
-    for match in (SIGNS_OF_BYTES if packed else SIGNS_OF_TEXT).finditer(text):
+    for match in matches:
         if match[0][:1] in ('"', b'"'):
             texts += 1
         else:
@@ -307,11 +329,10 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
 
 @contextmanager
 def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
-    """Yield a regular file, opened for reading, and its size; a FIFO or a device is refused, and
-    never waited for.
+    """Yield a regular file, opened for reading, and its size.
 
-    Errors of the block, such as those of a disk, become sentences too. `follow` is that of
-    `read_bytes`.
+    A FIFO or a device is refused and never waited for. Errors of the block, such as those of a
+    disk, become sentences too. For `follow`, see `read_bytes`.
     """
     try:
         with open_regular_file(path, what, follow) as file:
@@ -325,9 +346,12 @@ def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple
 
 
 def open_regular_file(path: Path, what: str, follow: bool = True) -> BinaryIO:
-    """Open a regular file for reading; refuses all others at once, whoever may write to them."""
+    """Open a regular file for reading; refuse all others at once, whoever may write to them."""
+    flags = os.O_RDONLY | NO_WAITING | BINARY
+    if not follow:
+        flags |= NO_FOLLOW
     try:
-        number = os.open(path, os.O_RDONLY | NO_WAITING | BINARY | (0 if follow else NO_FOLLOW))
+        number = os.open(path, flags)
     except FileNotFoundError as error:
         raise RestoreKVError(f"{what} does not exist; check its name.") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -341,6 +365,7 @@ def open_regular_file(path: Path, what: str, follow: bool = True) -> BinaryIO:
 
 
 def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
+    """Return the `size` bytes of a file; refuse one that changed meanwhile."""
     raw = file.read(size) or b""
     if len(raw) != size:
         raise RestoreKVError(f"{what} changed while it was read; try again when nobody writes it.")
@@ -350,7 +375,7 @@ def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("a key stands twice in an object")
+        raise ValueError("a key is twice in an object")
     return entries
 
 
@@ -371,24 +396,26 @@ def check_levels(value: object) -> None:
     """Refuse deep nesting and texts that are not Unicode."""
     level = [value]
     for _ in range(DEPTH):
-        for text in [each for each in level if isinstance(each, str)]:
-            text.encode()  # raises UnicodeEncodeError, a ValueError, for a surrogate
-        objects = [
-            part
-            for each in level
-            if isinstance(each, dict)
-            for item in each.items()
-            for part in item
-        ]
-        level = objects + [part for each in level if isinstance(each, list) for part in each]
-        if not level:
+        for each in level:
+            if isinstance(each, str):
+                each.encode()  # raises UnicodeEncodeError, a ValueError, for a surrogate
+        inner: list[object] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner.extend(each.keys())
+                inner.extend(each.values())
+            elif isinstance(each, list):
+                inner.extend(each)
+        if not inner:
             return
+        level = inner
     raise ValueError(f"more than {DEPTH} levels")
 
 
 def matches_type(value: object, hint: Any) -> bool:
-    """Return whether a JSON value is of an annotated type: True is no integer, an integer is a
-    float.
+    """Return whether a JSON value is of an annotated type.
+
+    True is not an integer, and an integer is a float.
     """
     origin = typing.get_origin(hint)
     parts = typing.get_args(hint)

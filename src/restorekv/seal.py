@@ -132,7 +132,7 @@ def read_sealed(
         Its metadata, and its tensors on the CPU.
 
     Raises:
-        RestoreKVError: for anything but a file as `write` wrote it.
+        RestoreKVError: for anything but a file as `write_sealed` wrote it.
     """
     what = what or str(path)
     try:

@@ -1,5 +1,5 @@
-"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0"; evictors, allocations and methods
-are written so.
+"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0", for evictors, allocations, methods
+and benchmarks.
 
 Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool and str are its
 settings.
@@ -21,10 +21,15 @@ _PLACEHOLDERS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"
 
 
 def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
-    """Return an object of the class that `classes` has under the spec's name; error messages call
-    it `what`.
+    """Return an object of the class that the spec names.
 
-    A digest that `digest_source` made is no part of a spec.
+    Args:
+        text: the spec. A digest that `digest_source` made may follow; it is ignored.
+        classes: the classes by name.
+        what: how sentences of errors call such an object.
+
+    Raises:
+        RestoreKVError: for an unknown name or setting, and for a value of another type.
     """
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
@@ -34,12 +39,11 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
     for item in filter(None, map(str.strip, rest.split(","))):
         key, _, value = item.partition("=")
         if key not in types:
-            usage = ", ".join(
+            examples = [
                 f"{setting}={_PLACEHOLDERS[kind]}" for setting, kind in sorted(types.items())
-            )
-            raise RestoreKVError(
-                f"{name} has no setting {item!r}; {f'give {usage}' if usage else 'it takes none'}."
-            )
+            ]
+            fix = f"give {', '.join(examples)}" if examples else "it takes none"
+            raise RestoreKVError(f"{name} has no setting {item!r}; {fix}.")
         try:
             settings[key] = _parse_setting(types[key], value)
         except (KeyError, ValueError):
@@ -65,14 +69,16 @@ def split_specs(text: str) -> list[str]:
     return specs
 
 
-def format_spec(name: str, instance: object) -> str:
+def format_spec(name: str, instance: Any) -> str:
     """Return the shortest spec of `instance`, which leaves out settings at their defaults."""
     settable = _list_settings(type(instance))
-    changed = [
-        f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
-        for field in fields(instance)
-        if field.name in settable and (value := getattr(instance, field.name)) != field.default
-    ]
+    changed = []
+    for field in fields(instance):
+        value = getattr(instance, field.name)
+        if field.name not in settable or value == field.default:
+            continue
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        changed.append(f"{field.name}={text}")
     return f"{name}:{','.join(changed)}" if changed else name
 
 
@@ -85,7 +91,7 @@ def _list_settings(cls: type) -> dict[str, type]:
 
 
 def _parse_setting(kind: type, value: str) -> Any:
-    """Convert a setting's text to its type; raises KeyError or ValueError."""
+    """Convert a setting's text to its type; raise KeyError or ValueError."""
     if kind is bool:
         return {"true": True, "false": False}[value]
     if not value or (kind is int and not value.isdecimal()):
@@ -106,17 +112,19 @@ def register_entry_points(group: str, classes: dict[str, type]) -> None:
         except Exception as error:  # another package's code may raise anything
             reason = summarize_error(error) or type(error).__name__
             warn(
-                f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); mend or remove its package."
+                f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); fix or "
+                "remove its package."
             )
 
 
 def digest_source(cls: type) -> str:
-    """Return "#" and 12 hex digits of a class's source, for its name stays when it changes;
-    nothing for our own.
+    """Return "#" and 12 hex digits of a class's source, because its name stays when it changes.
+
+    Our own classes have none: the version of the package is recorded anyway.
     """
     if cls.__module__.partition(".")[0] == "restorekv":
         return ""
     try:
         return "#" + hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()[:12]
-    except (OSError, TypeError):  # written where no source is kept
+    except (OSError, TypeError):  # defined where no source is kept, as in a shell
         return ""

@@ -115,7 +115,7 @@ def test_what_cannot_be_computed_with_is_refused(url, path, number):
 @pytest.mark.parametrize(
     "raw, message",
     [
-        (b'{"model": "a", "model": "b"}', "a key stands twice"),
+        (b'{"model": "a", "model": "b"}', "a key is twice"),
         (b"[" * 100_000, "more than 100 levels"),
         (b'{"model": ' + b"1" * 10_000 + b"}", "more than 64 bits"),
         (b"\xff\xfe", "not UTF-8 (at byte 0)"),

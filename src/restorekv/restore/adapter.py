@@ -178,7 +178,7 @@ class RestoreAdapter(nn.Module):
 
     @property
     def restore_tokens(self) -> int:
-        """Returns n."""
+        """Return n."""
         return self.embeddings.shape[0]
 
     @property
@@ -338,11 +338,11 @@ class RestoreAdapter(nn.Module):
             )
 
     def trainable_state(self) -> dict[str, Tensor]:
-        """Returns copies of everything that training changes, by name."""
+        """Return copies of everything that training changes, by name."""
         return {name: value.detach().clone() for name, value in self._trainable().items()}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
-        """Restores what `trainable_state` returned."""
+        """Restore what `trainable_state` returned."""
         with torch.no_grad():
             for name, parameter in self._trainable().items():
                 parameter.copy_(state[name])
