@@ -131,7 +131,9 @@ def warn(message: str) -> None:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the start of a library's error message, without its period, to quote in one of ours."""
+    """Return the start of a library's error message, without its period, to quote in one of
+    ours.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     words = lines[0].split(". ")[0].rstrip(".:")
     return "".join(letter if letter.isprintable() else "?" for letter in words)

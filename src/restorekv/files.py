@@ -112,7 +112,8 @@ def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
     with file_lock(folder / name) as acquired:
         if not acquired:
             raise RestoreKVError(
-                f"Another process is at work in {folder}; wait until it ends or choose another folder."
+                f"Another process is at work in {folder}; wait until it ends or choose another "
+                "folder."
             )
         try:
             yield
@@ -193,7 +194,9 @@ def remove_stale_files(path: Path) -> None:
 
 
 def is_process_alive(process: int) -> bool:
-    """Return whether this process id runs on this machine, or True where that cannot be found out."""
+    """Return whether this process id runs on this machine, or True where that cannot be found
+    out.
+    """
     if os.name != "posix":
         return True
     try:

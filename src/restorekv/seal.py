@@ -155,7 +155,8 @@ def _check_kind(metadata: Mapping[str, str], kind: FileKind, what: str) -> None:
     version = metadata.get("version")
     if version != kind.version:
         raise RestoreKVError(
-            f"{what} has format version '{make_printable(version)}', this restorekv reads {kind.version}; {kind.fix}."
+            f"{what} has format version '{make_printable(version)}', this restorekv reads "
+            f"{kind.version}; {kind.fix}."
         )
 
 
@@ -187,13 +188,16 @@ def read_tensor_bytes(path: Path, what: str) -> bytes:
 
 
 def parse_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors, on the CPU, that the bytes of a safetensors file hold."""
+    """Return the metadata and the tensors, on the CPU, that the bytes of a safetensors file
+    hold.
+    """
     header = _parse_header(raw, len(raw), what)
     try:
         tensors = safetensors.torch.load(raw)
     except Exception as error:  # what the library raises for a bad entry has no common class
         raise RestoreKVError(
-            f"{what} is damaged or not a safetensors file ({summarize_error(error)}); {FETCH_AGAIN}."
+            f"{what} is damaged or not a safetensors file ({summarize_error(error)}); "
+            f"{FETCH_AGAIN}."
         ) from error
     return header.get("__metadata__") or {}, tensors
 
@@ -270,7 +274,9 @@ def largest_number(tensor: Tensor) -> float:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of every tensor's name, dtype, shape and bytes, whatever the file is like."""
+    """Return the SHA-256 of every tensor's name, dtype, shape and bytes, whatever the file is
+    like.
+    """
     sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())

@@ -121,7 +121,7 @@ def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     result = run(world, given)
     assert result.code == 1 and "Wrote 4 cache files" in result.out
     assert result.err.splitlines()[-1] == (
-        "error: 3 of 7 documents could not be compressed; mend what is named above and run it again."
+        "error: 3 of 7 documents could not be compressed; fix what is named above and run it again."
     )
     for name, words in {
         "bad.pdf": "can be read",

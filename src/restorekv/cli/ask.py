@@ -3,9 +3,9 @@ batch.
 """
 
 import time
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -18,7 +18,7 @@ from restorekv.files import write_json
 from restorekv.many_contexts import ask_many
 
 
-@options.add_options_of(options.SamplingOptions)
+@options.add_options_of(options.SamplingFlags)
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     questions: Annotated[
@@ -34,43 +34,51 @@ def run(
     json: Annotated[
         Path | None, options.make_output_option("Write questions and answers here, for programs.")
     ] = None,
-    **sampling: object,
+    **flags: Any,
 ) -> None:
-    files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
-    questions = [
-        each
-        for word in questions[len(files) - 1 :]
-        for each in (_read_questions() if word == "-" else [word])
-    ]
-    if not questions:
+    files, asked = _split_words(file, questions)
+    if not asked:
         raise RestoreKVError("There is no question after the cache files; ask something.")
-    if not all(question.strip() for question in questions):
+    if not all(question.strip() for question in asked):
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
-    check_outputs_apart([json], (*files, sampling["json_schema"], model))
-    decoding = options.SamplingOptions(**sampling).decoding()
-    compressed = open_documents(files, model, dtype, device)
+    check_outputs_apart([json], (*files, flags["json_schema"], model))
+    sampling = options.SamplingFlags(**flags).make_config()
+    documents = open_documents(files, model, dtype, device)
+
+    # One question of one file is answered piece by piece; more in one batch.
     start = time.perf_counter()
-    rows = [{"file": str(each), "question": question} for each in files for question in questions]
-    if len(rows) == 1 and json is None:
-        for piece in compressed[0].ask(questions[0], max_new_tokens, stream=True, **decoding):
+    if len(files) * len(asked) == 1 and json is None:
+        for piece in documents[0].ask(asked[0], max_new_tokens, stream=True, config=sampling):
             print(make_visible(piece), end="", flush=True)
         print()
         return
-    with notes.status(f"answering {len(rows)} questions"):
-        by_file = ask_many([(each, questions) for each in compressed], max_new_tokens, **decoding)
-    answers = list(chain.from_iterable(by_file))
-    if json:  # before anything is printed, since whoever reads that may go away
-        lines = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
-        write_json(json, {"answers": lines, "seconds": round(time.perf_counter() - start, 4)})
+    with notes.status(f"answering {len(files) * len(asked)} questions"):
+        by_file = ask_many([(each, asked) for each in documents], max_new_tokens, config=sampling)
+    rows = []
+    for each, answers in zip(files, by_file, strict=True):
+        for question, answer in zip(asked, answers, strict=True):
+            rows.append({"file": str(each), "question": question, "answer": answer})
+
+    if json:  # before anything is printed, because whoever reads that may go away
+        write_json(json, {"answers": rows, "seconds": round(time.perf_counter() - start, 4)})
     if len(rows) == 1:
-        print(make_visible(answers[0]))
+        print(make_visible(rows[0]["answer"]))
         return
-    for row, answer in zip(rows, answers, strict=True):
+    for row in rows:
         title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
         output.print(Text(make_visible(title), style="bold"), soft_wrap=True)
-        output.print(Text("  " + make_visible(answer)), soft_wrap=True)
+        output.print(Text("  " + make_visible(row["answer"])), soft_wrap=True)
+
+
+def _split_words(file: Path, words: list[str]) -> tuple[list[Path], list[str]]:
+    """Return the cache files and the questions: files come first, and end in .rkv."""
+    further = list(takewhile(lambda word: word.endswith(".rkv"), words))
+    questions: list[str] = []
+    for word in words[len(further) :]:
+        questions.extend(_read_questions() if word == "-" else [word])
+    return [file, *map(Path, further)], questions
 
 
 def _read_questions() -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -19,18 +19,20 @@ from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 from restorekv.generation.chat import Chat
+from restorekv.generation.sampling import SamplingConfig
 
 HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",
     "/history": "show the conversation",
     "/fold": "compress the conversation into the document, to go on with less memory",
-    "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with what was folded",
+    "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with what was "
+    "folded",
     "/help": "show this list",
     "/quit": "leave; Ctrl-D does so, too",
 }
 
 
-@options.add_options_of(options.SamplingOptions)
+@options.add_options_of(options.SamplingFlags)
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     resume: Annotated[
@@ -45,17 +47,17 @@ def run(
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    **sampling: object,
+    **flags: Any,
 ) -> None:
-    decoding = options.SamplingOptions(**sampling).decoding()
+    sampling = options.SamplingFlags(**flags).make_config()
     if resume and system:
         raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
     (document,) = open_documents([file], model, dtype, device)
     chat = Chat.load(resume, document) if resume else document.chat(system)
-    run_conversation(chat, max_new_tokens, decoding)
+    run_conversation(chat, max_new_tokens, sampling)
 
 
-def run_conversation(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
+def run_conversation(chat: Chat, max_new_tokens: int, sampling: SamplingConfig) -> None:
     """Read questions and commands until the input ends."""
     if sys.stdin is None:
         raise RestoreKVError(
@@ -65,7 +67,8 @@ def run_conversation(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
     sys.stdin.reconfigure(errors="surrogateescape")
     m = chat.document.manifest
     notes.print(
-        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. /help lists the commands."
+        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. /help lists the "
+        "commands."
     )
     for line in read_lines():
         line = line.strip()
@@ -75,12 +78,12 @@ def run_conversation(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
             if line.startswith("/"):
                 _run_command(chat, line)
             elif line:
-                _print_answer(chat, line, max_new_tokens, decoding)
+                _print_answer(chat, line, max_new_tokens, sampling)
 
 
 @contextmanager
 def _continue_after_errors(after_ctrl_c: str) -> Iterator[None]:
-    """Say why the block failed, or that Ctrl-C broke it off, and goes on; other signals end the
+    """Report why the block failed, or that Ctrl-C stopped it, and continue; other signals end the
     command.
     """
     try:
@@ -109,16 +112,17 @@ def read_lines() -> Iterable[str]:
                 return
 
 
-def _print_answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> None:
+def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: SamplingConfig) -> None:
     """Print an answer while it grows, and what the turn cost."""
     start = time.perf_counter()
-    for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
+    for piece in chat.ask(question, max_new_tokens, stream=True, config=sampling):
         print(make_visible(piece), end="", flush=True)
     print()
     turn = chat.turns[-1]
     seconds = time.perf_counter() - start
     notes.print(
-        f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to the first, "
+        f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to "
+        "the first, "
         f"{seconds:.2f} s in all; the conversation holds {format_bytes(chat.nbytes)}",
         style="dim",
         highlight=False,
@@ -146,7 +150,8 @@ def _run_command(chat: Chat, line: str) -> None:
             before = chat.nbytes
             chat.fold()
             notes.print(
-                f"Folded {format_bytes(before)} into the document, which holds {format_bytes(chat.document.manifest.bytes_held)}."
+                f"Folded {format_bytes(before)} into the document, which holds "
+                f"{format_bytes(chat.document.manifest.bytes_held)}."
             )
         case "/save":
             if not rest.strip():

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from restorekv.cache.quantized import check_storage
-from restorekv.cli import folder, options
+from restorekv.cli import options
+from restorekv.cli.folder import CompressionRecipe, compress_folder
 from restorekv.cli.session import (
     check_outputs_apart,
     describe_method,
@@ -69,7 +69,12 @@ def run(
         int, typer.Option(min=1, help="With --ray, how many documents at once.")
     ] = 2,
 ) -> None:
-    evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
+    # What the options alone rule out is refused here, before a model is loaded.
+    if ratio is not None and tokens_per_head is not None:
+        raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
+    if ratio is not None:
+        parse_ratio(ratio)
+    evictor = choose_evictor(evictor, preset)
     config = CompressionConfig(
         prefix_policy=prefix_policy,
         on_small_budget=on_small_budget,
@@ -83,22 +88,24 @@ def run(
         system=system,
         max_context=max_context,
     )
-    make_compressor(evictor, config)  # refuses what could not be done, before a model is loaded
-    recipe = folder.CompressionRecipe(
-        model,
-        dtype,
-        device,
-        yarn,
-        {
+    make_compressor(evictor, config)
+
+    recipe = CompressionRecipe(
+        model=model,
+        dtype=dtype,
+        device=device,
+        yarn=yarn,
+        options={
             "evictor": evictor,
             "ratio": ratio,
             "tokens_per_head": tokens_per_head,
             "adapter": None if adapter == "none" else adapter,
         },
-        config,
+        config=config,
     )
     if file != "-" and Path(file).is_dir():
-        return folder.compress_folder(Path(file), out, recipe, ray, workers, json)
+        compress_folder(Path(file), out, recipe, ray, workers, json)
+        return
     if ray:
         raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
     check_target(out)
@@ -106,16 +113,14 @@ def run(
     _compress_file(file, out, recipe, json)
 
 
-def _compress_file(
-    file: str, out: Path, recipe: folder.CompressionRecipe, json: Path | None
-) -> None:
+def _compress_file(file: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
     """Compress one text."""
     text = read_text(file)
-    loaded, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
+    model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
     with notes.status("compressing") as status:
         compressed = compress(
-            loaded,
+            model,
             tokenizer,
             text,
             config=recipe.config,
@@ -126,47 +131,36 @@ def _compress_file(
         status.update("saving")
         compressed.save(out)
     if json:
-        write_json(
-            json,
-            {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.to_json()},
-        )
+        sizes = {"file": str(out), "file_bytes": out.stat().st_size}
+        write_json(json, {**sizes, **compressed.manifest.to_json()})
     print_figures(f"Wrote {out}", summarize_cache(compressed, out, seconds))
-
-
-def checked(
-    ratio: str | None,
-    tokens_per_head: int | None,
-    evictor: str | None,
-    preset: str | None,
-    storage: str,
-) -> str:
-    """Return the evictor's spec; refuses, before a model is loaded, what could not be done."""
-    if ratio is not None and tokens_per_head is not None:
-        raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
-    if ratio is not None:
-        parse_ratio(ratio)
-    check_storage(storage)
-    return choose_evictor(evictor, preset)
 
 
 def summarize_cache(
     compressed: CompressedContext, out: Path, seconds: float | None = None
 ) -> dict[str, str]:
-    """Return what a person wants to know about a new cache; without `seconds`, its phases tell
-    them.
+    """Return what a person wants to know about a new cache file.
+
+    Args:
+        compressed: the cache.
+        out: its file.
+        seconds: how long it took; unless given, the sum of its phases.
     """
     m = compressed.manifest
-    seconds = sum(m.seconds.values()) if seconds is None else seconds
+    if seconds is None:
+        seconds = sum(m.seconds.values())
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
+    context = f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
+    if m.cut:
+        context += f", {m.cut:,} tokens were cut"
+    share = f"{m.bytes_held / m.bytes_full:.1%}"
+    phases = ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items())
     return {
-        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
-        + f", {m.cut:,} tokens were cut" * bool(m.cut),
+        "context": context,
         "method": describe_method(m),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
-        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "
+        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share}); "
         f"file {format_bytes(out.stat().st_size)}",
-        "seconds": f"{seconds:.2f} ("
-        + ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items())
-        + ")",
+        "seconds": f"{seconds:.2f} ({phases})",
     }

@@ -62,7 +62,9 @@ STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is sh
 
 
 def choose_plan(model: str) -> DemoPlan:
-    """Return what to show: the tiny model knows only its own world, any other model reads stories."""
+    """Return what to show: the tiny model knows only its own world, any other model reads
+    stories.
+    """
     return WORLD if model == TINY else STORIES
 
 

@@ -89,7 +89,9 @@ def find_processor() -> str:
 
 
 def describe_memory() -> str:
-    """Return the bytes of memory of the machine and of those that are free, where the system says."""
+    """Return the bytes of memory of the machine and of those that are free, where the system
+    says.
+    """
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return f"{format_bytes(page * os.sysconf('SC_PHYS_PAGES'))}, {format_bytes(page * os.sysconf('SC_AVPHYS_PAGES'))} free"
@@ -294,7 +296,9 @@ def hide_private_name(name: str) -> str:
 
 
 def remove_private_data(value: object) -> object:
-    """Return JSON values in which no text names the user, a home folder, the machine or a secret."""
+    """Return JSON values in which no text names the user, a home folder, the machine or a
+    secret.
+    """
     if isinstance(value, dict):
         return {
             remove_private_data(name): remove_private_data(each) for name, each in value.items()

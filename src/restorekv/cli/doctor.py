@@ -32,7 +32,8 @@ from restorekv.model.shape import CacheShape
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
 PLAIN = "naive"  # the component that everything else is replaced by
 CAPTION = (
-    "Error: of the trial closest to what rounding explains (allowed). For 8-bit storage, 1 is what 8 bits explain: "
+    "Error: of the trial closest to what rounding explains (allowed). For 8-bit storage, 1 is what "
+    "8 bits explain: "
     "half a step between two codes."
 )
 # What a check runs on a CPU, which has no CUDA.
@@ -126,7 +127,8 @@ def _read_shape(name: str) -> tuple[int, int, int]:
         Exception
     ) as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise ModelError(
-            f"Cannot read the config of {name!r} ({summarize_error(error)}); give a model folder or leave out --model."
+            f"Cannot read the config of {name!r} ({summarize_error(error)}); give a model folder "
+            "or leave out --model."
         ) from error
     shape = CacheShape.from_model(SimpleNamespace(config=config))
     return shape.heads, shape.groups, shape.head_dim
@@ -142,7 +144,9 @@ def _choose_dtype(device: torch.device, name: str) -> torch.dtype:
 
 
 def _check_device(target: Target, again: bool) -> list[dict[str, object]]:
-    """Return a row for each component: whether it is used on the device, and what its proof says."""
+    """Return a row for each component: whether it is used on the device, and what its proof
+    says.
+    """
     rows = []
     for component in COMPONENTS.values():
         missing = component.missing(target.device, target.dtype)
@@ -212,7 +216,8 @@ def _report_problems(checks: list[dict]) -> None:
     broken = [each["device"] for each in checks if not _is_used(each, PLAIN)]
     if broken:
         raise RestoreKVError(
-            f"PyTorch's own operations compute attention wrongly on {', '.join(broken)}; use another device, and "
+            f"PyTorch's own operations compute attention wrongly on {', '.join(broken)}; use "
+            "another device, and "
             "attach the file of `restorekv doctor -o report.json` to an issue."
         )
     wrong = [
@@ -224,7 +229,8 @@ def _report_problems(checks: list[dict]) -> None:
     if wrong:
         output.print(
             Text(
-                f"Not used because it did not prove itself: {', '.join(wrong)}. Answers are right and come more slowly; "
+                f"Not used because it did not prove itself: {', '.join(wrong)}. Answers are right "
+                "and come more slowly; "
                 f"please {proofs.REPORT}."
             ),
             soft_wrap=True,

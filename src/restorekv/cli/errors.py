@@ -63,7 +63,8 @@ def report_error(error: BaseException) -> int:
     text = str(error)
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
         return print_error(
-            "There is not enough memory; take a shorter context, a smaller model or another device.",
+            "There is not enough memory; take a shorter context, a smaller model or another "
+            "device.",
             1,
         )
     if isinstance(error, OSError) and error.errno is not None:

@@ -1,8 +1,8 @@
 """`restorekv compress FOLDER -o FOLDER`: a cache file for every document of a folder, here or on a
 Ray cluster.
 
-Beside the cache files, `.made/` has a record of what each was made of, so that a run that was
-stopped goes on.
+Next to the cache files, `.made/` has a record of what each was made of, so that a run that was
+stopped continues.
 """
 
 import hashlib
@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
 from restorekv.bounds import TEXT_BYTES
@@ -65,98 +68,110 @@ class DocumentResult:
 
 
 class DocumentCompressor:
-    """Compress documents with a model that it opens once."""
+    """Compresses documents with a model that it opens once."""
 
     def __init__(self, recipe: CompressionRecipe) -> None:
         self.recipe = recipe
-        self.opened = None
+        self.opened: tuple[PreTrainedModel, Tokenizer] | None = None
+        self.identity = ""  # of everything but the document that decides a cache file
 
     def open(self) -> None:
-        """Open the model and finds out what decides every cache file."""
-        if self.opened:
-            return
-        recipe = self.recipe
+        """Open the model, at the first call, and find out what decides every cache file."""
+        if self.opened is None:
+            recipe = self.recipe
+            opened = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
+            self.identity = self._identify(*opened)
+            self.opened = opened
+
+    def _identify(self, model: PreTrainedModel, tokenizer: Tokenizer) -> str:
+        """Return JSON of what decides every cache file; refuse an adapter that does not fit."""
         options = self.recipe.options
-        model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
-        how = make_compressor(options["evictor"], recipe.config)
-        between = get_default_between(tokenizer)
-        ratio = parse_ratio(options["ratio"]) if options["ratio"] else None
+        config = self.recipe.config
+        compressor = make_compressor(options["evictor"], config)
         identity = identify_model(model, tokenizer)
+        between = get_default_between(tokenizer)
         adapter = load_adapter(
             model,
             options["adapter"],
-            how,
-            recipe.config.restore_tokens,
+            compressor,
+            config.restore_tokens,
             between,
-            ratio,
+            parse_ratio(options["ratio"]) if options["ratio"] else None,
             identity,
         )
-        settings = vars(recipe.config) | recipe.config.to_json()
-        del settings["between"]  # which is a fact already
-        facts = [
+        settings = {**options, **vars(config), **config.to_json()}
+        del settings["between"]  # what the tokenizer says counts
+        deciding = [
             __version__,
             identity.fingerprint,
             identity.rope,
             identity.template,
             str(model.dtype),
             between,
-            how.identity(model),
+            compressor.identity(model),
             adapter and adapter.identity(),
-            {**options, **settings},
+            settings,
         ]
-        self.facts = json.dumps(facts, sort_keys=True, default=str)
-        self.opened = (model, tokenizer)
+        return json.dumps(deciding, sort_keys=True, default=str)
 
-    def make(self, source: str, name: str, target: str) -> DocumentResult:
+    def compress_document(self, source: str, name: str, target: str) -> DocumentResult:
         """Write the cache file of a document, unless it is there already."""
         try:
-            return self.made(Path(source), name, Path(target))
+            return self._compress(Path(source), name, Path(target))
         except EXPECTED as error:
             reason = str(error) if isinstance(error, RestoreKVError) else summarize_error(error)
             return DocumentResult("failed", reason=reason or type(error).__name__)
 
-    def made(self, source: Path, name: str, target: Path) -> DocumentResult:
-        """See `make`; raises what is wrong with the document."""
+    def _compress(self, source: Path, name: str, target: Path) -> DocumentResult:
+        """Do so; raise what is wrong with the document."""
         self.open()
+        assert self.opened is not None
+        model, tokenizer = self.opened
         content = read_bytes(source, name, TEXT_BYTES)
         record = _locate_record(target)
-        digest = hashlib.sha256(self.facts.encode() + content).hexdigest()
-        if (there := _find_existing(target, record, digest)) is not None:
-            return there
+        digest = hashlib.sha256(self.identity.encode() + content).hexdigest()
+        result = _find_existing(target, record, digest)
+        if result is not None:
+            return result
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
         compressed = compress(
-            *self.opened,
+            model,
+            tokenizer,
             extract_text(name, content),
             config=self.recipe.config,
             **self.recipe.options,
         )
-        seconds = compressed.manifest.seconds
-        plain = replace(compressed.manifest, seconds={})
-        record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
-        replace(compressed, manifest=plain).save(target)  # the same bytes, whoever makes it
-        write_json(
-            record, {"of": digest, "file": digest_file(target), "seconds": seconds}, follow=False
-        )
-        return DocumentResult("wrote", plain.bytes_held, plain.bytes_full)
+        # Without its seconds, a cache file has the same bytes, whoever makes it.
+        manifest = replace(compressed.manifest, seconds={})
+        # The record goes first and comes back last: a run that is killed in between leaves none.
+        record.unlink(missing_ok=True)
+        replace(compressed, manifest=manifest).save(target)
+        entries = {
+            "of": digest,
+            "file": digest_file(target),
+            "seconds": compressed.manifest.seconds,
+        }
+        write_json(record, entries, follow=False)
+        return DocumentResult("wrote", manifest.bytes_held, manifest.bytes_full)
 
 
 def _locate_record(target: Path) -> Path:
+    """Return where the record of a cache file is."""
     return target.parent / ".made" / f"{target.name}.json"
 
 
 def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | None:
-    """Return what is there if it is whole and made of the same; old records do not name the file's
-    bytes.
-    """
+    """Return a cache file that is there, if it is intact and made of the same."""
     if not target.exists() or not record.exists():
         return None
     try:
-        made = read_record(record, str(record))
-        if made.get("of") != digest:
+        entries = read_record(record, str(record))
+        if entries.get("of") != digest:
             return None
         manifest = read_cache(target).manifest
-        if made.get("file") not in (None, digest_file(target)):
+        # Old records do not name the file's bytes.
+        if entries.get("file") not in (None, digest_file(target)):
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
         return None
@@ -164,18 +179,18 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
 
 
 def _list_documents(folder: Path) -> list[Path]:
-    """Return the documents below a folder, relative to it, in order."""
-    below = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    found = [
-        path
-        for path in below
-        if path.suffix.lower() in ENDINGS and not any(p.startswith(".") for p in path.parts)
-    ]
-    if not found:
+    """Return the documents below a folder, relative to it, in order; hidden ones do not count."""
+    documents = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if path.is_file() and name.suffix.lower() in ENDINGS and not is_hidden:
+            documents.append(name)
+    if not documents:
         raise RestoreKVError(
             f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one."
         )
-    return found
+    return documents
 
 
 def compress_folder(
@@ -186,43 +201,47 @@ def compress_folder(
     workers: int,
     figures: Path | None,
 ) -> None:
-    """Compress every document of a folder; raises RestoreKVError at the end if some could not be."""
+    """Compress every document of a folder.
+
+    Args:
+        folder: the folder of documents.
+        out: the folder of cache files, which is created if needed.
+        recipe: the model, and how it compresses.
+        ray: a Ray cluster; None is this process.
+        workers: how many documents at once, with `ray`.
+        figures: a file for the figures.
+
+    Raises:
+        RestoreKVError: at the end, if some could not be compressed.
+    """
     names = _list_documents(folder)
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is not a folder; the documents of a folder go into one.")
     out.mkdir(parents=True, exist_ok=True)
     check_target(out / "x.rkv")
+    work = []
+    for name in names:
+        source = (folder / name).resolve()
+        target = (out / f"{name}.rkv").resolve()
+        work.append((str(source), str(name), str(target)))
+    sources_and_targets = [path for source, _, target in work for path in (source, target)]
+    check_outputs_apart([figures], sources_and_targets)
+
     start = time.perf_counter()
-    sizes = [(folder / name).stat().st_size + 1 for name in names]
-    work = [
-        (str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve()))
-        for name in names
-    ]
-    check_outputs_apart(
-        [figures], [each for source, _, target in work for each in (source, target)]
-    )
-    made: list[DocumentResult] = []
-    with (
-        _open_compressors(recipe, ray, workers) as each,
-        show_progress_share("compressing") as update,
-    ):
-        update(str(names[0]), 0.0)
-        for number, (name, one) in enumerate(zip(names, each(work), strict=True), 1):
-            made.append(one)
-            if one.done == "failed":
-                notes.print(f"{name}: {one.reason}", markup=False, highlight=False, soft_wrap=True)
-            update(
-                f"{number} of {len(names)}, {names[min(number, len(names) - 1)]}",
-                sum(sizes[:number]) / sum(sizes),
-            )
-    counts = {done: sum(one.done == done for one in made) for done in ("wrote", "kept", "failed")}
+    results = _compress_all(names, work, folder, recipe, ray, workers)
+    seconds = time.perf_counter() - start
+
+    counts = {"wrote": 0, "kept": 0, "failed": 0}
+    for result in results:
+        counts[result.done] += 1
     if figures:
-        rows = {str(name): vars(one) for name, one in zip(names, made, strict=True)}
-        write_json(figures, {**counts, "seconds": time.perf_counter() - start, "documents": rows})
-    held, full = (sum(getattr(one, part) for one in made) for part in ("held", "full"))
+        rows = {str(name): vars(each) for name, each in zip(names, results, strict=True)}
+        write_json(figures, {**counts, "seconds": seconds, "documents": rows})
+    held = sum(result.held for result in results)
+    full = sum(result.full for result in results)
     output.print(
-        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {format_bytes(held)} of {format_bytes(full)} in "
-        f"{time.perf_counter() - start:.1f} s",
+        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {format_bytes(held)} "
+        f"of {format_bytes(full)} in {seconds:.1f} s",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -230,8 +249,38 @@ def compress_folder(
     if counts["failed"]:
         what = "document" if len(names) == 1 else f"of {len(names)} documents"
         raise RestoreKVError(
-            f"{counts['failed']} {what} could not be compressed; mend what is named above and run it again."
+            f"{counts['failed']} {what} could not be compressed; fix what is named above and run "
+            "it again."
         )
+
+
+def _compress_all(
+    names: list[Path],
+    work: list[tuple[str, str, str]],
+    folder: Path,
+    recipe: CompressionRecipe,
+    ray: str | None,
+    workers: int,
+) -> list[DocumentResult]:
+    """Return what became of every document, in order; show progress by the sizes of the files."""
+    sizes = [(folder / name).stat().st_size + 1 for name in names]
+    results: list[DocumentResult] = []
+    with (
+        _open_compressors(recipe, ray, workers) as compress_each,
+        show_progress_share("compressing") as update,
+    ):
+        update(str(names[0]), 0.0)
+        for name, result in zip(names, compress_each(work), strict=True):
+            results.append(result)
+            if result.done == "failed":
+                notes.print(
+                    f"{name}: {result.reason}", markup=False, highlight=False, soft_wrap=True
+                )
+            done = len(results)
+            next_name = names[min(done, len(names) - 1)]
+            share = sum(sizes[:done]) / sum(sizes)
+            update(f"{done} of {len(names)}, {next_name}", share)
+    return results
 
 
 @contextmanager
@@ -240,12 +289,12 @@ def _open_compressors(recipe: CompressionRecipe, ray: str | None, workers: int) 
     of each.
     """
     if ray is None:
-        maker = DocumentCompressor(recipe)
-        maker.open()
-        yield lambda work: (maker.make(*each) for each in work)
+        compressor = DocumentCompressor(recipe)
+        compressor.open()
+        yield lambda work: (compressor.compress_document(*each) for each in work)
         return
     from restorekv.cli.ray_folder import RayCompressorPool  # Ray is an optional extra
 
     with RayCompressorPool(recipe, workers, ray) as pool:
         next(pool.run_calls([("open", ())]))  # a model that cannot be opened ends all
-        yield lambda work: pool.run_calls([("make", arguments) for arguments in work])
+        yield lambda work: pool.run_calls([("compress_document", each) for each in work])

@@ -97,7 +97,9 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
 
 
 def tabulate_heads(survivors: Survivors) -> Table:
-    """Show the context tokens that each head keeps, shaded, and each layer's share of all of them."""
+    """Show the context tokens that each head keeps, shaded, and each layer's share of all of
+    them.
+    """
     counts = survivors.per_head
     shares = survivors.per_layer
     most = max(int(counts.max()), 1)

@@ -46,8 +46,8 @@ Preset = Annotated[
 Adapter = Annotated[
     str,
     typer.Option(
-        help="auto (ships for the model, at ratios it was trained for), none, published (by the paper's authors), a "
-        "folder or a hub id."
+        help="auto (ships for the model, at ratios it was trained for), none, published (by the "
+        "paper's authors), a folder or a hub id."
     ),
 ]
 MODEL_HELP = "smollm2, tiny, a model folder, a GGUF file or a hub id."
@@ -117,7 +117,7 @@ RestoreTokens = Annotated[
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
+class SamplingFlags:
     """How `ask` and `chat` write answers; see `SamplingConfig`."""
 
     temperature: float = field(
@@ -146,45 +146,47 @@ class SamplingOptions:
         default=None, metadata={"help": "An expression that every answer matches as a whole."}
     )
 
-    def decoding(self) -> dict[str, Any]:
-        """Return the options of `SamplingConfig`; checks them and reads the schema."""
-        options = {name: value for name, value in vars(self).items() if value is not None}
+    def make_config(self) -> SamplingConfig:
+        """Return the `SamplingConfig`, with the schema read from its file."""
+        settings = {name: value for name, value in vars(self).items() if value is not None}
         if self.json_schema is not None:
-            options["json_schema"] = json.dumps(read_json(self.json_schema, str(self.json_schema)))
-        SamplingConfig.make(**options)
-        return options
+            schema = read_json(self.json_schema, str(self.json_schema))
+            settings["json_schema"] = json.dumps(schema)
+        return SamplingConfig.make(**settings)
 
 
 def add_options_of(config: type) -> Callable[[Callable], Callable]:
-    """Decorate a command that takes `**settings`: every field of the dataclass becomes an option
-    with its help.
+    """Decorate a command that takes `**settings`: every field of the dataclass becomes an option.
 
-    Tuples are written with commas between, literals as text; a field's metadata holds `help`.
+    The metadata of a field holds its help. A tuple is typed with commas, a literal as text.
     """
-
-    def option(field: Field, kind: Any) -> inspect.Parameter:
-        default = field.default
-        if get_origin(kind) in (tuple, Literal):
-            kind = str
-            default = ",".join(default) if isinstance(default, tuple) else default
-        typed = Annotated[kind, typer.Option(help=field.metadata["help"])]
-        return inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed
-        )
 
     def decorate(run: Callable) -> Callable:
         kinds = get_type_hints(config)
-        own = [
-            p
-            for p in inspect.signature(run).parameters.values()
-            if p.kind is not inspect.Parameter.VAR_KEYWORD
+        parameters = [
+            parameter
+            for parameter in inspect.signature(run).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        run.__signature__ = inspect.Signature(
-            [*own, *(option(field, kinds[field.name]) for field in fields(config))]
-        )
-        run.__annotations__ = {
-            name: parameter.annotation for name, parameter in run.__signature__.parameters.items()
-        }
+        parameters.extend(_make_parameter(field, kinds[field.name]) for field in fields(config))
+        # Typer looks at both.
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
     return decorate
+
+
+def _make_parameter(field: Field, kind: Any) -> inspect.Parameter:
+    """Return the parameter of a command for a field of this type."""
+    default = field.default
+    if get_origin(kind) in (tuple, Literal):
+        kind = str
+        if isinstance(default, tuple):
+            default = ",".join(default)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, typer.Option(help=field.metadata["help"])],
+    )

@@ -55,7 +55,8 @@ def run(
     stored = adapter_file.read_adapter(folder)
     if stored.card is None:
         raise AdapterError(
-            f"{folder} has no restorekv.json, which names the model; load it with RestoreAdapter.from_pretrained and "
+            f"{folder} has no restorekv.json, which names the model; load it with "
+            "RestoreAdapter.from_pretrained and "
             "save it first."
         )
     if results:

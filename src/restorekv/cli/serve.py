@@ -128,7 +128,8 @@ def _lock_store(store: Path, lasting: ExitStack) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or not store.is_dir():
             raise
         _print_note(
-            f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until it can."
+            f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until "
+            "it can."
         )
 
 

@@ -38,13 +38,17 @@ from restorekv.storage.cache_file import Manifest, read_cache
 
 
 class Terminal(Console):
-    """Print texts of others: no `:name:` becomes an emoji, and no character commands the terminal."""
+    """Print texts of others: no `:name:` becomes an emoji, and no character commands the
+    terminal.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)
 
     def status(self, status: str, **settings: Any) -> Status:
-        """Show a line while the block works, in which the names of files and models are no markup."""
+        """Show a line while the block works, in which the names of files and models are no
+        markup.
+        """
         return super().status(Text(status), **settings)
 
     def render(
@@ -141,7 +145,8 @@ def _find_model_of_file(file: Path, name: str) -> str:
     if known := find_shipped_name(name):
         return known
     raise RestoreKVError(
-        f"{file} says that its model is {_quote(name)}, and a file's word alone opens no model; if you know it, give "
+        f"{file} says that its model is {_quote(name)}, and a file's word alone opens no model; if "
+        "you know it, give "
         "its folder, GGUF file or hub id with --model."
     )
 

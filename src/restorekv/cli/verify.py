@@ -56,7 +56,8 @@ def _describe(path: Path) -> str:
         if name == kind.format:
             return _describe_training(path, kind)
     raise RestoreKVError(
-        f"{path} is a safetensors file of the format '{make_printable(name)}', which restorekv does not seal; "
+        f"{path} is a safetensors file of the format '{make_printable(name)}', which restorekv "
+        "does not seal; "
         "of an adapter, name the folder."
     )
 

@@ -160,7 +160,8 @@ class RestoreAdapter(nn.Module):
         model_hidden = CacheShape.from_model(model).hidden
         if hidden != model_hidden:
             raise AdapterError(
-                f"The adapter {name} is for a model of width {hidden}, this one has {model_hidden}; "
+                f"The adapter {name} is for a model of width {hidden}, this one has "
+                f"{model_hidden}; "
                 "load the model that it was trained for."
             )
         card = stored.card
@@ -196,7 +197,8 @@ class RestoreAdapter(nn.Module):
         """
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
-                f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not {count}."
+                f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not "
+                f"{count}."
             )
         if count == self.restore_tokens:
             return self
@@ -334,7 +336,8 @@ class RestoreAdapter(nn.Module):
             before = make_printable(trained) if trained else "''"
             now = make_printable(used) if used else "''"
             warn(
-                f"The adapter was trained with the {what} {before}, not {now}; expect worse answers."
+                f"The adapter was trained with the {what} {before}, not {now}; expect worse "
+                "answers."
             )
 
     def trainable_state(self) -> dict[str, Tensor]:

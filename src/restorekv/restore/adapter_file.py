@@ -90,7 +90,9 @@ class AdapterCard:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter as its files hold it: `lora` by the model's own module names, `embeddings` (n, d)."""
+    """An adapter as its files hold it: `lora` by the model's own module names, `embeddings` (n,
+    d).
+    """
 
     config: LoraConfig
     lora: dict[str, Tensor]
@@ -98,7 +100,9 @@ class StoredAdapter:
     card: AdapterCard | None
 
     def weights_hash(self) -> str:
-        """Return 16 hex digits of names and values; values count as float32, which they are in use."""
+        """Return 16 hex digits of names and values; values count as float32, which they are in
+        use.
+        """
         sha = hashlib.sha256()
         for name, value in sorted({"embeddings": self.embeddings, **self.lora}.items()):
             sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
@@ -161,7 +165,9 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
 
 
 def _try_commit(fresh: Path, pending: Path) -> bool:
-    """Give the folder of new files its name, unless another process is just moving its own there."""
+    """Give the folder of new files its name, unless another process is just moving its own
+    there.
+    """
     try:
         fresh.rename(pending)
     except OSError as error:
@@ -283,7 +289,8 @@ def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
     if changed:
         raise AdapterError(
-            f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again."
+            f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter "
+            "again."
         )
     return card
 

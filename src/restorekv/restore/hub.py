@@ -55,7 +55,8 @@ def fetch_adapter(
     if Path(name).is_dir():
         if revision is not None:
             raise AdapterError(
-                f"{name} is a folder and has no revision {revision!r}; leave it out or pass a hub id."
+                f"{name} is a folder and has no revision {revision!r}; leave it out or pass a hub "
+                "id."
             )
         return Path(name)
     try:

@@ -160,7 +160,8 @@ def _check_targets(
     for name in sorted(config.target_modules):
         if not any(f".{path}".endswith(f".{name}") for path in layers):
             raise AdapterError(
-                f"{type(model).__name__} has no linear layer {name!r} for LoRA; name layers that it "
+                f"{type(model).__name__} has no linear layer {name!r} for LoRA; name layers that "
+                "it "
                 "has."
             )
 

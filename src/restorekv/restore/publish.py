@@ -291,7 +291,8 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
         )
     if not results:
         raise AdapterError(
-            f"{path} was measured with the evictor {method}; evaluate the adapter with {card.evictor}."
+            f"{path} was measured with the evictor {method}; evaluate the adapter with "
+            f"{card.evictor}."
         )
     return results
 
