@@ -1,5 +1,5 @@
-"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0", for evictors, allocations, methods
-and benchmarks.
+"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0", for evictors, allocations,
+methods and benchmarks.
 
 Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool and str are its
 settings.

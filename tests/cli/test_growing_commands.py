@@ -131,7 +131,7 @@ def test_what_was_folded_is_saved_with_the_document(world, tmp_path):
 SLOW = """
 import signal, sys, time, restorekv.cli as cli, restorekv.generation.chat as chat
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
-chat.pieces = lambda *_: (print("answering", flush=True), time.sleep(600))
+chat.stream_text = lambda *_, **__: (print("answering", flush=True), time.sleep(600))
 cli.main(sys.argv[1:])
 """
 

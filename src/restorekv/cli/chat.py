@@ -67,7 +67,8 @@ def run_conversation(chat: Chat, max_new_tokens: int, sampling: SamplingConfig) 
     sys.stdin.reconfigure(errors="surrogateescape")
     m = chat.document.manifest
     notes.print(
-        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. /help lists the "
+        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. "
+        "/help lists the "
         "commands."
     )
     for line in read_lines():

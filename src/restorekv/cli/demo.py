@@ -97,7 +97,7 @@ def run(
 
 
 def _measure(model: str, show: DemoPlan, count: int) -> dict:
-    """Print what the methods keep of the answers to held-out documents; returns rows and
+    """Print what the methods keep of the answers to held-out documents; return rows and
     conventions.
     """
     benchmark = replace(tasks.make_benchmark(show.benchmark), count=count).spec
@@ -161,9 +161,8 @@ def answer_side_by_side(
         for title, cache, seconds in _evict_caches(
             prepared, evictor, ratios, with_full=not answers
         ):
-            questions, limits = zip(
-                *((each.text, each.max_new_tokens) for each in sample.questions), strict=True
-            )
+            questions = [question.text for question in sample.questions]
+            limits = [question.max_new_tokens for question in sample.questions]
             with time_phase(seconds, "ask"):
                 texts = answer_greedily(
                     model, tokenizer, prepared.context, cache, questions, limits
@@ -184,10 +183,8 @@ def _evict_caches(
         yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
     for ratio in ratios:
         for restored in (False, True) if prepared.restore_tokens else (False,):
-            seconds = {
-                phase: prepared.seconds[phase]
-                for phase in ("prefill", "score", "restore")[: 2 + restored]
-            }
+            phases = ("prefill", "score", "restore") if restored else ("prefill", "score")
+            seconds = {phase: prepared.seconds[phase] for phase in phases}
             with time_phase(seconds, "evict"):
                 cache = prepared.evict(ratio, None if restored else 0)
             yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
@@ -216,12 +213,11 @@ def make_answers_table(sample: tasks.Sample, tokens: int, found: Sequence[CacheA
 
 def make_seconds_table(found: Sequence[CacheAnswers]) -> Table:
     phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
-    rows = [
-        [
-            each.title,
-            *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases),
-        ]
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        row = [each.title]
+        for phase in phases:
+            row.append(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "")
+        rows.append(row)
     note = "prefill and score serve every ratio; ask: all questions"
     return Table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)

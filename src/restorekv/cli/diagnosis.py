@@ -84,8 +84,11 @@ def find_processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    for line in lines:
+        name = line.partition(":")[2].strip()
+        if line.startswith("model name") and name:
+            return name
+    return platform.processor() or platform.machine()
 
 
 def describe_memory() -> str:
@@ -94,7 +97,9 @@ def describe_memory() -> str:
     """
     try:
         page = os.sysconf("SC_PAGE_SIZE")
-        return f"{format_bytes(page * os.sysconf('SC_PHYS_PAGES'))}, {format_bytes(page * os.sysconf('SC_AVPHYS_PAGES'))} free"
+        total = page * os.sysconf("SC_PHYS_PAGES")
+        free = page * os.sysconf("SC_AVPHYS_PAGES")
+        return f"{format_bytes(total)}, {format_bytes(free)} free"
     except (AttributeError, ValueError, OSError):
         return "unknown"
 
@@ -186,7 +191,9 @@ def check_extras() -> dict[str, str]:
             {each.name for each in own if each.name != "restorekv" and not _is_installed(each.name)}
         )
         line = f"pip install 'restorekv[{name}]'"
-        found[name] = f"{', '.join(missing)} missing: {line}" if missing else "installed"
+        found[name] = "installed"
+        if missing:
+            found[name] = f"{', '.join(missing)} missing: {line}"
     return found
 
 
@@ -277,8 +284,9 @@ def format_timings(figures: dict) -> dict[str, str]:
     """Return the figures of a benchmark as texts."""
     if "problem" in figures:
         return {"not measured": figures["problem"]}
+    compressed = f"compressed to {figures['ratio']:g} ({figures['backend']})"
     return {
-        f"compressed to {figures['ratio']:g} ({figures['backend']})": f"{figures['compressed'] * 1e6:,.0f} us",
+        compressed: f"{figures['compressed'] * 1e6:,.0f} us",
         f"full, {figures['tokens']:,} tokens (SDPA)": f"{figures['full'] * 1e6:,.0f} us",
         "full / compressed": f"{figures['full / compressed']:.1f} times the time",
         "memory copied": f"{figures['bytes per second'] / 1e9:,.1f} GB/s, read and written",
@@ -289,10 +297,10 @@ def hide_private_name(name: str) -> str:
     """Return a model's name if it is one of ours or a hub id, since a folder's name may be
     private.
     """
-    public = to_canonical_name(name) in NAMES or (
-        re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
-    )
-    return name if public else "a file or folder of this machine"
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
+    if to_canonical_name(name) in NAMES or is_hub_id:
+        return name
+    return "a file or folder of this machine"
 
 
 def remove_private_data(value: object) -> object:

@@ -28,18 +28,27 @@ FIXES = {
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+# What messages of PyTorch, of the system and of libraries say.
 OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
     "annot allocate memory",
     "not enough memory",
+    "failed to map segment",
+    "can't start new thread",
 )
-OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
-SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"
+# Signs of tables and charts, and the ASCII that replaces them where an output has no others.
+SIGNS = (
+    "\u2591\u2592\u2593\u2588"
+    "\u2581\u2582\u2583\u2584\u2585\u2586\u2587"
+    "\u00b7\u2502\u2503\u2500\u2501"
+)
 PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
+# Control characters could act on a terminal: Unicode has pictures of the first 32 and of DEL.
 CONTROL = {n: 0x2400 + n for n in range(32) if chr(n) not in "\t\n"}
-CONTROL |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+CONTROL[127] = 0x2421
+CONTROL |= dict.fromkeys(range(128, 160), 0xFFFD)
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
@@ -52,7 +61,7 @@ def explain_usage_error(error: Exception) -> str:
 
 
 def report_error(error: BaseException) -> int:
-    """Print an error that a user can fix and returns the exit code; raises a bug again."""
+    """Print an error that a user can fix and return the exit code; raise a bug again."""
     if isinstance(error, KeyboardInterrupt):
         return print_error(str(error) or "Interrupted; no half-written file was left.", 130)
     if isinstance(error, RestoreKVError):

@@ -240,7 +240,8 @@ def compress_folder(
     held = sum(result.held for result in results)
     full = sum(result.full for result in results)
     output.print(
-        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {format_bytes(held)} "
+        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: "
+        f"{format_bytes(held)} "
         f"of {format_bytes(full)} in {seconds:.1f} s",
         markup=False,
         highlight=False,

@@ -85,14 +85,22 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
     """Return how the file was made and what it holds."""
     m = survivors.manifest
     full = survivors.keep.numel()
+    ratio = float(Fraction(m.ratio))
+    share = f"{m.bytes_held / m.bytes_full:.1%}"
+    surviving = m.tokens - survivors.forgotten
+    context = (
+        f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, small budget: "
+        f"{m.on_small_budget})"
+    )
+    if m.cut:
+        context += f", {m.cut:,} tokens were cut"
     return {
         "model": f"{m.model} ({m.dtype}, fingerprint {m.fingerprint})",
         "method": describe_method(m),
-        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, "
-        f"small budget: {m.on_small_budget})" + f", {m.cut:,} tokens were cut" * bool(m.cut),
-        "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
-        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
-        "tokens": f"{m.tokens - survivors.forgotten:,} of {m.tokens:,} survive in at least one head",
+        "context": context,
+        "budget": f"r = {ratio:g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
+        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share})",
+        "tokens": f"{surviving:,} of {m.tokens:,} survive in at least one head",
     }
 
 
@@ -108,18 +116,19 @@ def tabulate_heads(survivors: Survivors) -> Table:
         title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold"
     )
     table.add_column("layer", justify="right")
-    for head in range(counts.shape[1]) if numbered else ():
-        table.add_column(f"head {head}", justify="right")
-    if not numbered:
+    if numbered:
+        for head in range(counts.shape[1]):
+            table.add_column(f"head {head}", justify="right")
+    else:
         table.add_column(f"heads 0-{counts.shape[1] - 1} (█ = {most:,})")
     table.add_column("mean", justify="right")
     table.add_column("share of all")
     for layer, row in enumerate(counts.tolist()):
-        cells = (
-            [f"{n:,} {_choose_shade(n / most)}" for n in row]
-            if numbered
-            else ["".join(_choose_shade(n / most) for n in row)]
-        )
+        shades = [_choose_shade(count / most) for count in row]
+        if numbered:
+            cells = [f"{count:,} {sign}" for count, sign in zip(row, shades, strict=True)]
+        else:
+            cells = ["".join(shades)]
         bar = "█" * round(16 * float(shares[layer] / shares.max().clamp(min=1e-9)))
         table.add_row(
             str(layer), *cells, f"{sum(row) / len(row):,.1f}", f"{bar} {float(shares[layer]):.1%}"

@@ -50,7 +50,7 @@ def run(
     ] = False,
 ) -> None:
     if not folder.is_dir():
-        raise AdapterError(f"{folder} is no folder; give the one of a trained adapter.")
+        raise AdapterError(f"{folder} is not a folder; pass that of a trained adapter.")
     check_dtype(dtype)
     stored = adapter_file.read_adapter(folder)
     if stored.card is None:

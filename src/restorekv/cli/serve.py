@@ -67,43 +67,43 @@ def run(
     dtype: options.Dtype = "auto",
     **spread: Any,
 ) -> None:
-    spread = RayOptions(**spread)
-    if spread.ray and engine != "embedded":
+    ray_options = RayOptions(**spread)
+    if ray_options.ray and engine != "embedded":
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = _read_keys(api_key_file) if api_key_file else ()
     server = _import_server(host, keys)
     store = store or Path("restorekv-store")
-    shared = shared or (str((store / "shared").resolve()) if spread.ray else None)
-    own = {
-        "url": vllm_url,
-        "folder": vllm_store,
-        "options": vllm_options and _parse_json_object("--vllm-options", vllm_options),
-    }
+    if shared is None and ray_options.ray:
+        shared = str((store / "shared").resolve())
+    engine_options: dict[str, Any] = {}
+    if vllm_url:
+        engine_options["url"] = vllm_url
+    if vllm_store:
+        engine_options["folder"] = vllm_store
+    if vllm_options:
+        engine_options["options"] = _parse_json_object("--vllm-options", vllm_options)
     settings = server.Settings(
-        store,
-        model,
-        f"{model}:{preset}-{ratio}",
-        _parse_size("--memory", memory),
-        _parse_size("--disk", disk),
-        shared,
-        keys,
-        server.Limits(tokens=max_tokens, waiting=waiting),
-        engine,
-        {k: v for k, v in own.items() if v},
+        store=store,
+        base=model,
+        default=f"{model}:{preset}-{ratio}",
+        memory=_parse_size("--memory", memory),
+        disk=_parse_size("--disk", disk),
+        shared=shared or None,
+        keys=keys,
+        limits=server.Limits(tokens=max_tokens, waiting=waiting),
+        engine=engine,
+        options=engine_options,
     )
-    server.find_engine_class(engine).check_options(settings.options)
-    server.Variant.parse(settings.default, model)
-    if shared:
-        server.SharedFolder(shared)  # refuses what cannot be used
+    _check_settings(server, settings)
     with ExitStack() as lasting:
         # Before the model is loaded, which takes seconds, so that nobody takes the port meanwhile.
         listeners = open_listeners(host, port, lasting)
         _lock_store(store, lasting)
-        if spread.ray:
+        if ray_options.ray:
             engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
                 replicas = lasting.enter_context(
-                    engines.deploy_replicas(settings, spread, model, dtype, device)
+                    engines.deploy_replicas(settings, ray_options, model, dtype, device)
                 )
             app = server.build_engine_app(replicas, server.open_store(settings), settings)
         else:
@@ -114,6 +114,14 @@ def run(
         server.serve_app(app, listeners)
         _print_note(f"Stopped; the documents stay in {store}.")
         server.exit_after_signal(app)
+
+
+def _check_settings(server: ModuleType, settings: Any) -> None:
+    """Refuse, before a model is loaded, what could not serve."""
+    server.find_engine_class(settings.engine).check_options(settings.options)
+    server.Variant.parse(settings.default, settings.base)
+    if settings.shared:
+        server.SharedFolder(settings.shared)  # tries to write there
 
 
 def _lock_store(store: Path, lasting: ExitStack) -> None:
@@ -134,13 +142,13 @@ def _lock_store(store: Path, lasting: ExitStack) -> None:
 
 
 def _print_note(text: str) -> None:
-    """Print for whoever started the server; a log on a full disk keeps no server from answering."""
+    """Print for whoever started the server, which answers even if its log is on a full disk."""
     with suppress(OSError):
         notes.print(text, highlight=False)
 
 
 def _import_server(host: str, keys: tuple[str, ...]) -> ModuleType:
-    """Return the module that serves; warns where a server without keys can be reached from
+    """Return the module that serves; warn where a server without keys can be reached from
     elsewhere.
     """
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:

@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.errors import make_visible
-from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import read_bytes
@@ -111,7 +110,7 @@ def silence_transformers() -> None:
 
 def open_model(
     name: str,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "cpu",
     rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
@@ -125,45 +124,42 @@ def open_model(
 def open_documents(
     files: Sequence[Path], model: str | None, dtype: str | None, device: str
 ) -> list[CompressedContext]:
-    """Read cache files of one model, which wrong files are refused before, and loads them.
+    """Load cache files of one model; refuse files that are wrong before the model is opened.
 
-    Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those
-    that ship.
+    Args:
+        files: the cache files.
+        model: the model; unless given, the one that the first file names, if that ships.
+        dtype: of the model; unless given, and for "auto", as in the first file.
+        device: for the model.
     """
     stored = [read_cache(each) for each in files]
     first = stored[0].manifest
-    dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
+    chosen = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
     name = model or _find_model_of_file(files[0], first.model)
-    loaded, tokenizer = open_model(name, dtype, device, _extract_yarn(first.rope))
+    loaded, tokenizer = open_model(name, chosen, device, _extract_yarn(first.rope))
     return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
 
 
 def _find_model_of_file(file: Path, name: str) -> str:
-    """Return the model that a file was made with, if it ships; refuses to open any other because a
+    """Return the model that a file was made with, if it ships; refuse to open any other because a
     file says so.
     """
-    if known := find_shipped_name(name):
-        return known
-    raise RestoreKVError(
-        f"{file} says that its model is {_quote(name)}, and a file's word alone opens no model; if "
-        "you know it, give "
-        "its folder, GGUF file or hub id with --model."
-    )
-
-
-def _quote(text: str) -> str:
-    """Return what a file says in quotation marks: printable and not long."""
-    return f"'{make_printable(text)}'"
+    known = find_shipped_name(name)
+    if known is None:
+        raise RestoreKVError(
+            f"{file} says that its model is '{make_printable(name)}', and a file's word alone "
+            "opens "
+            "no model; if you know it, give its folder, GGUF file or hub id with --model."
+        )
+    return known
 
 
 def _extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the YaRN that a cache was made with, for `load_model`, or None."""
+    if rope.get("rope_type") != "yarn":
+        return None
     names = ("rope_type", "factor", "original_max_position_embeddings")
-    return (
-        {name: rope[name] for name in names if name in rope}
-        if rope.get("rope_type") == "yarn"
-        else None
-    )
+    return {name: rope[name] for name in names if name in rope}
 
 
 @contextmanager
@@ -171,7 +167,7 @@ def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[...,
     """Show a progress bar on a terminal's stderr; the block gets the callback (done, total,
     what=title).
 
-    With `lines`, prints a line now and then elsewhere.
+    With `lines`, print a line for every tenth where there is no terminal.
     """
     parts = (
         TextColumn("{task.description}", markup=False),
@@ -186,11 +182,8 @@ def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[...,
 
         def update(done: int, total: int, what: str = title) -> None:
             progress.update(task, completed=done, total=total, description=what)
-            if (
-                lines
-                and not notes.is_terminal
-                and (done % max(total // 10, 1) == 0 or done == total)
-            ):
+            is_tenth = done % max(total // 10, 1) == 0 or done == total
+            if lines and is_tenth and not notes.is_terminal:
                 notes.print(f"{done}/{total} {what}")
 
         yield update
@@ -225,23 +218,24 @@ def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
 
 def describe_method(m: Manifest) -> str:
     """Name the evictor, the adapter and every setting that is not the default."""
-    plain = CompressionConfig()
-    facts = [
+    settings = [
         m.evictor,
         f"n = {m.restore_tokens} restore tokens",
         f"adapter {m.adapter['hash'] if m.adapter else 'none'}",
     ]
-    facts += [f"allocation {m.allocation}"] if m.allocation != plain.allocation.spec else []
-    facts += (
-        [f"restored from the {m.restore_from} cache"]
-        if m.restore_from != plain.restore_from
-        else []
-    )
-    facts += [f"offset {m.offset}"] if m.offset else []
-    facts += [f"streamed {m.streaming} tokens at a time"] if m.streaming else []
-    facts += [f"{len(m.parts)} texts"] if m.parts else []
-    facts += [f"held in {m.storage}"] if m.storage != "model" else []
-    return ", ".join(facts)
+    if m.allocation != "global":
+        settings.append(f"allocation {m.allocation}")
+    if m.restore_from != "full":
+        settings.append(f"restored from the {m.restore_from} cache")
+    if m.offset:
+        settings.append(f"offset {m.offset}")
+    if m.streaming:
+        settings.append(f"streamed {m.streaming} tokens at a time")
+    if m.parts:
+        settings.append(f"{len(m.parts)} texts")
+    if m.storage != "model":
+        settings.append(f"held in {m.storage}")
+    return ", ".join(settings)
 
 
 def print_written(path: Path) -> None:

@@ -25,8 +25,8 @@ from restorekv.train.parallel import (
 )
 
 DATA_HELP = (
-    'tiny (its world), a mixture (restorekv data) or JSON lines {"context", "questions"}, with "answers" as drafts '
-    "of the model's own; repeatable."
+    'tiny (its world), a mixture (restorekv data) or JSON lines {"context", "questions"}, with '
+    '"answers" as drafts of the model\'s own; repeatable.'
 )
 
 
@@ -65,11 +65,9 @@ def run(
     ] = False,
     **settings: Any,
 ) -> None:
-    targets = (
-        ()
-        if settings["targets"] == "none"
-        else tuple(name.strip() for name in settings["targets"].split(","))
-    )
+    targets: tuple[str, ...] = ()
+    if settings["targets"] != "none":
+        targets = tuple(name.strip() for name in settings["targets"].split(","))
     config = TrainConfig(**{**settings, "targets": targets})
     check_lengths(shortest, longest)
     checkpoint.check_folders(out, resume, store)
@@ -83,16 +81,12 @@ def run(
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:
             shard_model(loaded, own)
-        world = count, config.seed, shortest, longest
-        examples = [
-            each for name in data for each in read_examples_of(name, loaded, tokenizer, world)
-        ]
-        kept = {
-            "store": store,
-            "store_prefill": store_prefill,
-            "group": group,
-            "notice": notes.print,
-        }
+        examples: list[Example] = []
+        for name in data:
+            if name == "tiny":
+                examples += make_tiny_examples(tokenizer, count, config.seed, shortest, longest)
+            else:
+                examples += read_examples(Path(name), loaded, tokenizer)
         with _explain_resume(out), show_progress_bar("training") as show:
             train_adapter(
                 loaded,
@@ -102,7 +96,10 @@ def run(
                 out,
                 resume,
                 _make_reporter(show, config.checkpoint_every),
-                **kept,
+                store=store,
+                store_prefill=store_prefill,
+                group=group,
+                notice=notes.print,
             )
     print_written(out / "adapter")
 
@@ -124,21 +121,9 @@ def check_data(names: list[str]) -> None:
 
 
 def check_lengths(shortest: int, longest: int) -> None:
+    """Refuse a range of lengths that is empty."""
     if shortest > longest:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
-
-
-def read_examples_of(
-    name: str, model, tokenizer, world: tuple[int, int, int, int]
-) -> list[Example]:
-    """Return the examples of one --data; `world` is count, seed, shortest and longest of the tiny
-    world's.
-    """
-    return (
-        make_tiny_examples(tokenizer, *world)
-        if name == "tiny"
-        else read_examples(Path(name), model, tokenizer)
-    )
 
 
 @contextmanager
@@ -147,13 +132,10 @@ def _explain_resume(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        saved = (out / checkpoint.CHECKPOINT_FILE).exists()
-        way = (
-            f"continue from the last checkpoint in {out} with --resume"
-            if saved
-            else f"no checkpoint yet in {out}"
-        )
-        raise KeyboardInterrupt(f"Interrupted; {way}.") from None
+        fix = f"no checkpoint yet in {out}"
+        if (out / checkpoint.CHECKPOINT_FILE).exists():
+            fix = f"continue from the last checkpoint in {out} with --resume"
+        raise KeyboardInterrupt(f"Interrupted; {fix}.") from None
 
 
 def _make_reporter(show: Progress, every: int) -> Progress:
@@ -167,9 +149,9 @@ def _make_reporter(show: Progress, every: int) -> Progress:
         show(step, steps, f"loss {loss:.4f}")
         if not notes.is_terminal and (step % every == 0 or step == steps):
             left = (steps - step) * (time.monotonic() - begun) / done
-            notes.print(
-                f"step {step}/{steps}  loss {loss:.4f}"
-                + (f"  {left:.0f} s to go" if step < steps else "")
-            )
+            line = f"step {step}/{steps}  loss {loss:.4f}"
+            if step < steps:
+                line += f"  {left:.0f} s to go"
+            notes.print(line)
 
     return report

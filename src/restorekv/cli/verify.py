@@ -46,7 +46,7 @@ def _describe(path: Path) -> str:
             if any(path.glob(file)):
                 return describe_folder(path)
         raise RestoreKVError(
-            f"{path} is no folder that restorekv made; name a file or another folder."
+            f"{path} is not a folder that restorekv made; name a file or another folder."
         )
     metadata, _ = read_tensors(path, str(path))
     name = metadata.get("format")
@@ -64,13 +64,19 @@ def _describe(path: Path) -> str:
 
 def _describe_cache(path: Path) -> str:
     m = cache_file.read_cache(path).manifest
-    return f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, {m.pairs_held:,} pairs"
+    return (
+        f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, "
+        f"{m.pairs_held:,} pairs"
+    )
 
 
 def _describe_portable(path: Path) -> str:
     stored = portable.load_portable(path)
     m = stored.manifest
-    return f"a portable cache of {m.tokens:,} tokens as {stored.tokens:,} positions for {m.model}, {stored.name}"
+    return (
+        f"a portable cache of {m.tokens:,} tokens as {stored.tokens:,} positions for {m.model}, "
+        f"{stored.name}"
+    )
 
 
 def _describe_gate(path: Path) -> str:
@@ -86,12 +92,10 @@ def _describe_training(path: Path, kind: FileKind) -> str:
 def _describe_adapter(folder: Path) -> str:
     stored = adapter_file.read_adapter(folder)
     card = stored.card
-    known = (
-        f"for {card.model}, {card.evictor or 'any evictor'}, license {card.license}"
-        if card
-        else "without a record"
-    )
-    return f"a restore adapter of {len(stored.embeddings)} tokens {known}"
+    what = f"a restore adapter of {len(stored.embeddings)} tokens"
+    if card is None:
+        return f"{what} without a record"
+    return f"{what} for {card.model}, {card.evictor or 'any evictor'}, license {card.license}"
 
 
 def _describe_data(folder: Path) -> str:

@@ -126,7 +126,8 @@ def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None
     """Replace an older adapter as a whole; without a `readme`, keep its README.md."""
     # All files are completed in a folder of this process. The moment that folder is called PENDING,
     # they are the adapter, wherever a process dies. Then they are moved to their places, by this
-    # process or by the next one that writes there; whoever reads meanwhile looks into PENDING first.
+    # process or by the next one that writes there. Whoever reads meanwhile looks into PENDING
+    # first.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fresh = files.make_temporary_name(folder / "adapter")

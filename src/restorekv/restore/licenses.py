@@ -57,7 +57,7 @@ def forbids_commercial_use(license: str | None) -> bool:
 
 
 def list_licenses(data: list[dict] | None) -> list[str]:
-    """Return the licenses that the rows of a record of data name, "unknown" for a row without one."""
+    """Return the licenses that rows of a record of data name, "unknown" for a row without one."""
     licenses = []
     for row in data or ():
         named = row.get("license")
