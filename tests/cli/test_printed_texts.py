@@ -48,8 +48,8 @@ def test_inspect_shows_a_character_that_is_cut_and_one_that_replaces(world, tmp_
 
 def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
     said = [[answers.Answer(HOSTILE, (1,), "stop", 1)]] * 2
-    monkeypatch.setattr(answers, "stream_answer", lambda *_: iter([HOSTILE]))
-    monkeypatch.setattr(answers, "answer_questions", lambda *_: said)
+    monkeypatch.setattr(answers, "stream_answer", lambda *_, **__: iter([HOSTILE]))
+    monkeypatch.setattr(answers, "answer_questions", lambda *_, **__: said)
     ask = ("ask", world.cache, "--model", world.model)
     assert cli(*ask, QUESTION).out == f"{SHOWN}\n"
     both = cli(*ask, QUESTION, HOSTILE, "--json", tmp_path / "answers.json")
@@ -59,7 +59,7 @@ def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
 
 def test_conversations_act_on_no_terminal(world, monkeypatch):
     monkeypatch.setattr(
-        restorekv.generation.chat, "pieces", lambda _, tokens, *__: [HOSTILE for _ in tokens]
+        restorekv.generation.chat, "stream_text", lambda _, tokens, *__: [HOSTILE for _ in tokens]
     )
     lines = [f"{HOSTILE} :bug: [b]", "/history", f"/{HOSTILE}"]
     told = cli(
