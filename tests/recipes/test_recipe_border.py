@@ -27,7 +27,7 @@ def make_result(
     ]
     cell = SimpleNamespace(benchmark="made", evictor=evictor, ratio=ratio, adapter=adapter)
     return SimpleNamespace(
-        cell=cell, lines=lines, facts={"benchmark": {"title": "Made"}}, folder=Path("cell")
+        cell=cell, lines=lines, identity={"benchmark": {"title": "Made"}}, folder=Path("cell")
     )
 
 
