@@ -29,7 +29,9 @@ Tell = Callable[[str, float], None]  # what is under way, and the share of all w
 
 
 class Clock:
-    """`parts` are (what, cost) in the order of work; turns places in them into words and a share."""
+    """`parts` are (what, cost) in the order of work; turns places in them into words and a
+    share.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Done:
 
     @contextmanager
     def unless(self, what: tuple[str, str], strict: bool) -> Iterator[None]:
-        """Goes on where data or a gate is not at hand; `strict` raises."""
+        """Continue on where data or a gate is not at hand; `strict` raises."""
         try:
             yield
         except RestoreKVError as error:
@@ -117,7 +119,7 @@ def carry_out(
 
 
 def listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:
-    """Hears a run of one job, the clock's part `turn`."""
+    """Hear a run of one job, the clock's part `turn`."""
     begun: list[int] = []  # contexts answered by an earlier start
 
     def listen(progress: GridProgress) -> None:

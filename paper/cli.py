@@ -186,13 +186,17 @@ def tell_list(experiments: list[plan.Experiment], asked: setting.Setting) -> Non
     """A line for every experiment, then what adapters are lacking."""
     for experiment in experiments:
         cells = len({need.cell for need in plan.needs(experiment, asked)})
-        line = f"{experiment.name:18} {experiment.number or '-':10} {cells:3} cells  {experiment.title}"
+        line = (
+            f"{experiment.name:18} {experiment.number or '-':10} {cells:3} cells  "
+            f"{experiment.title}"
+        )
         output.print(line, markup=False, highlight=False, soft_wrap=True)
         for line in plan.missing(experiment, asked):
             output.print(f"{'':18} missing: {line}", markup=False, highlight=False, soft_wrap=True)
     every = plan.cells(experiments, asked)
     output.print(
-        f"{len(every)} cells in all; --retrain would train {len(plan.trainings(experiments, asked))} adapters"
+        f"{len(every)} cells in all; --retrain would train "
+        f"{len(plan.trainings(experiments, asked))} adapters"
     )
     for training in plan.trainings(experiments, asked):
         output.print(

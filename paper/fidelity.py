@@ -23,8 +23,10 @@ from restorekv.evaluation.stats import draw_resamples
 from restorekv.evaluation.tables import Table, format_number, format_range
 
 NOTE = (
-    "KL: mean KL(full || cache) in nats over the tokens of the full cache's answers; below it the 95 % interval, or "
-    "what parts it from {against} with the 95 % interval of that. Same: answers with the full cache's very text, in "
+    "KL: mean KL(full || cache) in nats over the tokens of the full cache's answers; below it the "
+    "95 % interval, or "
+    "what parts it from {against} with the 95 % interval of that. Same: answers with the full "
+    "cache's very text, in "
     "percent. All tasks count."
 )
 # Results by seed, as `plan.measured` gives them.
@@ -153,7 +155,8 @@ def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator
         surely = sum(high < 0 for _, _, high in found)
         raised = sum(low > 0 for _, low, _ in found)
         yield (
-            f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; the interval is below zero in "
+            f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; the interval is "
+            "below zero in "
             f"{surely} and above zero in {raised}."
         )
 

@@ -10,7 +10,7 @@ from restorekv.evaluation.tables import Table
 
 
 def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
-    """Returns the page as Markdown; its charts are the SVG files beside it."""
+    """Return the page as Markdown; its charts are the SVG files beside it."""
     parts = [f"# {title}", *summary]
     for section in sections:
         verdict = f"**{section.verdict}**" if section.verdict else ""
@@ -20,7 +20,7 @@ def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) ->
 
 
 def paragraphs(blocks: Sequence[Block]) -> Iterator[str]:
-    """Yields the Markdown paragraphs of blocks."""
+    """Yield the Markdown paragraphs of blocks."""
     for block in blocks:
         if isinstance(block, Table):
             yield from filter(None, (f"### {block.title}", block.to_markdown(), block.note))

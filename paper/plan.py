@@ -46,7 +46,7 @@ def needs(experiment: Experiment, setting: Setting) -> list[Need]:
 
 
 def cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell]:
-    """Returns each cell once, in the experiments' order, with those of the full cache, which decide
+    """Return each cell once, in the experiments' order, with those of the full cache, which decide
     what counts.
     """
     found: dict[Cell, None] = {}
@@ -118,11 +118,13 @@ def seeds_told(experiment: Comparison, setting: Setting) -> str:
     for label, seeds in found.items():
         groups.setdefault(tuple(seeds), []).append(label)
     told = "; ".join(
-        f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds)) or 'none'}: {', '.join(labels)}"
+        f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds)) or 'none'}: "
+        f"{', '.join(labels)}"
         for seeds, labels in groups.items()
     )
     return (
-        f"Adapters at hand ({told}). Where a row has one seed its interval leaves out how seeds differ; "
+        f"Adapters at hand ({told}). Where a row has one seed its interval leaves out how seeds "
+        "differ; "
         "--retrain makes the others."
     )
 
@@ -249,7 +251,9 @@ def seconds(
 
 
 def phase(found: Sequence[Result], name: str) -> dict[str, float]:
-    """The longest that any of the cells bears, by sample: a second start of a run prepares again."""
+    """The longest that any of the cells bears, by sample: a second start of a run prepares
+    again.
+    """
     longest: dict[str, float] = {}
     for result in found:
         for line in load_lines(result.folder / SECONDS):

@@ -18,18 +18,21 @@ from restorekv.evaluation.stats import FEW, LEAST, get_interval
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
-    f"A task on which the full cache scores below {LEAST:g} has nothing to lose: it is asked and shown here, but left "
-    "out of every mean on this page. Where all tasks of a mean are below, it is over all of them. Fidelity counts "
+    f"A task on which the full cache scores below {LEAST:g} has nothing to lose: it is asked and "
+    "shown here, but left "
+    "out of every mean on this page. Where all tasks of a mean are below, it is over all of them. "
+    "Fidelity counts "
     "every task."
 )
 NOTE = (
-    "Means over contexts. Pairs: those that the budget counts. With prefix: all that a cache held, the chat prefix "
+    "Means over contexts. Pairs: those that the budget counts. With prefix: all that a cache held, "
+    "the chat prefix "
     "included. Methods in one line held the same."
 )
 
 
 def section(results: Mapping[Cell, Result]) -> Section | None:
-    """Returns the last section of a page; None where nothing is measured."""
+    """Return the last section of a page; None where nothing is measured."""
     done = {cell: result for cell, result in results.items() if result.done}
     blocks: list[Block] = [full_cache(done)] if any(cell.evictor == FULL for cell in done) else []
     return (
@@ -40,7 +43,7 @@ def section(results: Mapping[Cell, Result]) -> Section | None:
 
 
 def full_cache(done: Mapping[Cell, Result]) -> Table:
-    """Returns the full cache's score on every task."""
+    """Return the full cache's score on every task."""
     rows = []
     data = []
     for cell, result in done.items():
@@ -72,7 +75,7 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
 
 
 def held(done: Mapping[Cell, Result]) -> Table:
-    """Returns what caches held: a line for every benchmark, ratio and size."""
+    """Return what caches held: a line for every benchmark, ratio and size."""
     groups: dict[tuple, dict[str, None]] = {}
     for cell, result in sorted(
         done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)
@@ -90,17 +93,17 @@ def held(done: Mapping[Cell, Result]) -> Table:
 
 
 def asked(cell: Cell) -> tuple[str, str]:
-    """Returns a benchmark's title, and the spec that makes it."""
+    """Return a benchmark's title, and the spec that makes it."""
     return tasks.make_benchmark(cell.benchmark).title, cell.benchmark
 
 
 def made_with(command: str) -> dict[str, object]:
-    """Returns date, versions, processor, threads, system and the command, as plain JSON values."""
+    """Return date, versions, processor, threads, system and the command, as plain JSON values."""
     return {**describe_machine(torch.get_num_threads()), "command": command}
 
 
 def sentence(made: Mapping[str, object]) -> Iterator[str]:
-    """Yields the same as a sentence, where there was a command."""
+    """Yield the same as a sentence, where there was a command."""
     if made["command"]:
         versions = ", ".join(
             f"{package} {version}" for package, version in made["versions"].items()
@@ -109,7 +112,7 @@ def sentence(made: Mapping[str, object]) -> Iterator[str]:
 
 
 def of_cells(done: Sequence[Result]) -> dict[str, dict]:
-    """Returns pairs and bytes that every cell's caches held, by the cell's name."""
+    """Return pairs and bytes that every cell's caches held, by the cell's name."""
     return {
         result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done
     }

@@ -156,7 +156,7 @@ class Scores:
         return np.stack(by_seed)[chosen, np.arange(RESAMPLES)].mean(0)
 
     def check(self) -> None:
-        """Refuses rows that were asked different questions of one benchmark."""
+        """Refuse rows that were asked different questions of one benchmark."""
         asked: dict[str, list[Sequence[ScoredAnswer]]] = {}
         for (_, benchmark, _), found in self.runs.items():
             asked.setdefault(benchmark, []).extend(found.values())

@@ -28,9 +28,12 @@ SEEDS = (0, 1, 2)
 TRAINED = Path(__file__).parent / "ablations"  # adapters of the ablations, by model and training
 ASKED = ("ruler", "qasper", "quality", "longhealth", "longbench", "scbench")
 ABOUT_TINY = (
-    "The paper's figures are of other models and other questions: what can be compared is the order of rows and the "
-    "size of gains, not the scores. The tiny adapters were trained with the chat prefix kept beside the budget, so "
-    "they are asked so here. Where n restore tokens exceed the budget of a short document, fewer are used."
+    "The paper's figures are of other models and other questions: what can be compared is the "
+    "order of rows and the "
+    "size of gains, not the scores. The tiny adapters were trained with the chat prefix kept "
+    "beside the budget, so "
+    "they are asked so here. Where n restore tokens exceed the budget of a short document, fewer "
+    "are used."
 )
 
 
@@ -241,15 +244,20 @@ def tiny(
                 "Summ": ("freeform",),
                 "Synth": ("single", "multikey", "multivalue", "cwe", "fwe"),
             },
-            "Families of the tiny suite stand for LongBench's categories: qa for S-QA; multiquery and vt, whose "
-            "answers lie in several places, for M-QA; freeform, which gathers all that is said of someone, for Summ; "
-            "single, multikey, multivalue, cwe and fwe for Synth. Few-shot and Code have no counterpart.",
+            "Families of the tiny suite stand for LongBench's categories: qa for S-QA; multiquery "
+            "and vt, whose "
+            "answers lie in several places, for M-QA; freeform, which gathers all that is said of "
+            "someone, for Summ; "
+            "single, multikey, multivalue, cwe and fwe for Synth. Few-shot and Code have no "
+            "counterpart.",
         ),
         "scbench": Bench(
             "SCBench",
             long,
-            standing=f"Documents of {LONGEST + 20:,} to 2,048 tokens stand for SCBench: longer than every context that "
-            f"the adapters were trained on (512 to {LONGEST:,}), if not by SCBench's order of magnitude.",
+            standing=f"Documents of {LONGEST + 20:,} to 2,048 tokens stand for SCBench: longer "
+            "than every context that "
+            f"the adapters were trained on (512 to {LONGEST:,}), if not by SCBench's order of "
+            "magnitude.",
         ),
     }
     setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
@@ -317,7 +325,7 @@ def generated(ruler: str) -> str:
 
 
 def check_adapters(adapters: str | None) -> None:
-    """Refuses a folder that is not there."""
+    """Refuse a folder that is not there."""
     if adapters not in (None, PUBLISHED) and not Path(adapters).is_dir():
         raise RestoreKVError(
             f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}."

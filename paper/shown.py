@@ -37,8 +37,10 @@ PAPER = "paper"
 ABSENT = "not measured"
 NOTHING = "no counterpart"
 NOTE = (
-    "Points, 0 to 100. Here: the score, ± its sample deviation over seeds where there are several, and below it the "
-    "95 % interval, or the difference from {against} with the 95 % interval of that (paired bootstrap over contexts "
+    "Points, 0 to 100. Here: the score, ± its sample deviation over seeds where there are several, "
+    "and below it the "
+    "95 % interval, or the difference from {against} with the 95 % interval of that (paired "
+    "bootstrap over contexts "
     "and seeds)."
 )
 
@@ -46,7 +48,7 @@ NOTE = (
 def tables(
     experiment: Comparison, setting: Setting, scores: Scores, benchmark: str
 ) -> Iterator[Table]:
-    """Yields one table for the benchmark, or one for every ratio if the benchmark has parts."""
+    """Yield one table for the benchmark, or one for every ratio if the benchmark has parts."""
     groups: dict[float | None, list[Place]] = {}
     split = any(each.parts for each in experiment.places)
     for place in experiment.places:
@@ -71,7 +73,7 @@ def note(experiment: Comparison) -> str:
 
 
 def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
-    """Says what the rule on tasks with nothing to lose does to the means of a benchmark."""
+    """Say what the rule on tasks with nothing to lose does to the means of a benchmark."""
     below = scores.left_out.get(benchmark, ())
     whole = [
         part for part in setting.benches[benchmark].parts if scores.lost(Place(benchmark, 1, part))
@@ -86,7 +88,8 @@ def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     if whole:
         of = f" of {', '.join(whole)}, which averages leave out" if any(whole) else ""
         words.append(
-            f"The full cache scores below 10 on every task{of}: nothing to lose, and the mean is over all."
+            f"The full cache scores below 10 on every task{of}: nothing to lose, and the mean is "
+            "over all."
         )
     return " ".join(words)
 
@@ -139,8 +142,8 @@ def by_place(
 
 
 def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
-    """Returns the titles: ours, the paper's, and those of further backbones; ours alone if the
-    paper has no figure.
+    """Return the titles: ours, the paper's, and those of further backbones; ours alone if the paper
+    has no figure.
     """
     if not any(place in row.paper for row in experiment.rows.values() for place in places):
         return [HERE]
@@ -151,7 +154,7 @@ def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
 
 
 def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[str]:
-    """Returns a row's figures at a place: ours, then the paper's."""
+    """Return a row's figures at a place: ours, then the paper's."""
     row = experiment.rows[name]
     base = experiment.against.get(name)
     values = [measured(experiment, scores, name, place)]
@@ -167,12 +170,12 @@ def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> li
 
 
 def decimals(points: float) -> int:
-    """Returns how many the paper gives: one or two."""
+    """Return how many the paper gives: one or two."""
     return 1 if round(points, 1) == points else 2
 
 
 def measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> str:
-    """Returns our figure."""
+    """Return our figure."""
     if not scores.has((name, place)):
         asked = (name, place.benchmark, place.ratio) in scores.runs
         return NOTHING if asked and (place.benchmark, place.part) not in scores.tasks else ABSENT
@@ -189,7 +192,7 @@ def measured(experiment: Comparison, scores: Scores, name: str, place: Place) ->
 def figures(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> Iterator[dict[str, object]]:
-    """Yields the figures for programs."""
+    """Yield the figures for programs."""
     for name, row in experiment.rows.items():
         for place in places:
             part = place.part or (
@@ -226,7 +229,7 @@ def figures(
 
 
 def claims(name: str, claims: Sequence[Judged]) -> Table:
-    """Returns each claim with its margin in the paper and here."""
+    """Return each claim with its margin in the paper and here."""
     rows = [[claim.text, in_paper(claim), here(claim), judgement(claim)] for claim in claims]
     data = [
         {
@@ -241,7 +244,8 @@ def claims(name: str, claims: Sequence[Judged]) -> Table:
     ]
     head = ["what the paper says", "margin in the paper", "margin here", "verdict"]
     note = (
-        "How far the figures are on the claim's side, in points unless it says otherwise, with a 95 % interval; a "
+        "How far the figures are on the claim's side, in points unless it says otherwise, with a "
+        "95 % interval; a "
         "claim is within noise where that holds zero."
     )
     return Table(f"{name}-claims", "Claims", head, rows, note, data, left=(0, 3))
@@ -256,7 +260,7 @@ def in_paper(claim: Judged) -> str:
 
 
 def digits(value: float | None) -> int:
-    """Returns how many decimals a margin needs."""
+    """Return how many decimals a margin needs."""
     return 3 if value and abs(value) < 0.1 else 1
 
 
@@ -294,7 +298,7 @@ def summed(claims: Sequence[Judged]) -> str:
 
 
 def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
-    """Says how many pairs of rows stand in the paper's order, and which do not."""
+    """Say how many pairs of rows stand in the paper's order, and which do not."""
     items = []
     for place in experiment.places:
         counted = ordered(experiment, scores, place)
@@ -316,7 +320,7 @@ def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
 
 @with_style
 def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
-    """Returns a panel for every benchmark: lines over ratios with their intervals, the full cache
+    """Return a panel for every benchmark: lines over ratios with their intervals, the full cache
     dashed.
     """
     evictors = list(

@@ -33,10 +33,14 @@ CATEGORIES = {
     "Synth": (*GROUPS["retrieval"], *GROUPS["multi-hop tracing"], *GROUPS["aggregation"]),
 }
 ABOUT = (
-    "The model has 135 million parameters, the paper's have 0.6 to 8 billion, and the questions are others: what can "
-    "be compared is the order of rows and the size of gains, not the scores. So small a model answers many questions "
-    "badly whatever its cache; how far a cache is from the full one can be measured all the same, as KL and as the "
-    "share of answers that stay the same. The adapters were trained with the chat prefix kept beside the budget, so "
+    "The model has 135 million parameters, the paper's have 0.6 to 8 billion, and the questions "
+    "are others: what can "
+    "be compared is the order of rows and the size of gains, not the scores. So small a model "
+    "answers many questions "
+    "badly whatever its cache; how far a cache is from the full one can be measured all the same, "
+    "as KL and as the "
+    "share of answers that stay the same. The adapters were trained with the chat prefix kept "
+    "beside the budget, so "
     "they are asked so here. Where n restore tokens exceed a budget, fewer are used."
 )
 
@@ -67,27 +71,33 @@ def smollm2(
             "RULER-4K",
             ruler,
             name="RULER at 1,024 tokens",
-            standing="RULER's 13 tasks at 1,024 tokens, made from a novel and subsets of SQuAD and HotpotQA, stand for "
+            standing="RULER's 13 tasks at 1,024 tokens, made from a novel and subsets of SQuAD "
+            "and HotpotQA, stand for "
             "RULER-4K.",
         ),
         "qasper": Bench(
             "QASPER",
             fairytales,
             name="FairytaleQA",
-            standing="FairytaleQA (experts' questions on passages of stories, up to 1,024 tokens) stands for QASPER.",
+            standing=(
+                "FairytaleQA (experts' questions on passages of stories, up to 1,024 tokens) "
+                "stands for QASPER."
+            ),
         ),
         "quality": Bench(
             "QuALITY",
             articles,
             name="XQuAD",
-            standing="XQuAD's English part (articles of an encyclopedia, up to 1,024 tokens, F1 and no options) stands "
+            standing="XQuAD's English part (articles of an encyclopedia, up to 1,024 tokens, F1 "
+            "and no options) stands "
             "for QuALITY.",
         ),
         "longhealth": Bench(
             "LongHealth",
             asked(SECTIONS),
             name="Factbook",
-            standing="Sections of The World Factbook (512 to 4,096 tokens, machine-made questions, F1 and no options) "
+            standing="Sections of The World Factbook (512 to 4,096 tokens, machine-made "
+            "questions, F1 and no options) "
             "stand for LongHealth.",
         ),
         "longbench": Bench(
@@ -96,14 +106,17 @@ def smollm2(
             CATEGORIES,
             more=(fairytales, articles, asked(PAIRS)),
             name="FairytaleQA, XQuAD, HotpotQA and RULER",
-            standing="FairytaleQA and XQuAD stand for LongBench's S-QA, HotpotQA for M-QA, RULER's needles, tracing "
-            "and aggregation at 1,024 tokens for Synth. Summ, Few-shot and Code have no counterpart.",
+            standing="FairytaleQA and XQuAD stand for LongBench's S-QA, HotpotQA for M-QA, "
+            "RULER's needles, tracing "
+            "and aggregation at 1,024 tokens for Synth. Summ, Few-shot and Code have no "
+            "counterpart.",
         ),
         "scbench": Bench(
             "SCBench",
             asked(LONG_RULER),
             name="RULER at 2,048 tokens",
-            standing="RULER at 2,048 tokens stands for SCBench: longer than the other benchmarks' contexts, if not by "
+            standing="RULER at 2,048 tokens stands for SCBench: longer than the other "
+            "benchmarks' contexts, if not by "
             "SCBench's order of magnitude.",
         ),
     }

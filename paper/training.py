@@ -33,7 +33,9 @@ CARD = "restorekv.json"
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trainings of a folder have in common. `contexts` counts the tiny training documents."""
+    """What all trainings of a folder have in common. `contexts` counts the tiny training
+    documents.
+    """
 
     folder: Path
     settings: TrainConfig
@@ -51,7 +53,9 @@ class Setup:
         return self.folder / "lessons", self.model == TINY
 
     def examples(self, model, tokenizer) -> list[Example]:
-        """The same for every seed: only initial weights, order and ratios differ, as in the paper."""
+        """The same for every seed: only initial weights, order and ratios differ, as in the
+        paper.
+        """
         if self.data is not None:
             return read_examples(self.data, model, tokenizer)
         return make_tiny_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
@@ -131,7 +135,7 @@ def worded(value: object) -> str:
 
 
 def carry_out(training: Training, told: Told) -> RestoreAdapter:
-    """Trains from the last checkpoint on; the folder then holds the adapter."""
+    """Train from the last checkpoint on; the folder then holds the adapter."""
     setup = training.setup
     config = training.config
     begun = time.perf_counter()
@@ -189,7 +193,7 @@ def hand(trainings: Sequence[Training], threads: int) -> None:
 
 
 def check(setup: Setup) -> None:
-    """Refuses a folder whose adapters were trained with other settings, model or data."""
+    """Refuse a folder whose adapters were trained with other settings, model or data."""
     path = setup.folder / "settings.json"
     now = json.dumps(setup.made_with(setup.settings), sort_keys=True)
     if not path.exists():

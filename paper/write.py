@@ -1,4 +1,6 @@
-"""Writes OUT/report: a page with every experiment, the same as Markdown, and all figures as JSON."""
+"""Writes OUT/report: a page with every experiment, the same as Markdown, and all figures as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured
 def write(
     experiments: Sequence[Experiment], setting: Setting, done: Done, out: Path, command: str = ""
 ) -> Path:
-    """Writes the page and its files; returns the page. `command` is what made it, for the record."""
+    """Write the page and its files; returns the page. `command` is what made it, for the record."""
     framed_experiments = []
     kept = {}
     results = done.results
@@ -81,7 +83,7 @@ def the_model(setting: Setting) -> str:
 def compared(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> tuple[list[Block], list[Judged], dict[str, object]]:
-    """Returns a comparison's blocks, claims and figures."""
+    """Return a comparison's blocks, claims and figures."""
     scores = plan.scores(experiment, setting, results)
     measured = plan.measured(experiment, setting, results)
     claims = [judged(claim, experiment, scores) for claim in experiment.claims]
@@ -113,7 +115,7 @@ def framed(
     blocks: Sequence[Block],
     failed: Mapping[tuple[str, str], str],
 ) -> Section:
-    """Returns the section with what a reader must know before the figures, and what could not be
+    """Return the section with what a reader must know before the figures, and what could not be
     measured.
     """
     standing = []
@@ -132,7 +134,7 @@ def framed(
 def shown_study(
     experiment: Study, setting: Setting, out: Path
 ) -> tuple[list[Block], list[Judged], dict[str, object]]:
-    """Returns the blocks, claims and figures of an analysis or of facts."""
+    """Return the blocks, claims and figures of an analysis or of facts."""
     blocks, claims = experiment.show(setting, out)
     blocks = [*blocks, *([shown.claims(experiment.name, claims)] if claims else [])]
     data = [
@@ -142,7 +144,7 @@ def shown_study(
 
 
 def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
-    """Judges whether the first of the timed rows is faster than the second, bootstrapped over
+    """Judge whether the first of the timed rows is faster than the second, bootstrapped over
     contexts.
     """
     (quick, quick_paper), (slow, slow_paper) = experiment.seconds.items()
@@ -156,7 +158,10 @@ def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> J
     drawn = draw_resamples(len(both), 0) @ both
     low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
     value = float(both[:, 1].sum() / both[:, 0].sum())
-    text = f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} (times less 1)"
+    text = (
+        f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} "
+        "(times less 1)"
+    )
     holds = verdict(value - 1, low - 1, high - 1)
     return Judged(
         text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1
@@ -164,7 +169,7 @@ def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> J
 
 
 def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
-    """Returns the seconds that a context takes."""
+    """Return the seconds that a context takes."""
     lines = [
         [
             experiment.rows[row].label,
@@ -174,7 +179,8 @@ def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Ta
         for row in experiment.seconds
     ]
     note = (
-        "Prefill, scoring, restore pass or fitting, and eviction at the tightest ratio; the paper at 4,096 tokens. "
+        "Prefill, scoring, restore pass or fitting, and eviction at the tightest ratio; the paper "
+        "at 4,096 tokens. "
         "Taken while the grid ran, so other work on the machine counts."
     )
     head = ["method", "seconds a context, here", "seconds, paper"]
@@ -184,10 +190,11 @@ def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Ta
 def introduction(
     setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]
 ) -> list[str]:
-    """Returns the page's first paragraphs: how many claims hold, and under what conventions."""
+    """Return the page's first paragraphs: how many claims hold, and under what conventions."""
     counts = [sum(claim.verdict == kind for claim in claims) for kind in (HOLDS, NOISE, FAILS)]
     parts = [
-        f"{len(claims)} claims of the paper: {counts[0]} hold here, {counts[1]} within noise, {counts[2]} not holding, "
+        f"{len(claims)} claims of the paper: {counts[0]} hold here, {counts[1]} within noise, "
+        f"{counts[2]} not holding, "
         f"{len(claims) - sum(counts)} not measured."
     ]
     compressed = {
@@ -199,8 +206,10 @@ def introduction(
         facts = next(iter(compressed.values()))
         means = " or ".join(dict.fromkeys(each["score"] for each in compressed.values()))
         parts.append(
-            f"{the_model(setting)[0].upper()}{the_model(setting)[1:]} ({facts['fingerprint']}), {facts['dtype']} on "
-            f"{facts['device']}, {ways(compressed)}, {facts['allocation']} allocation, budget {facts['budget']}, "
+            f"{the_model(setting)[0].upper()}{the_model(setting)[1:]} ({facts['fingerprint']}), "
+            f"{facts['dtype']} on "
+            f"{facts['device']}, {ways(compressed)}, {facts['allocation']} allocation, budget "
+            f"{facts['budget']}, "
             f"greedy answers. Scores are the {means}; intervals {facts['interval']}."
         )
     parts += [setting.about] if setting.about else []
@@ -208,7 +217,7 @@ def introduction(
 
 
 def ways(compressed: Mapping[Cell, Mapping]) -> str:
-    """Returns protocol and prefix policy; where there are several, what was asked under each."""
+    """Return protocol and prefix policy; where there are several, what was asked under each."""
     asked_under: dict[str, dict[str, None]] = {}
     for cell, facts in compressed.items():
         policy = (

@@ -6,12 +6,14 @@ over a cache's pairs fall in four parts, whose masses add up to 1; DEFINITIONS s
 does not define its divergences; two natural ones are measured, in nats, over layers l and context
 columns i:
 
-    kl_profile     KL(p || q) = sum_l p_l log(p_l / q_l),  p = m^full / sum_l m^full_l,  q = m^cache / sum_l m^cache_l,
-                   m_l = the mean of the context mass over query heads and questions; null where a layer holds no
-                   context at all, hence also kl_profile_backward = KL(q || p)
+    kl_profile     KL(p || q) = sum_l p_l log(p_l / q_l),
+                   p = m^full / sum_l m^full_l,  q = m^cache / sum_l m^cache_l,
+                   m_l = the mean of the context mass over query heads and questions; null where a
+                   layer holds no context at all, hence also kl_profile_backward = KL(q || p)
     kl_attention   mean over query heads and questions of  sum_{i in K} p_i log(p_i / q_i),
                    p = a^full / sum_K a^full,  q = a^cache / sum_K a^cache,
-                   K = the columns of `context` that the head holds; heads that hold none are left out
+                   K = the columns of `context` that the head holds; heads that hold none are
+                   left out
 """
 
 import numpy as np
@@ -31,17 +33,19 @@ DEFINITIONS = {
     "restore": "the restore pairs, which are not context",
     "question": "the question's own pairs, template suffix included",
     "layers_below": "layers whose mean mass on the context is below 0.1 %",
-    "kl_profile": "KL(full || cache) in nats of the mean context masses, normalized over layers; not defined where a "
+    "kl_profile": "KL(full || cache) in nats of the mean context masses, normalized over layers; "
+    "not defined where a "
     "layer's mass is zero",
     "kl_profile_backward": "KL(cache || full) of the same, always defined",
-    "kl_attention": "KL(full || cache) in nats of the attention over the context columns that the head holds, "
+    "kl_attention": "KL(full || cache) in nats of the attention over the context columns that "
+    "the head holds, "
     "normalized over them; mean over layers, heads and questions",
 }
 
 
 def measure(case: Case) -> dict:
-    """Returns means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums (L), heads
-    with context (L)]}}.
+    """Return means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums (L), heads with
+    context (L)]}}.
     """
     figures: dict[str, list[dict]] = {name: [] for name in case.caches}
     for prompt in case.prompts:
@@ -58,7 +62,7 @@ def measure(case: Case) -> dict:
 def measure_question(
     case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int, int], Tensor], keep: bool
 ) -> dict:
-    """Returns masses and divergences of one question; `keep` stores its weights on the context in
+    """Return masses and divergences of one question; `keep` stores its weights on the context in
     `full`.
     """
     model = case.prepared.model
@@ -95,7 +99,9 @@ def measure_question(
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Returns KL(p || q) (...) of weights (..., K), after normalizing both over the last dimension."""
+    """Return KL(p || q) (...) of weights (..., K), after normalizing both over the last
+    dimension.
+    """
     tiny = torch.finfo(q.dtype).tiny
     p, q = (x.clamp_min(tiny) / x.clamp_min(tiny).sum(-1, keepdim=True) for x in (p, q))
     return (p * (p / q).log()).sum(-1)
@@ -121,7 +127,7 @@ def pooled(figures: DocumentFigures) -> dict:
 
 @np.errstate(invalid="ignore", divide="ignore")
 def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np.ndarray) -> dict:
-    """Returns both divergences; the profile's interval resamples the two profiles together."""
+    """Return both divergences; the profile's interval resamples the two profiles together."""
     pairs = [{"masses": [each[FULL]["masses"], each[name]["masses"]]} for each in figures.documents]
     both = DocumentFigures(pairs, figures.questions)
     columns = {}
@@ -141,8 +147,8 @@ def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np
 
 
 def profile_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p
-    / 0) is infinite.
+    """Return KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p /
+    0) is infinite.
     """
     p = first / first.sum(-1, keepdims=True)
     q = second / second.sum(-1, keepdims=True)

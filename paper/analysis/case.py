@@ -59,7 +59,9 @@ class Case:
 
     @cached_property
     def prompts(self) -> list[Tensor]:
-        """Every question as the protocol asks it, up to where its answer begins: (1, q) ids each."""
+        """Every question as the protocol asks it, up to where its answer begins: (1, q) ids
+        each.
+        """
         context = self.prepared.context
         return [
             self.protocol.make_prompt(self.tokenizer, context, question)
@@ -99,7 +101,7 @@ class Case:
         ]
 
     def read_by_restore(self) -> RaggedCache:
-        """Returns the cache that the restore pass reads: full, or evicted where the conventions say
+        """Return the cache that the restore pass reads: full, or evicted where the conventions say
         so.
         """
         if self.prepared.config.restore_from == "full":
@@ -120,18 +122,18 @@ class DocumentFigures:
         return name in self.documents[0]
 
     def stacked(self, *path: str) -> np.ndarray:
-        """Returns one figure of all documents: (documents, ...)."""
+        """Return one figure of all documents: (documents, ...)."""
         values = self.documents
         for name in path:
             values = [each[name] for each in values]
         return np.array(values, dtype=np.float64)
 
     def mean(self, *path: str, by_question: bool = False) -> np.ndarray:
-        """Returns the mean in which every document, or every question, weighs the same."""
+        """Return the mean in which every document, or every question, weighs the same."""
         return np.average(self.stacked(*path), axis=0, weights=self.weights(by_question))
 
     def interval(self, statistic: Statistic, *path: str, by_question: bool = False) -> list[float]:
-        """Returns [low, high], a 95 % bootstrap over documents of a statistic of the mean.
+        """Return [low, high], a 95 % bootstrap over documents of a statistic of the mean.
 
         `statistic` maps the means of R resamples (R, ...) to (R,); [None, None] where it is not
         finite in one of them.
@@ -148,7 +150,7 @@ class DocumentFigures:
 
 
 def plain(values: np.ndarray | float) -> list | float | None:
-    """Returns JSON values of six significant digits; None for what is not finite."""
+    """Return JSON values of six significant digits; None for what is not finite."""
     if isinstance(values, np.ndarray) and values.ndim:
         return [plain(value) for value in values]
     return float(f"{float(values):.6g}") if np.isfinite(values) else None

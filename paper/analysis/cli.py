@@ -83,7 +83,7 @@ def run(
 
 
 def choose(what: str) -> list[str]:
-    """Returns the analyses that `what` names, in the order of ANALYSES."""
+    """Return the analyses that `what` names, in the order of ANALYSES."""
     names = [name.strip() for name in what.split(",") if name.strip()]
     unknown = [name for name in names if name not in ANALYSES]
     if unknown or not names:

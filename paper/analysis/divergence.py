@@ -22,7 +22,10 @@ PLACES = ("first", "answer")
 FIGURES = ("forward", "backward", "symmetric", "agreement")
 DEFINITIONS = {
     "first": "the distribution of the first answer token",
-    "answer": "mean over the tokens of the full cache's greedy answer, which every cache reads, then over questions",
+    "answer": (
+        "mean over the tokens of the full cache's greedy answer, which every cache reads, then "
+        "over questions"
+    ),
     "forward": "KL(full || cache), in nats",
     "backward": "KL(cache || full), in nats",
     "symmetric": "mean of both directions",
@@ -32,7 +35,7 @@ DEFINITIONS = {
 
 @torch.no_grad()
 def measure(case: Case) -> dict:
-    """Returns means over questions: {cache: {"first" and "answer": (4) FIGURES}}."""
+    """Return means over questions: {cache: {"first" and "answer": (4) FIGURES}}."""
     model = case.prepared.model
     limits = [question.max_new_tokens for question in case.sample.questions]
     full = case.caches[FULL]
@@ -57,7 +60,7 @@ def measure(case: Case) -> dict:
 
 
 def compared(full: Tensor, cache: Tensor) -> Tensor:
-    """Returns FIGURES at every position (M, 4) from the logits (M, V) of both caches."""
+    """Return FIGURES at every position (M, 4) from the logits (M, V) of both caches."""
     forward = compute_divergence(full, cache, "forward")
     backward = compute_divergence(full, cache, "reverse")
     same = (full.argmax(-1) == cache.argmax(-1)).to(forward.dtype)

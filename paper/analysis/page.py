@@ -87,7 +87,7 @@ def shade_gain(
 
 
 def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
-    """Yields the paper's mechanism figure, and its averages over layers as a table."""
+    """Yield the paper's mechanism figure, and its averages over layers as a table."""
     caches = figures["caches"]
     layers = range(len(caches["base"]["context"]))
     masses = {
@@ -114,8 +114,10 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         for layer in layers
     ]
     note = (
-        f"{analysis['documents']:,} contexts. Mean attention mass of the last question token on context pairs that are "
-        "no sinks, in percent of all its attention. Shaded: by how much context and restore cache together get more "
+        f"{analysis['documents']:,} contexts. Mean attention mass of the last question token on "
+        "context pairs that are "
+        "no sinks, in percent of all its attention. Shaded: by how much context and restore cache "
+        "together get more "
         "than the context of the base."
     )
     title = f"Attention on the context by layer: {heading}"
@@ -137,8 +139,10 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "KL of attention in a layer": lambda row: ranged(row, "kl_attention", 3),
     }
     note = (
-        "Shares of the last question token's attention, means over layers; KL in nats, of the context's mass as it is "
-        "spread over layers and of the attention over retained columns (– where a layer has no mass, so that it is not "
+        "Shares of the last question token's attention, means over layers; KL in nats, of the "
+        "context's mass as it is "
+        "spread over layers and of the attention over retained columns (– where a layer has no "
+        "mass, so that it is not "
         "defined); 95 % bootstrap intervals over contexts."
     )
     data = [{"cache": cache, **numbers(found)} for cache, found in caches.items()]
@@ -148,7 +152,9 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
 
 
 def numbers(figures: Analysis) -> dict[str, object]:
-    """Returns the figures of one number or interval, by the names of their columns in the CSV file."""
+    """Return the figures of one number or interval, by the names of their columns in the
+    CSV file.
+    """
     columns: dict[str, object] = {
         f"average_{part}": value for part, value in figures.get("average", {}).items()
     }
@@ -163,7 +169,7 @@ def numbers(figures: Analysis) -> dict[str, object]:
 
 
 def ranged(row: Mapping, key: str, digits: int) -> str:
-    """Returns a figure of `numbers` with its interval, or a dash."""
+    """Return a figure of `numbers` with its interval, or a dash."""
     if row.get(key) is None:
         return UNKNOWN
     interval = format_range(row[f"{key}_low"], row[f"{key}_high"], digits)
@@ -175,7 +181,7 @@ def cache_label(row: Mapping) -> str:
 
 
 def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
-    """Yields KL of the next-token distributions, as the paper's 7.3 to 3.8."""
+    """Yield KL of the next-token distributions, as the paper's 7.3 to 3.8."""
     data = [
         {"where": where, "cache": cache, **numbers(found[where])}
         for where in WHERE
@@ -189,14 +195,17 @@ def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) ->
         "mean of both": lambda row: ranged(row, "symmetric", 2),
         "same likeliest token": lambda row: format_percent(row["agreement"]),
     }
-    note = "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own distribution."
+    note = (
+        "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own "
+        "distribution."
+    )
     yield Table.from_figures(
         name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1)
     )
 
 
 def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
-    """Yields kept pairs by layer, position and head as charts, by kind of token as a table."""
+    """Yield kept pairs by layer, position and head as charts, by kind of token as a table."""
     caches = figures["caches"]
     title = f"Where kept pairs lie: {heading}"
     layers, positions = (
@@ -228,8 +237,10 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         for index, share in enumerate(np.ravel(found[key]).tolist())
     ]
     note = (
-        f"Means over {analysis['documents']:,} contexts. By layer: its share of all held context pairs; by position: "
-        "the share of pairs kept in every twentieth of the context; by head: percent of the context's tokens."
+        f"Means over {analysis['documents']:,} contexts. By layer: its share of all held context "
+        "pairs; by position: "
+        "the share of pairs kept in every twentieth of the context; by head: percent of the "
+        "context's tokens."
     )
     yield make_chart(name, title, panels, note, data)
     data = [
@@ -265,7 +276,7 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
 def restore_attention(
     analysis: Analysis, figures: Mapping, heading: str, name: str
 ) -> Iterator[Block]:
-    """Yields bars by restore token, and the tokens that each attends to most."""
+    """Yield bars by restore token, and the tokens that each attends to most."""
     masses = {part: np.mean(figures[part], axis=0) for part in READ}  # (n,), means over layers
     tokens = [str(token) for token in range(len(masses["kept"]))]
     parts = {mark: 100 * masses[part] for part, mark in READ.items()}
@@ -275,7 +286,8 @@ def restore_attention(
     title = f"Attention of the restore pass, by restore token: {heading}"
     seen, blind = (format_percent(figures["kept_share"][key]) for key in ("seen", "blind"))
     note = (
-        f"Mean over layers, heads and {analysis['documents']:,} contexts. Of their attention on the context {seen} "
+        f"Mean over layers, heads and {analysis['documents']:,} contexts. Of their attention on "
+        f"the context {seen} "
         f"falls on pairs that are kept; looking at all pairs alike would put {blind} there."
     )
     data = [
@@ -314,13 +326,16 @@ def restore_attention(
 KINDS = {
     "attention": (
         "Attention on the context",
-        "Eviction takes away pairs that the last token of a question would attend to. The chart shows how much of its "
-        "attention still reaches the context, layer by layer, and how much of the loss the restore cache brings back.",
+        "Eviction takes away pairs that the last token of a question would attend to. The chart "
+        "shows how much of its "
+        "attention still reaches the context, layer by layer, and how much of the loss the restore "
+        "cache brings back.",
         attention,
     ),
     "divergence": (
         "Distance from the full cache",
-        "How far the model's next-token distribution is from what it would say with the whole cache; lower is better.",
+        "How far the model's next-token distribution is from what it would say with the whole "
+        "cache; lower is better.",
         divergence,
     ),
     "survivors": (
@@ -330,7 +345,8 @@ KINDS = {
     ),
     "restore_attention": (
         "Where restore tokens look",
-        "The restore pass reads the full cache before eviction: how much of its attention falls on pairs that are kept "
+        "The restore pass reads the full cache before eviction: how much of its attention falls on "
+        "pairs that are kept "
         "and on pairs about to be evicted, and which tokens those are.",
         restore_attention,
     ),

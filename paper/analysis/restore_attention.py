@@ -24,17 +24,27 @@ DEFINITIONS = {
     "sinks": "the chat prefix, and the first 4 columns where it is shorter",
     "restore": "earlier restore tokens",
     "itself": "the restore token's own pair",
-    "kept_share": "kept / (kept + evicted); blind: the share of context pairs beyond the sinks that is kept",
-    "histogram": "share of a token's attention to the context beyond the sinks, by twentieth of the context",
-    "entropy": "in nats, of the attention over the context beyond the sinks, normalized over it; mean over query heads",
-    "weight": "share of a token's attention to the context beyond the sinks, all layers and heads together",
+    "kept_share": (
+        "kept / (kept + evicted); blind: the share of context pairs beyond the sinks that is kept"
+    ),
+    "histogram": (
+        "share of a token's attention to the context beyond the sinks, by twentieth of the context"
+    ),
+    "entropy": (
+        "in nats, of the attention over the context beyond the sinks, normalized over it; mean "
+        "over query heads"
+    ),
+    "weight": (
+        "share of a token's attention to the context beyond the sinks, all layers and heads "
+        "together"
+    ),
 }
 
 
 @torch.no_grad()
 def measure(case: Case) -> dict:
-    """Returns masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs
-    [kept, all], tokens.
+    """Return masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs [kept,
+    all], tokens.
     """
     adapter = case.adapter
     cache = case.read_by_restore()
@@ -86,7 +96,7 @@ def measure(case: Case) -> dict:
 
 
 def entropy_of(weights: Tensor) -> Tensor:
-    """Returns the entropy (...) of weights (..., K) after normalizing them; 0 where all weights are
+    """Return the entropy (...) of weights (..., K) after normalizing them; 0 where all weights are
     0.
     """
     shares = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
@@ -94,7 +104,7 @@ def entropy_of(weights: Tensor) -> Tensor:
 
 
 def top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
-    """Returns the TOP context tokens of each restore token; total (n, T)."""
+    """Return the TOP context tokens of each restore token; total (n, T)."""
     weights, places = total.topk(min(TOP, total.shape[-1]))
     return [
         [

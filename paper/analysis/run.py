@@ -1,7 +1,7 @@
 """Runs the analyses over the documents of a benchmark; an interrupted run resumes document by
 document.
 
-OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document, written when it is done
+OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document once it is done
                         .json    figures of all documents, written last
 """
 
@@ -74,7 +74,9 @@ class Journal:
         )
 
     def finish(self, samples: Sequence[Sample], ratios: Sequence[str]) -> Path:
-        """Writes the figures of all documents, in the order of the benchmark, and returns the file."""
+        """Write the figures of all documents, in the order of the benchmark, and returns
+        the file.
+        """
         module = ANALYSES[self.what]
         by_document = self.lines()
         lines = [by_document[sample.id] for sample in samples]
@@ -114,7 +116,7 @@ def analyze(
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Path]:
-    """Returns the files written. One preparation of a document serves all analyses and ratios; none
+    """Return the files written. One preparation of a document serves all analyses and ratios; none
     is repeated.
 
     Without an adapter there is neither a restored cache nor "restore_attention". Raises

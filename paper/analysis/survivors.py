@@ -31,7 +31,7 @@ DEFINITIONS = {
 
 
 def measure(case: Case) -> dict:
-    """Returns {cache: shares and, by class, [tokens, pairs held]}, and under "overlap" [both,
+    """Return {cache: shares and, by class, [tokens, pairs held]}, and under "overlap" [both,
     either] per layer.
     """
     prefix = case.prepared.context.prefix
@@ -65,7 +65,7 @@ def shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
 
 
 def classes(pieces: Sequence[str]) -> list[str]:
-    """Returns one of CLASSES for every token of a text, as DEFINITIONS says; tokens of blanks alone
+    """Return one of CLASSES for every token of a text, as DEFINITIONS says; tokens of blanks alone
     are "other".
     """
     text = "".join(pieces)

@@ -1,4 +1,6 @@
-"""What several tables share: the rows of KVzip and of the method, and their figures in the paper."""
+"""What several tables share: the rows of KVzip and of the method, and their figures in the
+paper.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the restore pass adds to compression, and that attention and memory afterwards are the same."""
+"""What the restore pass adds to compression, and that attention and memory afterwards are
+the same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def experiment(setting: Setting) -> Study:
         backbone="Llama-3.1-8B-Instruct, 32K tokens",
         show=show,
         measure=measure,
-        note="The paper: 0.03 to 0.04 s and 84 MB more on an RTX PRO 6000, with n = 8; the share of a restore pass "
+        note="The paper: 0.03 to 0.04 s and 84 MB more on an RTX PRO 6000, with n = 8; the share "
+        "of a restore pass "
         "falls with the length of the context and the size of the model.",
         minutes=4,
     )
@@ -101,7 +104,10 @@ def compression(found: dict) -> Table:
         "peak memory, MB",
         "its share, %",
     ]
-    note = f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; {facts['tokens']:,} tokens. "
+    note = (
+        f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; "
+        f"{facts['tokens']:,} tokens. "
+    )
     note += f"Peak: {found['definitions']['peak']}."
     drawn = [
         name_method(row["evictor"], False)

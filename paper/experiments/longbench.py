@@ -136,5 +136,8 @@ def experiment(setting: Setting) -> Comparison:
             Claim("the average gains more at r = 0.0625 than at r = 0.125", more),
         ),
         against={restored("kvzip"): "kvzip"},
-        note="Avg is the mean over categories with a counterpart; Rel. is its share of the full cache's.",
+        note=(
+            "Avg is the mean over categories with a counterpart; Rel. is its share of the full "
+            "cache's."
+        ),
     )

@@ -1,4 +1,6 @@
-"""Scores against the ratio on four benchmarks; the paper has four backbones, a run of ours has one."""
+"""Scores against the ratio on four benchmarks; the paper has four backbones, a run of ours
+has one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def experiment(setting: Setting) -> Comparison:
         places=WHERE,
         claims=tuple(claims),
         against={restored(evictor): evictor for evictor in ("kvzip", "kvzip+")},
-        note="The paper's figure has Qwen3-0.6B, 4B, 8B and Llama-3.1-8B-Instruct; beside ours stand its figures for "
-        "Qwen3-4B that are in its tables. A folder holds one backbone; give --model and another OUT for the others.",
+        note="The paper's figure has Qwen3-0.6B, 4B, 8B and Llama-3.1-8B-Instruct; beside ours "
+        "stand its figures for "
+        "Qwen3-4B that are in its tables. A folder holds one backbone; give --model and another "
+        "OUT for the others.",
         chart=True,
     )

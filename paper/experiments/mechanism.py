@@ -66,9 +66,12 @@ def experiment(setting: Setting) -> Study:
         backbone="Qwen3-4B",
         show=show,
         measure=measure,
-        note="Where the last token of a question looks, on documents of the benchmark that stands for RULER-4K (of the "
-        "tiny suite all families). The paper does not define its divergences. Here that of the layer profile is "
-        "KL(cache || full), defined also where a layer looks at no context at all, and that of predictions is "
+        note="Where the last token of a question looks, on documents of the benchmark that "
+        "stands for RULER-4K (of the "
+        "tiny suite all families). The paper does not define its divergences. Here that of the "
+        "layer profile is "
+        "KL(cache || full), defined also where a layer looks at no context at all, and that of "
+        "predictions is "
         "KL(full || cache) at the first answer token.",
         minutes=3,
     )
@@ -132,8 +135,14 @@ def profile(setting: Setting, found: dict, caches: dict) -> Chart:
         name="mechanism-chart",
         title=f"Attention on the context by layer ({setting.model})",
         figure=figure,
-        alt="Attention of the last question token on non-sink context by layer: full, evicted and restored cache",
-        note=f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes back.",
+        alt=(
+            "Attention of the last question token on non-sink context by layer: full, evicted and "
+            "restored cache"
+        ),
+        note=(
+            f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes "
+            "back."
+        ),
         figures=[
             {"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}}
             for layer in layers
@@ -152,7 +161,10 @@ def averages(found: dict, caches: dict, told: dict) -> Table:
         ]
         paired = [text for pair in zip(here, PAPER[name], strict=True) for text in pair]
         lines.append([LABELS[name], *paired, format_number(100 * cache["average"]["restore"], 2)])
-    note = "Context mass: attention on context pairs beyond the sinks; restore mass: on the restore states. Both of "
+    note = (
+        "Context mass: attention on context pairs beyond the sinks; restore mass: on the restore "
+        "states. Both of "
+    )
     note += found["definitions"]["query"] + "."
     titles = [
         "context mass, %",

@@ -23,9 +23,12 @@ def experiment(setting: Setting) -> Study:
     note = "Tokens of the context. "
     if setting.tiny:
         note += (
-            "Here: the mixture that `restorekv data build` makes for the tiny model of made-up texts in the formats "
-            f"of the sources (paper/results/data-table.md). The tiny adapters are trained on something else: "
-            f"{CONTEXTS} documents of the tiny world of {SHORTEST} to {LONGEST:,} tokens with all their questions."
+            "Here: the mixture that `restorekv data build` makes for the tiny model of made-up "
+            "texts in the formats "
+            "of the sources (paper/results/data-table.md). The tiny adapters are trained on "
+            "something else: "
+            f"{CONTEXTS} documents of the tiny world of {SHORTEST} to {LONGEST:,} tokens with all "
+            "their questions."
         )
     else:
         note += "Here: the mixture given as --data."
@@ -45,7 +48,8 @@ def show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged]
     rows = found(setting)
     if not rows:
         return [
-            "There is no mixture; make one with `restorekv data build` and give its folder as --data."
+            "There is no mixture; make one with `restorekv data build` and give its folder as "
+            "--data."
         ], []
     lines = [
         [

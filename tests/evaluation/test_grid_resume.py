@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def child(folder: Path, log: Path, kill_at: int = -1) -> int:
-    """Resumes the run in a process forked from this one and returns its exit code."""
+    """Resume the run in a process forked from this one and returns its exit code."""
     process = os.fork()
     if process == 0:
         code = 1
@@ -49,7 +49,7 @@ def child(folder: Path, log: Path, kill_at: int = -1) -> int:
 
 
 def program(folder: Path, log: Path, kill_at: int = -1) -> int:
-    """Resumes the run as a program of its own and returns its exit code."""
+    """Resume the run as a program of its own and returns its exit code."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-m", PROGRAM, folder, log, str(CONTEXTS), str(kill_at)]
     return subprocess.run(command, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL).returncode

@@ -23,7 +23,8 @@ from tests.helpers.models import build_model
 
 TASK = "Given the context, answer to the following question or request without explanation.\n\n"
 LLAMA = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are a helpful assistant<|eot_id|>"
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are a helpful "
+    "assistant<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\n" + TASK,
     "\n\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
 )

@@ -186,8 +186,8 @@ def test_counts_of_gains(folder, page):
     more = sum(pair["gain"] > 0 for pair in found)
     sure = sum(pair["gain_low"] > 0 for pair in found)
     assert (
-        f"{more} of {len(found)} paired cells improve, {sure} of them with a 95 % interval above zero"
-        in page.text
+        f"{more} of {len(found)} paired cells improve, {sure} of them with a 95 % interval above "
+        "zero" in page.text
     )
 
 

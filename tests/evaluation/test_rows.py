@@ -141,7 +141,9 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
 
 
 def by_hand(folder, cell, means):
-    """A finished cell whose tasks have these scores: three contexts with a question of each task."""
+    """A finished cell whose tasks have these scores: three contexts with a question of each
+    task.
+    """
     result = open_result(
         folder,
         cell,

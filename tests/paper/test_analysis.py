@@ -22,8 +22,8 @@ from restorekv.tasks import Question, Sample
 from tests.helpers.models import build_model
 
 TEXT = (
-    "the code of the red house is seven; who lives in the blue house? the code of the house is who. "
-    * 2
+    "the code of the red house is seven; who lives in the blue house? the code of the house is "
+    "who. " * 2
 )
 SAMPLE = Sample(
     "a",

@@ -21,8 +21,8 @@ from tests.helpers.models import build_model
 
 KVPRESS = PROTOCOLS["kvpress"]
 TEXT = (
-    "the code of the red house is seven; who lives in the blue house? the code of the house is who. "
-    * 2
+    "the code of the red house is seven; who lives in the blue house? the code of the house is "
+    "who. " * 2
 )
 
 

@@ -20,7 +20,9 @@ TIGHT = Place("ruler", 0.0625)
 
 @pytest.fixture
 def setting(tmp_path):
-    """The tiny one with two tasks for RULER; for LongBench two benchmarks of two categories each."""
+    """The tiny one with two tasks for RULER; for LongBench two benchmarks of two categories
+    each.
+    """
     ruler = Bench(
         "RULER-4K",
         "tiny:count=4",
@@ -38,7 +40,7 @@ def setting(tmp_path):
 
 @pytest.fixture
 def measure(setting, tmp_path):
-    """Makes results of an experiment: (evictor, restored, spec) -> what is said of each task."""
+    """Make results of an experiment: (evictor, restored, spec) -> what is said of each task."""
 
     def made(experiment, said):
         found = {}
@@ -230,7 +232,8 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     (summed,) = fidelity.lowered(fast, known)
     assert (
         summed
-        == "Restoring lowers KL(full || cache) in 1 of 1 pairs; the interval is below zero in 1 and above zero in 0."
+        == "Restoring lowers KL(full || cache) in 1 of 1 pairs; the interval is below zero in 1 and "
+        "above zero in 0."
     )
 
 

@@ -1,4 +1,6 @@
-"""`python -m paper` on the tiny model in small: from nothing, again, and what it tells meanwhile."""
+"""`python -m paper` on the tiny model in small: from nothing, again, and what it tells
+meanwhile.
+"""
 
 import json
 import os

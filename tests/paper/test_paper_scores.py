@@ -70,7 +70,9 @@ def test_a_margin_is_paired():
 
 
 def test_the_seeds_of_a_row_are_drawn_alike_at_all_its_places():
-    """At two places that hold the same answers a row of unlike seeds does not differ from itself."""
+    """At two places that hold the same answers a row of unlike seeds does not differ from
+    itself.
+    """
     runs, there = made_runs([0, 1, 2]), Place("ruler", 0.2)
     scores = Scores({("one", "ruler", 0.1): runs, ("one", "ruler", 0.2): runs}, {("ruler", ""): ()})
     assert margin(scores, {("one", HERE): 1, ("one", there): -1}) == (0, 0, 0)

@@ -87,7 +87,8 @@ def by_characters(answer):
 
 def test_questions_end_with_the_request_for_a_letter():
     assert add_options("Who came?", ["Ida", "Bo", "Al", "Cy"]) == (
-        "Who came?\n\nA. Ida\nB. Bo\nC. Al\nD. Cy\n\nPlease think very briefly and then respond with **only** "
+        "Who came?\n\nA. Ida\nB. Bo\nC. Al\nD. Cy\n\nPlease think very briefly and then respond "
+        "with **only** "
         "the letter (A, B, C, or D) of the correct option. If you are not sure, still make a guess."
     )
     assert "E. five\n\nPlease" in add_options("?", ["one", "two", "three", "four", "five"])
@@ -315,7 +316,8 @@ def test_longhealth_of_several_patients_names_them(tmp_path, health):
     ).choose_samples(None, "kvzip")
     assert sample.context.startswith("<text_0>\nA report.\n</text_0>\n\n<text_0>\nA letter.")
     assert sample.questions[0].text.startswith(
-        "About patient ID patient_01, Name: Ida Berg, Birthday: 2.2.1950, Diagnosis: Flu: Question 0?\n\nA. option b\n"
+        "About patient ID patient_01, Name: Ida Berg, Birthday: 2.2.1950, Diagnosis: Flu: Question "
+        "0?\n\nA. option b\n"
     )
     assert (
         make_benchmark(f"longhealth:path={tmp_path},patients=3").choose_samples(None, "kvpress")

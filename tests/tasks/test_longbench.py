@@ -50,7 +50,10 @@ def samples(path, tasks):
 
 def test_official_rows_get_kvpress_prompts(unpacked):
     lamps, costs = samples(unpacked, "qasper")
-    told = "Answer the question as concisely as you can, using a single phrase or sentence if possible. If the question"
+    told = (
+        "Answer the question as concisely as you can, using a single phrase or sentence if "
+        "possible. If the question"
+    )
     assert lamps.context.startswith(f"You are given a scientific article and a question. {told}")
     assert (
         "\n\nArticle: Lamps\nWe lit {nine} lamps.\n\n Answer the question based on the above"
@@ -205,7 +208,8 @@ def test_only_the_first_line_of_few_shot_answers_counts():
 
 
 def test_leading_space_does_not_count():
-    """As in kvpress, not as in the official script: of "    return x" the indentation goes, of the reference not."""
+    """As in kvpress, not as in the official script: of "    return x" the indentation goes, and
+    of the reference it does not."""
     assert score("lcc", "    return x", "return x") == 1
     assert score("lcc", "    return x", "    return x") == 0.8  # 2 * 8 / 20
 

@@ -51,7 +51,10 @@ RELEASED = {
     },
     "2345.6789": {"title": "Unasked", "abstract": "", "full_text": [], "qas": []},
 }
-ARTICLE = "\n\nArticle: Introduction\nLamps burn oil.\nWood burns too.\nMethod ::: Oil\n\n Answer the question"
+ARTICLE = (
+    "\n\nArticle: Introduction\nLamps burn oil.\nWood burns too.\nMethod ::: Oil\n\n Answer the "
+    "question"
+)
 
 
 def columns(records):

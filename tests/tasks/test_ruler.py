@@ -355,7 +355,8 @@ def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokeni
         samples[index].context for index in (0, 1, 6, 7)
     ]
     chapter = make_benchmark(
-        f"ruler:length=1024,per_task=2,tasks=niah_single_2,source=generated,essays={TEXTS / 'novels'}"
+        "ruler:length=1024,per_task=2,tasks=niah_single_2,source=generated,"
+        f"essays={TEXTS / 'novels'}"
     )
     first, second = (sample.context for sample in chapter.load_samples(tokenizer, "kvpress"))
     assert all("THE SECRET GARDEN CHAPTER I" in text for text in (first, second)), (

@@ -13,7 +13,10 @@ from restorekv.errors import RestoreKVError
 from restorekv.tasks import make_benchmark
 from restorekv.tasks.ruler import documents
 
-CONTEXT = "A special magic number is hidden within the following text.\nOne of the special magic numbers for a is: 1.\n"
+CONTEXT = (
+    "A special magic number is hidden within the following text.\nOne of the special magic numbers "
+    "for a is: 1.\n"
+)
 ROWS = [
     {
         "context": CONTEXT,
@@ -288,7 +291,10 @@ def test_a_file_of_another_form_is_refused(tmp_path, kind, content):
 
 @pytest.mark.parametrize("form", ["json", "folder"])
 def test_essays_are_read_and_begin_again_where_they_end(tmp_path, tiny_tokenizer, form):
-    text = 'What I Worked On\n\nBefore college I wrote. "Why?" I asked. It was 3.5 miles,  e.g. far! So I went.'
+    text = (
+        'What I Worked On\n\nBefore college I wrote. "Why?" I asked. '
+        "It was 3.5 miles,  e.g. far! So I went."
+    )
     if form == "json":
         where = write(tmp_path / "PaulGrahamEssays.json", {"text": text})
     else:

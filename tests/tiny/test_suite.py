@@ -12,7 +12,10 @@ from restorekv.model.names import tiny_path
 from restorekv.tiny.suite import draw_documents
 
 SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
-ENGLISH = "Ordinary English, with 1,234 numbers, naïve accents and\n\ttabs: does it survive? “Yes!” — 100 %."
+ENGLISH = (
+    "Ordinary English, with 1,234 numbers, naïve accents and\n\ttabs: does it survive? “Yes!” — "
+    "100 %."
+)
 
 
 @pytest.fixture(scope="module")

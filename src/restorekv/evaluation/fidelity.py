@@ -44,13 +44,13 @@ class FullAnswers:
         prompts: Sequence[Tensor],
         answers: Sequence[Tensor],
     ) -> Self:
-        """Reads the answers through the full cache; prompts are (1, q) or (q,)."""
+        """Read the answers through the full cache; prompts are (1, q) or (q,)."""
         flat = [prompt.flatten().cpu() for prompt in prompts]
         return cls(flat, answers, _compute_hidden_states(model, cache, flat, answers))
 
     @torch.no_grad()
     def measure_divergences(self, model: PreTrainedModel, cache: RaggedCache) -> list[float]:
-        """Returns the mean KL(full || cache) over each answer's tokens, in nats."""
+        """Return the mean KL(full || cache) over each answer's tokens, in nats."""
         states = _compute_hidden_states(model, cache, self.prompts, self.answers)
         pairs = zip(self.hidden, states, strict=True)
         return [
@@ -63,7 +63,7 @@ class FullAnswers:
 def _compute_hidden_states(
     model: PreTrainedModel, cache: RaggedCache, prompts: Sequence[Tensor], answers: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the last hidden states (M, d) that predict each answer's M ids, read in batches."""
+    """Return the last hidden states (M, d) that predict each answer's M ids, read in batches."""
     states: list[Tensor] = []
     for start in range(0, len(prompts), BATCH):
         batch = range(start, min(start + BATCH, len(prompts)))
@@ -76,7 +76,7 @@ def _compute_hidden_states(
 def summarize_fidelity(
     lines: Sequence[Mapping], tasks: Container[str] | None = None
 ) -> dict[str, float]:
-    """Returns FIGURES over the contexts of `lines`, or {} if an answer was recorded without its
+    """Return FIGURES over the contexts of `lines`, or {} if an answer was recorded without its
     fidelity.
 
     "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts;

@@ -64,7 +64,7 @@ class Cell:
 
     @classmethod
     def full_cache(cls, **common: object) -> Self:
-        """Returns the cell of the full cache, which every method of a grid is measured against."""
+        """Return the cell of the full cache, which every method of a grid is measured against."""
         return cls(evictor=FULL, ratio="1", **common)
 
     @property
@@ -91,12 +91,12 @@ class Cell:
         return (self.model, self.dtype, self.protocol, self.benchmark, str(self.max_context))
 
     def to_dict(self) -> dict:
-        """Returns the fields as files store them."""
+        """Return the fields as files store them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: dict) -> Self:
-        """Reads what `to_dict` wrote."""
+        """Read what `to_dict` wrote."""
         cell = cls(**stored)
         hints = get_type_hints(cls)
         if wrong := [
@@ -120,7 +120,7 @@ class Cell:
         return f"{readable[:120]}_{digest}"
 
     def config(self, prefix_policy: str) -> CompressionConfig:
-        """Returns how the cell compresses; `prefix_policy` counts where the cell names none."""
+        """Return how the cell compresses; `prefix_policy` counts where the cell names none."""
         policy = self.prefix_policy or prefix_policy
         return CompressionConfig(
             prefix_policy=policy,
@@ -153,7 +153,7 @@ class Grid:
     common: dict[str, object] = field(default_factory=dict)
 
     def list_cells(self) -> list[Cell]:
-        """Returns every cell once; specs and ratios take their shortest form, so that equal cells
+        """Return every cell once; specs and ratios take their shortest form, so that equal cells
         have equal names.
         """
         return list(dict.fromkeys(self._expand()))
@@ -183,7 +183,7 @@ class Grid:
                     yield Cell(**fields, adapter=adapter)
 
     def _find_shipped(self, model: str, evictor: str) -> str | None:
-        """Returns "auto" where an adapter ships for the model and evictor, else None."""
+        """Return "auto" where an adapter ships for the model and evictor, else None."""
         name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
         return (
             "auto"
@@ -192,7 +192,7 @@ class Grid:
         )
 
     def _list_specs(self) -> Iterator[str]:
-        """Yields the spec of every benchmark with every seed."""
+        """Yield the spec of every benchmark with every seed."""
         for spec, seed in product(self.benchmarks, self.seeds or (None,)):
             changes = {"seed": seed, "count": self.count}
             yield replace(
@@ -202,7 +202,7 @@ class Grid:
 
 
 def parse_method(text: str) -> tuple[str, str | None]:
-    """Splits SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
+    """Split SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
     "kvzip@FOLDER".
     """
     evictor, at, source = text.partition("@")
@@ -215,7 +215,9 @@ def parse_method(text: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Job:
-    """Cells with one preparation: one prefill and one scoring pass of a context serve all of them."""
+    """Cells with one preparation: one prefill and one scoring pass of a context serve all
+    of them.
+    """
 
     cells: tuple[Cell, ...]
 
@@ -232,7 +234,7 @@ class Job:
 
 
 def group_jobs(cells: Iterable[Cell]) -> list[Job]:
-    """Groups the cells by preparation, in order of appearance; the full cache joins the first
+    """Group the cells by preparation, in order of appearance; the full cache joins the first
     evictor's job.
     """
     groups = group_by(dict.fromkeys(cells), lambda cell: cell.preparation)
@@ -245,7 +247,7 @@ def group_jobs(cells: Iterable[Cell]) -> list[Job]:
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
-    """Returns the items of every key, both in order of appearance."""
+    """Return the items of every key, both in order of appearance."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

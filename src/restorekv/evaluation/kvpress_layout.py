@@ -1,10 +1,12 @@
 """Exports finished cells in the layout of kvpress 0.5.5's evaluation (evaluation/evaluate.py), for
 its leaderboard.
 
-DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression ratio, two digits}[__fraction0.200]
-           [__max_context4096]/
-    predictions.csv   the rows that were asked, without their contexts, with predicted_answer and compression_ratio
-    metrics.json      ruler: {task: {"string_match": points}}; longbench: points; others: {task: {"score": points}}
+DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression ratio, two digits}
+           [__fraction0.200][__max_context4096]/
+    predictions.csv   the rows that were asked, without their contexts, with predicted_answer and
+                      compression_ratio
+    metrics.json      ruler: {task: {"string_match": points}}; longbench: points;
+                      others: {task: {"score": points}}
     config.yaml       kvpress's settings
     restorekv.json    the cell, what it was made with and its figures; not part of kvpress's layout
 
@@ -76,8 +78,8 @@ class KvpressRun:
 
 
 def export_kvpress(folder: Path) -> list[Path]:
-    """Writes the finished cells that are not written yet; returns every folder of the layout, in
-    the cells' order.
+    """Write the finished cells that are not written yet; returns every folder of the layout, in the
+    cells' order.
     """
     done = [
         result
@@ -127,7 +129,7 @@ def _mean_points(answers: Sequence[Mapping]) -> float:
 
 
 def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
-    """Fills the part's folder, unless it is complete, and returns it."""
+    """Fill the part's folder, unless it is complete, and returns it."""
     config = _make_settings(result, part)
     own = {"cell": result.cell.to_dict(), "facts": result.identity, **result.summary}
     path = _find_free_folder(folder / _name_folder(config), result.cell)
@@ -159,7 +161,7 @@ def _write_kvpress_files(path: Path, part: KvpressRun, config: Mapping) -> None:
 
 
 def _make_settings(result: Result, part: KvpressRun) -> dict:
-    """Returns kvpress's EvaluationConfig, without two keys that the leaderboard refuses and two of
+    """Return kvpress's EvaluationConfig, without two keys that the leaderboard refuses and two of
     other presses.
 
     press_init_command holds our own settings; the leaderboard shows it next to a method's name.
@@ -192,7 +194,7 @@ def _make_settings(result: Result, part: KvpressRun) -> dict:
 
 
 def _name_press(cell: Cell, facts: Mapping) -> str:
-    """Returns kvpress's name of the method, or a name of our own that kvpress does not know."""
+    """Return kvpress's name of the method, or a name of our own that kvpress does not know."""
     if cell.evictor == FULL:
         return "no_press"
     kvpress_own = {
@@ -211,7 +213,7 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
 
 
 def _describe_cell(cell: Cell, facts: Mapping) -> str:
-    """Returns everything that the cell was made with as one line of text."""
+    """Return everything that the cell was made with as one line of text."""
     if cell.evictor == FULL:
         return "None"
     keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_small_budget")
@@ -240,7 +242,7 @@ def _name_folder(config: Mapping) -> str:
 
 
 def _find_free_folder(path: Path, cell: Cell) -> Path:
-    """Returns the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
+    """Return the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
 
     def taken(folder: Path) -> bool:
         remove_stale_files(folder / OURS)  # what a killed process left there is nothing
@@ -259,7 +261,7 @@ def _find_free_folder(path: Path, cell: Cell) -> Path:
 
 
 def _load_own(path: Path) -> dict:
-    """Returns what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
+    """Return what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
     found = read_json(path / OURS, str(path / OURS)) if (path / OURS).exists() else {}
     return found if isinstance(found, dict) else {}
 

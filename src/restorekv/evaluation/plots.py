@@ -33,7 +33,8 @@ from restorekv.evaluation.tables import format_ratio, make_slug, name_evictor
 
 POSITIONS = 256  # that a line along the context shows at most
 SCORES = (
-    "How many points are left when the cache shrinks. Every evictor has a panel and a hue: a dashed "
+    "How many points are left when the cache shrinks. Every evictor has a panel and a hue: a "
+    "dashed "
     "line with hollow markers is the evictor alone, a solid line with filled markers the same with "
     "its restore cache at the same budget. The dashed black line is the full cache."
 )

@@ -1,13 +1,14 @@
 """How a benchmark is put to a model: what surrounds context and question, what the budget counts,
 when answers end.
 
-kvpress    the model's chat template; context and template prefix compete for the budget (four columns pinned);
-           question, template suffix and answer prefix are one string; the first id of an answer ends nothing; RoPE as
-           configured (NVIDIA/kvpress 0.5.5, pipeline.py)
-kvzip      the project's own templates with a task line, kept and not counted; pieces are tokenized one by one and
-           questions begin "Q: "; the last id of an answer is dropped, whatever it is; chunks of 2,000 tokens, every
-           prefix column a sink, a space behind the prompt of later chunks; YaRN for Qwen3
-           (snu-mllab/KVzip 5d84729: data/wrapper.py, model/{load,template,wrapper}.py)
+kvpress    the model's chat template; context and template prefix compete for the budget (four
+           columns pinned); question, template suffix and answer prefix are one string; the first
+           id of an answer ends nothing; RoPE as configured (NVIDIA/kvpress 0.5.5, pipeline.py)
+kvzip      the project's own templates with a task line, kept and not counted; pieces are tokenized
+           one by one and questions begin "Q: "; the last id of an answer is dropped, whatever it
+           is; chunks of 2,000 tokens, every prefix column a sink, a space after the prompt of
+           later chunks; YaRN for Qwen3 (snu-mllab/KVzip 5d84729: data/wrapper.py,
+           model/{load,template,wrapper}.py)
 """
 
 from abc import ABC, abstractmethod
@@ -49,37 +50,37 @@ class AskingProtocol(ABC):
     stops: ClassVar[str]
 
     def get_rope_changes(self, model: str) -> Mapping[str, object] | None:
-        """Returns what to change in the model's RoPE on loading, by the model's name."""
+        """Return what to change in the model's RoPE on loading, by the model's name."""
         return None
 
     def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
-        """Returns the method with this protocol's settings where its spec leaves the defaults;
+        """Return the method with this protocol's settings where its spec leaves the defaults;
         `prefix` is S.
         """
         return method
 
     def get_surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        """Returns the text before the context and the text after a question: the model's own
+        """Return the text before the context and the text after a question: the model's own
         template.
         """
         return split_template(tokenizer)
 
     @abstractmethod
     def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
-        """Returns the context with its prefix and suffix, however long."""
+        """Return the context with its prefix and suffix, however long."""
 
     @abstractmethod
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        """Returns the ids (1, q) that follow the context and end where the answer begins."""
+        """Return the ids (1, q) that follow the context and end where the answer begins."""
 
     def trim_answer(self, ids: list[int]) -> list[int]:
-        """Returns those ids of an answer that are its text."""
+        """Return those ids of an answer that are its text."""
         return ids
 
     def make_context(
         self, model: str, tokenizer: Tokenizer, text: str, most: int = 0
     ) -> tuple[Context, int]:
-        """Returns a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
+        """Return a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
         how many it cut.
         """
         whole = self._make_whole_context(model, tokenizer, text)
@@ -88,12 +89,13 @@ class AskingProtocol(ABC):
             return whole, 0
         if limit <= whole.prefix:
             raise RestoreKVError(
-                f"A context of {limit} ids has no room for a text after the template's {whole.prefix}; allow more."
+                f"A context of {limit} ids has no room for a text after the template's "
+                f"{whole.prefix}; allow more."
             )
         return replace(whole, ids=whole.ids[:, :limit]), whole.positions - limit
 
     def to_json(self, model: str, tokenizer: Tokenizer) -> dict[str, object]:
-        """Returns what results record."""
+        """Return what results record."""
         before, after = self.get_surroundings(model, tokenizer)
         changed = self.get_rope_changes(model)
         return {
@@ -140,7 +142,7 @@ class KvzipProtocol(AskingProtocol):
         return YARN if _find_family(model) == "qwen3" else None
 
     def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
-        """Returns KVzip and its variants as their authors run them."""
+        """Return KVzip and its variants as their authors run them."""
         return method.as_published(prefix)
 
     def get_surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -194,7 +196,7 @@ def make_protocol(name: str) -> AskingProtocol:
 
 
 def _find_family(model: str) -> str:
-    """Returns the family whose template KVzip's code uses, by the last part of the name: llama,
+    """Return the family whose template KVzip's code uses, by the last part of the name: llama,
     qwen3, qwen or "".
     """
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()

@@ -29,13 +29,13 @@ class WorkerProcess:
     """What every worker's process has."""
 
     def set_up(self, threads: int, folder: str) -> None:
-        """Takes so many threads, and the driver's folder, so that relative paths mean the same."""
+        """Take so many threads, and the driver's folder, so that relative paths mean the same."""
         if os.path.isdir(folder):
             os.chdir(folder)
         torch.set_num_threads(threads)
 
     def report_ready(self) -> int:
-        """Returns the process id, as soon as the process has started."""
+        """Return the process id, as soon as the process has started."""
         return os.getpid()
 
 
@@ -47,7 +47,7 @@ class RayWorker(WorkerProcess, LocalPool):
         self.set_up(threads, folder)
 
     def open_with_warnings(self, job: Job) -> tuple[tuple[Identities, list[str]], list[str]]:
-        """Opens the job and returns also the warnings, which would be lost in this process."""
+        """Open the job and returns also the warnings, which would be lost in this process."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RestoreKVWarning)
             opened = self.open_job(job)
@@ -100,12 +100,12 @@ class RayWorkers:
         self.ray.shutdown()
 
     def _start_worker(self) -> None:
-        """Starts a new worker; it becomes idle once its process has started."""
+        """Start a new worker; it becomes idle once its process has started."""
         worker = self.actor.remote(*self.arguments)
         self.busy[worker.report_ready.remote()] = worker, None
 
     def run_calls(self, calls: Sequence[Call]) -> Iterator[Any]:
-        """Yields what the calls return, in their order; raises a worker's error or bug here."""
+        """Yield what the calls return, in their order; raises a worker's error or bug here."""
         # Drops earlier answers.
         self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}
         waiting = deque(range(len(calls)))
@@ -133,7 +133,10 @@ class RayWorkers:
                         deaths[number] += 1
                         if deaths[number] == TRIES:
                             fix = "give a worker more memory or take shorter contexts"
-                            reason = f"{TRIES} workers died over the same context; {fix} ({summarize_error(error)})."
+                            reason = (
+                                f"{TRIES} workers died over the same context; {fix} "
+                                f"({summarize_error(error)})."
+                            )
                             done[number] = (RayWorkers if number is None else type(self)).give_up(
                                 self, reason
                             )
@@ -142,7 +145,7 @@ class RayWorkers:
             yield done.pop(turn)
 
     def give_up(self, reason: str) -> Any:
-        """Returns what stands for the result of a call over which workers died."""
+        """Return what stands for the result of a call over which workers died."""
         raise RestoreKVError(reason)
 
 
@@ -155,7 +158,7 @@ class RayPool(RayWorkers):
         super().__init__(RayWorker, (), workers, address, device, threads)
 
     def open_job(self, job: Job) -> tuple[Identities, list[str]]:
-        """Opens the job on a worker: this machine may have no room for the model."""
+        """Open the job on a worker: this machine may have no room for the model."""
         opened, messages = next(self.run_calls([("open_with_warnings", (job,))]))
         for text in messages:
             warn(text)

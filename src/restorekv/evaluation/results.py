@@ -2,7 +2,7 @@
 
 DIR/cells/<name>/cell.json      the cell and what it was made with, written first
                  answers.jsonl  one line a context
-                 seconds.jsonl  how long each context took, kept apart because it differs from run to run
+                 seconds.jsonl  how long each context took; a file of its own, as it differs by run
                  summary.json   figures, written last: the cell is done
 """
 
@@ -81,7 +81,9 @@ PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Result:
-    """A cell as its folder holds it; `identity` says what it was made with (see `run.identify_cell`)."""
+    """A cell as its folder holds it; `identity` says what it was made with (see
+    `run.identify_cell`).
+    """
 
     folder: Path
     cell: Cell
@@ -123,14 +125,14 @@ class Result:
         return list_answers((line["sample"], line) for line in self.lines)
 
     def append(self, line: dict, seconds: dict[str, float]) -> None:
-        """Adds a context's answers; a line that a killed process left half-written is replaced."""
+        """Add a context's answers; a line that a killed process left half-written is replaced."""
         append_line(self.folder / SECONDS, {"sample": line["sample"], **seconds})
         append_line(self.folder / ANSWERS, line)
         self.__dict__.pop("lines", None)
 
 
 def list_answers(contexts: Iterable[tuple[Hashable, dict]]) -> list[ScoredAnswer]:
-    """Returns the answers in the lines of (a context's name, its line)."""
+    """Return the answers in the lines of (a context's name, its line)."""
     return [
         ScoredAnswer(name, answer["task"], answer["id"], answer["prediction"], answer["score"])
         for name, line in contexts
@@ -139,33 +141,34 @@ def list_answers(contexts: Iterable[tuple[Hashable, dict]]) -> list[ScoredAnswer
 
 
 def load_lines(path: Path) -> Iterator[dict]:
-    """Yields the whole lines of a file of JSON lines; a half-written line at its end is left out."""
+    """Yield the whole lines of a file of JSON lines; a half-written line at its end is left out."""
     if path.exists():
         for line in read_bytes(path, str(path), LINES_LIMIT).split(b"\n")[:-1]:
             yield _parse_object(path, line, {})
 
 
 def _parse_object(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
-    """Returns the JSON object of a file or line, which has entries of these types."""
+    """Return the JSON object of a file or line, which has entries of these types."""
     parsed = parse_json(text, str(path))
     _check_types(path, parsed, hints)
     return parsed
 
 
 def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
-    """Refuses a JSON value that is no object with entries of these types."""
+    """Refuse a JSON value that is no object with entries of these types."""
     own = value if isinstance(value, dict) else {}
     wrong = [
         key for key, hint in hints.items() if key not in own or not matches_type(own[key], hint)
     ]
     if wrong:
         raise RestoreKVError(
-            f"{path} is damaged ({wrong[0]} is missing or of another type); remove it and start again."
+            f"{path} is damaged ({wrong[0]} is missing or of another type); remove it and start "
+            "again."
         )
 
 
 def append_line(path: Path, line: dict) -> None:
-    """Adds one line of JSON at the end of the file; it is on the disk before this returns."""
+    """Add one line of JSON at the end of the file; it is on the disk before this returns."""
     with open_without_links(path) as file:
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
@@ -177,7 +180,7 @@ def append_line(path: Path, line: dict) -> None:
 
 
 def open_result(folder: Path, cell: Cell, facts: dict) -> Result:
-    """Opens the cell's folder, or creates it; raises RestoreKVError for a cell that was made with
+    """Open the cell's folder, or creates it; raises RestoreKVError for a cell that was made with
     other facts.
     """
     path = folder / CELLS / cell.name
@@ -196,7 +199,7 @@ def open_result(folder: Path, cell: Cell, facts: dict) -> Result:
 
 
 def describe_changes(before: dict, now: dict) -> str:
-    """Names what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
+    """Name what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
     before = flatten_identity(before)
@@ -207,7 +210,7 @@ def describe_changes(before: dict, now: dict) -> str:
 
 
 def flatten_identity(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """Returns nested facts under names as "benchmark.digest"; RoPE stays one."""
+    """Return nested facts under names as "benchmark.digest"; RoPE stays one."""
     names: dict[str, object] = {}
     for key, value in facts.items():
         nested = isinstance(value, Mapping) and key != "rope"
@@ -230,7 +233,9 @@ def load_result(path: Path) -> Result:
 
 
 def load_results(folder: Path) -> list[Result]:
-    """Returns every cell of a run, done or not, by name. Raises RestoreKVError where there is none."""
+    """Return every cell of a run, done or not, by name. Raises RestoreKVError where there
+    is none.
+    """
     results = [load_result(path.parent) for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
     if not results:
         raise RestoreKVError(
@@ -240,7 +245,7 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def identify_setup(model: PreTrainedModel, config: CompressionConfig) -> dict:
-    """Returns model, conventions, device and versions as JSON values; they decide whether two
+    """Return model, conventions, device and versions as JSON values; they decide whether two
     figures compare.
     """
     identity = identify_model(model)

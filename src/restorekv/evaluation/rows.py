@@ -82,7 +82,10 @@ class SeedPool:
         lines: dict[Hashable, dict] = {}
         for line in (line for result in self.results for line in result.lines):
             asked = repr([(answer["question"], answer["references"]) for answer in line["answers"]])
-            name = f"{line['sample']} {line['context']} {hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+            name = (
+                f"{line['sample']} {line['context']} "
+                f"{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+            )
             lines.setdefault(name, line)
         return lines
 
@@ -108,11 +111,11 @@ class SeedPool:
         }
 
     def find_tasks_without_loss(self) -> tuple[str, ...]:
-        """Returns the tasks on which this full cache has nothing to lose."""
+        """Return the tasks on which this full cache has nothing to lose."""
         return tuple(find_tasks_without_loss(self.answers, self.averages_contexts))
 
     def list_counted_answers(self, members: Iterable[str] = ()) -> list[ScoredAnswer]:
-        """Returns the answers that means are taken over."""
+        """Return the answers that means are taken over."""
         wanted = set(members or self.tasks)
         return drop_tasks(
             [answer for answer in self.answers if answer.family in wanted], self.left_out
@@ -121,7 +124,7 @@ class SeedPool:
     def score_tasks(
         self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None
     ) -> dict:
-        """Returns `stats.score_answers`, with the paired gain over `base` if given.
+        """Return `stats.score_answers`, with the paired gain over `base` if given.
 
         With `full` too, `recovered` is the share of the base's loss to it that came back, None
         without a loss.
@@ -142,7 +145,7 @@ class SeedPool:
         return figures
 
     def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
-        """Returns every further metric in points: the mean over tasks of the mean over questions."""
+        """Return every further metric in points: the mean over tasks of the mean over questions."""
         chosen = {answer.family for answer in self.list_counted_answers(members)}
         by_metric: dict[str, dict[str, list[float]]] = {}
         for answer in (
@@ -156,13 +159,13 @@ class SeedPool:
         }
 
     def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
-        """Returns how far the answers are from the full cache's, {} where that was not recorded;
-        see fidelity.py.
+        """Return how far the answers are from the full cache's, {} where that was not recorded; see
+        fidelity.py.
         """
         return summarize_fidelity(self.lines, set(members or self.tasks))
 
     def get_values(self, key: str) -> np.ndarray:
-        """Returns a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or
+        """Return a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or
         restore_tokens.
         """
         return np.array([line[key] for line in self.lines], dtype=float)
@@ -171,7 +174,7 @@ class SeedPool:
         return float(self.get_values(key).mean())
 
     def compute_kept_share(self, prefix: bool = False) -> float:
-        """Returns the share of pairs held, mean over contexts: of those in the budget, or of all
+        """Return the share of pairs held, mean over contexts: of those in the budget, or of all
         with the prefix.
         """
         heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]
@@ -183,7 +186,7 @@ class SeedPool:
 
 
 def summarize_cell(result: Result) -> dict:
-    """Returns a finished cell's figures: means over contexts of what its caches held, scores in
+    """Return a finished cell's figures: means over contexts of what its caches held, scores in
     points.
     """
     pool = SeedPool((result,))
@@ -206,7 +209,7 @@ def summarize_cell(result: Result) -> dict:
 
 
 def make_rows(results: Sequence[Result]) -> list[dict]:
-    """Returns a row for every finished cell, in their order. Scores are in points; pairs and bytes
+    """Return a row for every finished cell, in their order. Scores are in points; pairs and bytes
     are means.
     """
     done = {result.cell: result for result in results if result.done}
@@ -220,8 +223,8 @@ def make_rows(results: Sequence[Result]) -> list[dict]:
 
 
 def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
-    """Returns a cell's figures; `gain` is over the base, `recovered` its share of the base's loss
-    to the full cache.
+    """Return a cell's figures; `gain` is over the base, `recovered` its share of the base's loss to
+    the full cache.
 
     Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds
     every task, and fidelity is over all tasks. Figures of fidelity are None for a cell that was
@@ -266,7 +269,7 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
 
 
 def describe_controls(cell: Cell) -> str:
-    """Says how a cell differs from others of its evictor: its adapter, the tokens it uses and its
+    """Say how a cell differs from others of its evictor: its adapter, the tokens it uses and its
     controls.
     """
     parts = [
@@ -282,7 +285,7 @@ def describe_controls(cell: Cell) -> str:
 
 
 def make_payload(results: Sequence[Result]) -> dict:
-    """Returns rows, what every cell was made with, and every answer, for programs."""
+    """Return rows, what every cell was made with, and every answer, for programs."""
     done = {result.cell.name: result for result in results if result.done}
     return {
         "rows": make_rows(results),

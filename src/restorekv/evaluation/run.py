@@ -48,10 +48,10 @@ class WorkerPool(Protocol):
     """Where jobs run."""
 
     def open_job(self, job: Job) -> tuple[Identities, list[str]]:
-        """Returns what every cell is made with, and the ids of the samples in order."""
+        """Return what every cell is made with, and the ids of the samples in order."""
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
-        """Yields, for every entry of `missing` in its order, a line of each cell."""
+        """Yield, for every entry of `missing` in its order, a line of each cell."""
 
 
 class LocalPool:
@@ -79,7 +79,7 @@ class LocalPool:
 
 
 def identify_cell(worker: Worker, cell: Cell) -> dict:
-    """Returns what the cell is made with; cells with equal facts and fields have equal answers on
+    """Return what the cell is made with; cells with equal facts and fields have equal answers on
     one machine.
     """
     adapter = worker.adapters[cell]
@@ -116,7 +116,7 @@ def run_grid(
     pool: WorkerPool | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> list[Result]:
-    """Returns every cell's result, in the order of `cells`; what `folder` already holds is neither
+    """Return every cell's result, in the order of `cells`; what `folder` already holds is neither
     asked nor changed.
 
     Raises RestoreKVError for cells that name nothing that exists, before any of them runs, and for
@@ -130,7 +130,7 @@ def run_grid(
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Refuses a second run, which would add every answer again; removes the folder if no cell was
+    """Refuse a second run, which would add every answer again; removes the folder if no cell was
     opened in it.
     """
     existed = folder.exists()
@@ -152,7 +152,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 def _run_jobs(
     todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress
 ) -> dict[Cell, Result]:
-    """Runs one job after the other and returns every cell's result."""
+    """Run one job after the other and returns every cell's result."""
     finished: dict[Cell, Result] = {}
     for turn, job in enumerate(todo):
         on_progress(GridProgress(job.title, turn, len(todo), 0, 0))
@@ -177,7 +177,7 @@ def _run_jobs(
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
-    """Raises RestoreKVError for what could not run, without loading anything."""
+    """Raise RestoreKVError for what could not run, without loading anything."""
     if not cells:
         raise RestoreKVError("There is nothing to evaluate; name an evictor.")
     for cell in cells:
@@ -191,7 +191,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
 
 
 def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
-    """Returns the samples that are not answered yet. Raises RestoreKVError for answers to other
+    """Return the samples that are not answered yet. Raises RestoreKVError for answers to other
     samples than these.
     """
     answered = {cell: {line["sample"] for line in result.lines} for cell, result in results.items()}

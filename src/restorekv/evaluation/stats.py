@@ -36,7 +36,7 @@ class ScoredAnswer:
 def compute_family_means(
     answers: Sequence[ScoredAnswer], by_context: bool = False
 ) -> dict[str, float]:
-    """Returns the mean score of each family, in points and in the order of appearance.
+    """Return the mean score of each family, in points and in the order of appearance.
 
     `by_context` takes the mean of the documents' means (the rule of KVzip's evaluation), else that
     of all questions.
@@ -47,12 +47,12 @@ def compute_family_means(
 
 
 def compute_mean_score(answers: Sequence[ScoredAnswer], by_context: bool = False) -> float:
-    """Returns the unweighted mean over families, in points."""
+    """Return the unweighted mean over families, in points."""
     return float(np.mean(list(compute_family_means(answers, by_context).values())))
 
 
 def find_tasks_without_loss(full: Sequence[ScoredAnswer], by_context: bool = False) -> list[str]:
-    """Returns the families on which the full cache, which gave the answers `full`, scores below
+    """Return the families on which the full cache, which gave the answers `full`, scores below
     LEAST.
     """
     return [
@@ -61,7 +61,7 @@ def find_tasks_without_loss(full: Sequence[ScoredAnswer], by_context: bool = Fal
 
 
 def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> list[ScoredAnswer]:
-    """Returns the answers that means are taken over: all but those to families `left_out`, unless
+    """Return the answers that means are taken over: all but those to families `left_out`, unless
     that is every one.
     """
     return [answer for answer in answers if answer.family not in left_out] or list(answers)
@@ -70,7 +70,7 @@ def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> lis
 def score_answers(
     answers: Sequence[ScoredAnswer], base: Sequence[ScoredAnswer] = (), by_context: bool = False
 ) -> dict[str, float]:
-    """Returns a score with its interval; with the base's answers also the paired gain over it with
+    """Return a score with its interval; with the base's answers also the paired gain over it with
     its own.
     """
     score = zip(
@@ -92,7 +92,7 @@ def score_answers(
 def get_interval(
     figures: Mapping[str, float], of: str = ""
 ) -> tuple[float, float] | tuple[None, None]:
-    """Returns the interval of a score, or of a "gain_", to be shown: none over fewer than FEW
+    """Return the interval of a score, or of a "gain_", to be shown: none over fewer than FEW
     contexts.
     """
     return (
@@ -106,7 +106,7 @@ def bootstrap_score(
     seed: int = 0,
     by_context: bool = False,
 ) -> tuple[float, float, float]:
-    """Returns the mean over families in points with its 95 % interval; minus `base`, paired, if
+    """Return the mean over families in points with its 95 % interval; minus `base`, paired, if
     given.
 
     Raises RestoreKVError if the two were asked different questions.
@@ -121,7 +121,7 @@ def bootstrap_score(
 
 
 def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Returns the mean over families, in points, of every resampled set of documents: (RESAMPLES,),
+    """Return the mean over families, in points, of every resampled set of documents: (RESAMPLES,),
     NaN without any.
     """
     parts = []
@@ -134,7 +134,7 @@ def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.
 
 
 def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Returns total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
+    """Return total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
     drawn = draw_resamples(len(sums), 0)
     totals = drawn @ weights
     means = (drawn @ sums)[totals > 0] / totals[totals > 0]
@@ -144,7 +144,9 @@ def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float
 
 @lru_cache(maxsize=8)
 def draw_resamples(documents: int, seed: int) -> np.ndarray:
-    """How often each document is drawn: (RESAMPLES, documents), the same for every cell of a run."""
+    """How often each document is drawn: (RESAMPLES, documents), the same for every cell of
+    a run.
+    """
     return np.random.default_rng(seed).multinomial(
         documents, np.full(documents, 1 / documents), RESAMPLES
     )
@@ -153,7 +155,7 @@ def draw_resamples(documents: int, seed: int) -> np.ndarray:
 def tally_scores(
     answers: Sequence[ScoredAnswer], by_context: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sums of scores and what they are divided by: (documents, families), in order of
+    """Return sums of scores and what they are divided by: (documents, families), in order of
     appearance.
     """
     documents, families = (
@@ -173,7 +175,7 @@ def tally_scores(
 
 
 def check_same_questions(runs: Sequence[Sequence[ScoredAnswer]]) -> None:
-    """Refuses to compare runs that were asked different questions, or in another order."""
+    """Refuse to compare runs that were asked different questions, or in another order."""
     asked = [[(answer.document, answer.family, answer.question) for answer in run] for run in runs]
     if any(other != asked[0] for other in asked[1:]):
         raise RestoreKVError(

@@ -52,7 +52,7 @@ class Survivors:
         return int((self.per_position[self.context.prefix :] == 0).sum())
 
     def to_json(self) -> dict:
-        """Returns all of the above as plain JSON values, shares with six digits."""
+        """Return all of the above as plain JSON values, shares with six digits."""
         layers = [round(share, 6) for share in self.per_layer.tolist()]
         positions = [round(share, 6) for share in self.per_position.tolist()]
         return {
@@ -73,6 +73,6 @@ def save_plot(survivors: Survivors, path: Path, title: str) -> None:
 
 
 def check_plot_path(path: Path) -> None:
-    """Refuses an ending that no writer is known for."""
+    """Refuse an ending that no writer is known for."""
     if path.suffix.lower() not in FORMATS:
         raise RestoreKVError(f"The plot {path} must end in {', '.join(FORMATS)}; give such a name.")

@@ -61,7 +61,7 @@ class Worker:
         return {sample.id: sample for sample in self.samples}
 
     def config(self, cell: Cell) -> CompressionConfig:
-        """Returns the cell's config; the full cache has the default one."""
+        """Return the cell's config; the full cache has the default one."""
         return (
             CompressionConfig()
             if cell.evictor == FULL
@@ -72,7 +72,7 @@ class Worker:
         return make_compressor(cell.evictor, self.config(cell))
 
     def _load_adapter(self, cell: Cell) -> RestoreAdapter | None:
-        """Returns a cell's adapter, checked against the evictor as the cell names it."""
+        """Return a cell's adapter, checked against the evictor as the cell names it."""
         if cell.evictor == FULL or cell.adapter is None:
             return None
         adapter = load_adapter(
@@ -85,7 +85,7 @@ class Worker:
         return adapter
 
     def answer_sample(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
-        """Asks a sample's questions of every cell in turn; what is expensive is done once, and only
+        """Ask a sample's questions of every cell in turn; what is expensive is done once, and only
         if needed.
         """
         sample = self._samples_by_id[name]
@@ -124,7 +124,7 @@ class Worker:
     def _make_caches(
         self, context: Context, cells: Sequence[Cell]
     ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
-        """Yields every cell, the preparation that its cache is made from, the cache, and what both
+        """Yield every cell, the preparation that its cache is made from, the cache, and what both
         took.
 
         One restore pass serves an adapter and config, one eviction a ratio, of which every storage
@@ -154,11 +154,11 @@ class Worker:
                     seconds = {}
 
     def _get_treatment(self, cell: Cell) -> tuple:
-        """Returns what the cells have in common that differ in ratio and storage alone."""
+        """Return what the cells have in common that differ in ratio and storage alone."""
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
 
     def _prepare(self, context: Context, only_full: bool) -> PreparedContext:
-        """Returns the context with its prefill and, unless only the full cache is asked, scores."""
+        """Return the context with its prefill and, unless only the full cache is asked, scores."""
         if not only_full:
             method = self.protocol.adapt_method(
                 self._make_compressor(self.job.first), context.prefix
@@ -172,7 +172,7 @@ class Worker:
     def _make_unscored(
         self, context: Context, full: DynamicCache, seconds: Seconds
     ) -> ScoredContext:
-        """Returns a context for a cache that keeps every pair."""
+        """Return a context for a cache that keeps every pair."""
         shape = CacheShape.from_model(self.model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
@@ -180,7 +180,7 @@ class Worker:
     def _answer_from_full_cache(
         self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds
     ) -> FullAnswers:
-        """Returns what the full cache answers to the sample's questions; a streamed context is read
+        """Return what the full cache answers to the sample's questions; a streamed context is read
         whole for it.
         """
         full = prefill(self.model, context.ids) if view.full is None else view.full
@@ -195,7 +195,7 @@ class Worker:
             return FullAnswers.from_answers(self.model, cache, prompts, ids)
 
     def _ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
-        """Returns the ids of every question's answer, written in batches."""
+        """Return the ids of every question's answer, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
         stops = self.protocol.first_may_stop
         return generate_ids(
@@ -209,7 +209,7 @@ class Worker:
         answers: Sequence[Tensor],
         divergences: Sequence[float],
     ) -> list[dict]:
-        """Returns every question's answer with its scores and its fidelity to the full cache's
+        """Return every question's answer with its scores and its fidelity to the full cache's
         answer.
         """
         lines = []
@@ -236,7 +236,7 @@ class Worker:
         return lines
 
     def _decode_answer(self, ids: Tensor) -> str:
-        """Returns an answer's words, as the protocol ends it."""
+        """Return an answer's words, as the protocol ends it."""
         return decode_answer(
             self.tokenizer,
             self.protocol.trim_answer(ids.tolist()),
@@ -252,7 +252,9 @@ def _digest_text(text: str) -> str:
 def open_model(
     name: str, dtype: str, device: str, protocol: str
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model as the protocol rotates it; the last one used stays, until the next one is wanted."""
+    """The model as the protocol rotates it; the last one used stays, until the next one is
+    wanted.
+    """
     key = name, dtype, device, protocol
     if key not in OPENED:
         OPENED.clear()  # first, so that two models are never held at once

@@ -40,7 +40,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """A context, which is compressed once, and all its questions; `id` is unique in the benchmark."""
+    """A context, which is compressed once, and all its questions; `id` is unique in the
+    benchmark.
+    """
 
     id: str
     context: str
@@ -87,8 +89,8 @@ class Benchmark(ABC):
 
     @abstractmethod
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
-        """Returns all contexts in a fixed order; `protocol` ("kvpress", "kvzip") decides lengths
-        and wording.
+        """Return all contexts in a fixed order; `protocol` ("kvpress", "kvzip") decides lengths and
+        wording.
 
         Raises RestoreKVError if the data cannot be read, and says what to fetch and where to put
         it.
@@ -96,53 +98,55 @@ class Benchmark(ABC):
 
     @abstractmethod
     def score(self, question: Question, prediction: str) -> float:
-        """Returns the benchmark's official metric, in [0, 1]."""
+        """Return the benchmark's official metric, in [0, 1]."""
 
     def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
-        """Returns further metrics by name, in [0, 1] each, to report in addition to the score; none
+        """Return further metrics by name, in [0, 1] each, to report in addition to the score; none
         by default.
         """
         return {}
 
     def to_json(self) -> dict[str, object]:
-        """Returns what a result records: source and license of the data, metric, stand-ins for
+        """Return what a result records: source and license of the data, metric, stand-ins for
         official data.
         """
         return {"data": self.data, "license": self.license, "metric": self.metric}
 
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
-        """Returns the samples that a run asks."""
+        """Return the samples that a run asks."""
         if self.count < 0:
             raise RestoreKVError(f"count is a number of contexts, at least 0, not {self.count}.")
         return _draw_evenly(self.load_samples(tokenizer, protocol), self.count, self.seed)
 
     def averages_contexts(self, protocol: str) -> bool:
-        """Returns whether a task's score is the mean over its contexts' means, not over all its
+        """Return whether a task's score is the mean over its contexts' means, not over all its
         questions.
         """
         return False
 
     def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns named groups of tasks that tables show (LongBench's categories); none by default."""
+        """Return named groups of tasks that tables show (LongBench's categories); none by
+        default.
+        """
         return {}
 
 
 def separate_question(question: str, protocol: str) -> str:
-    """Puts a blank line before the question, except under KVzip's protocol, which separates it from
+    """Put a blank line before the question, except under KVzip's protocol, which separates it from
     the context.
     """
     return question if protocol == "kvzip" else f"\n\n{question}"
 
 
 def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Returns a function that counts the tokens of a text, without special tokens and without a
+    """Return a function that counts the tokens of a text, without special tokens and without a
     warning if long.
     """
     return lambda text: len(tokenize_text(tokenizer, text))
 
 
 def digest_samples(samples: Iterable[Sample]) -> str:
-    """Returns 16 hex digits of all contexts and questions."""
+    """Return 16 hex digits of all contexts and questions."""
     sha256 = hashlib.sha256()
     for sample in samples:
         sha256.update(repr((sample.id, sample.context, sample.questions)).encode())
@@ -150,7 +154,7 @@ def digest_samples(samples: Iterable[Sample]) -> str:
 
 
 def _draw_evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
-    """Returns `count` samples in their order, each task's share drawn by `seed`; all if count is 0
+    """Return `count` samples in their order, each task's share drawn by `seed`; all if count is 0
     or too large.
     """
     samples = list(samples)

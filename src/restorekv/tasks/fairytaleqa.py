@@ -22,8 +22,10 @@ from restorekv.tasks.splits import EVALUATION, split_fairytale
 
 POSITION = 3  # cost of a distance of the whole story, in shares of the words found
 COMMON = frozenset(
-    "what why how who where when which did does do is was were be been to of in on at for and or he she it his her "
-    "they them their with that this as by from had has have not would could will about after before so because him i "
+    "what why how who where when which did does do is was were be been to of in on at for and or "
+    "he she it his her "
+    "they them their with that this as by from had has have not would could will about after "
+    "before so because him i "
     "you".split()
 )
 
@@ -53,7 +55,7 @@ class FairytaleQA(Reading):
         return (story for index, story in stories if split_fairytale(file, index) == self.split)
 
     def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
-        """Yields the passages that have questions."""
+        """Yield the passages that have questions."""
         passages = split_text(row["context"], self.length, size)
         by_passage: list[list[Question]] = [[] for _ in passages]
         for asked, index in zip(
@@ -82,7 +84,7 @@ class FairytaleQA(Reading):
 
 
 def match_passages(questions: Sequence[dict], passages: Sequence[str]) -> list[int | None]:
-    """Returns the index of the passage that each question of a story is about; None if words and
+    """Return the index of the passage that each question of a story is about; None if words and
     place disagree.
     """
     # From 1.
@@ -116,5 +118,5 @@ def match_passages(questions: Sequence[dict], passages: Sequence[str]) -> list[i
 
 
 def content_words(text: str) -> set[str]:
-    """Returns the normalized words of a text that are not common."""
+    """Return the normalized words of a text that are not common."""
     return set(normalize(text).split()) - COMMON

@@ -17,7 +17,8 @@ from restorekv.tasks.rows import check_form, get_field, get_texts, load_file_row
 
 LETTERS = "ABCDE"
 REQUEST = (
-    "Please think very briefly and then respond with **only** the letter ({letters}) of the correct option. "
+    "Please think very briefly and then respond with **only** the letter ({letters}) of the "
+    "correct option. "
     "If you are not sure, still make a guess."
 )
 MAX_NEW_TOKENS = 128
@@ -37,12 +38,13 @@ class Lettered(Benchmark):
     path: str = ""
 
     def locate_file(self) -> Path:
-        """Returns the path of the file, or raises RestoreKVError if there is none."""
+        """Return the path of the file, or raises RestoreKVError if there is none."""
         path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
         if not self.path or not path.is_file():
             missing = f"there is no file {path}" if self.path else "its data do not ship"
             raise RestoreKVError(
-                f"{self.title} cannot be asked because {missing}; fetch {self.file} from {self.source} and give "
+                f"{self.title} cannot be asked because {missing}; fetch {self.file} from "
+                f"{self.source} and give "
                 f"{self.name}:path=FILE."
             )
         return path
@@ -50,7 +52,7 @@ class Lettered(Benchmark):
     def make_question(
         self, name: str, text: str, options: Sequence[str], right: int, protocol: str
     ) -> Question:
-        """Returns the question whose right option is number `right`, counted from 0.
+        """Return the question whose right option is number `right`, counted from 0.
 
         RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells
         protocols so.
@@ -68,8 +70,8 @@ class Lettered(Benchmark):
 
 
 def add_options(question: str, options: Sequence[str]) -> str:
-    """Returns the question, its options as "A. ..." lines, and the request for one letter of A to
-    D, or A to E of five.
+    """Return the question, its options as "A. ..." lines, and the request for one letter of A to D,
+    or A to E of five.
 
     The wording is that of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py),
     whose request comes from Attention Matching.
@@ -105,7 +107,7 @@ class Quality(Lettered):
             raise RestoreKVError(f"The subset of QuALITY is all or hard, not {self.subset!r}.")
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        """Yields articles in the file's order, except those without a question of the subset."""
+        """Yield articles in the file's order, except those without a question of the subset."""
         merged = list(self._merge_articles().items())[: self.articles or None]
         if not merged:
             raise RestoreKVError(
@@ -127,7 +129,7 @@ class Quality(Lettered):
                 yield Sample(str(index), article, questions)
 
     def _merge_articles(self) -> dict[tuple[str, str], list[dict]]:
-        """Returns the labeled questions of each (article_id, article)."""
+        """Return the labeled questions of each (article_id, article)."""
         articles: dict[tuple[str, str], list[dict]] = {}
         for place, row in load_file_rows(self.locate_file()):
             problem = f"{place} is not an article of QuALITY with labeled questions of four options"
@@ -191,7 +193,7 @@ class LongHealth(Lettered):
             yield Sample("+".join(sample.id for sample in group), context, questions)
 
     def parse_row(self, name: str, patient: dict, protocol: str) -> Sample:
-        """Returns the records of a patient, each between tags of its name, with all questions."""
+        """Return the records of a patient, each between tags of its name, with all questions."""
         problem = f"{self.locate_file()}: {name} lacks texts or questions in the form of version 5"
         with check_form(problem, "fetch it again"):
             records = get_field(patient, "texts", dict)
@@ -205,7 +207,7 @@ class LongHealth(Lettered):
             return Sample(name, "\n\n".join(blocks), tuple(questions))
 
     def _parse_question(self, name: str, row: dict, intro: str, protocol: str) -> Question:
-        """Returns a question of the file, which gives the right answer by its text and may lack
+        """Return a question of the file, which gives the right answer by its text and may lack
         options.
         """
         keys = [f"answer_{letter.lower()}" for letter in LETTERS]
@@ -214,7 +216,8 @@ class LongHealth(Lettered):
         right = get_field(row, "correct").strip()
         if right not in stripped:
             raise RestoreKVError(
-                f"{self.locate_file()}: question {row['No']} of {name} has no right option; fix the file."
+                f"{self.locate_file()}: question {row['No']} of {name} has no right option; fix "
+                "the file."
             )
         text = intro + get_field(row, "question").strip()
         return self.make_question(

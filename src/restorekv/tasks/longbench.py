@@ -61,7 +61,8 @@ METRICS: dict[str, Callable[..., float]] = {
 FEW_SHOT = CATEGORIES["Few-shot"]
 EXTRA_TOKENS = 20  # kvpress's addition to the official limits of answers
 INSTEAD = (
-    "fetch the dataset with a network, or unpack data.zip of THUDM/LongBench, and give path=FOLDER, where tasks are "
+    "fetch the dataset with a network, or unpack data.zip of THUDM/LongBench, and give "
+    "path=FOLDER, where tasks are "
     "files such as qasper.jsonl or folders such as qasper/"
 )
 WORDS = json.loads(Path(__file__).with_name("longbench_prompts.json").read_text("utf-8"))
@@ -78,7 +79,10 @@ class LongBench(Benchmark):
     title = "LongBench"
     license = "MIT; the texts keep the licenses of the data sets that they come from"
     right_from = 0.5
-    metric = "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references"
+    metric = (
+        "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over "
+        "references"
+    )
     known_tasks = TASKS
 
     path: str = ""
@@ -89,7 +93,7 @@ class LongBench(Benchmark):
             yield from load_task(task, self.path)
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns the best over the references, for few-shot tasks of the answer's first line."""
+        """Return the best over the references, for few-shot tasks of the answer's first line."""
         answer = prediction.lstrip()
         if question.task in FEW_SHOT:
             answer = answer.split("\n")[0]
@@ -108,7 +112,7 @@ class LongBench(Benchmark):
         }
 
     def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns the categories of which every task is asked."""
+        """Return the categories of which every task is asked."""
         return {
             name: tasks
             for name, tasks in CATEGORIES.items()
@@ -117,7 +121,7 @@ class LongBench(Benchmark):
 
 
 def load_task(task: str, path: str) -> list[Sample]:
-    """Returns the task's distinct contexts, from the files below `path` or from the hub if it is
+    """Return the task's distinct contexts, from the files below `path` or from the hub if it is
     empty.
     """
     rows = _load_local_task(task, path) if path else load_hub_rows(HUB, task, "test", INSTEAD)
@@ -127,7 +131,9 @@ def load_task(task: str, path: str) -> list[Sample]:
 
 
 def _load_local_task(task: str, path: str) -> Rows:
-    """Yields the rows of the file named for the task, or else of all files in folders named for it."""
+    """Yield the rows of the file named for the task, or else of all files in folders named
+    for it.
+    """
     files = list_source_files(Path(path))
     named = [
         file
@@ -148,7 +154,7 @@ def _load_local_task(task: str, path: str) -> Rows:
 
 
 def _parse_row(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
-    """Returns (context, question) of a row in either format."""
+    """Return (context, question) of a row in either format."""
     with check_form(f"{place} is not a row of LongBench", "fetch the file again"):
         facts = {"classes": get_texts(row, "all_classes")} if row["all_classes"] else {}
         return parse_kvpress_row(
@@ -161,7 +167,7 @@ def _parse_row(task: str, name: str, place: str, row: dict) -> tuple[str, Questi
 
 
 def _add_prompt(task: str, row: dict) -> dict:
-    """Returns an official row in kvpress's format."""
+    """Return an official row in kvpress's format."""
     prompt = PROMPTS[task]
     text = get_field(row, "input").removesuffix(prompt.answer_prefix if task in FEW_SHOT else "")
     return {

@@ -29,14 +29,16 @@ DIGIT_WORD = re.compile(rf"\b(?:{'|'.join(DIGITS)})\b")
 
 
 def normalize(text: str) -> str:
-    """Normalizes as SQuAD does (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the,
+    """Normalize as SQuAD does (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the,
     single spaces.
     """
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Returns F1 of the two bags of normalized words; 0 if they share none, even if both are empty."""
+    """Return F1 of the two bags of normalized words; 0 if they share none, even if both are
+    empty.
+    """
     said = normalize(prediction).split()
     wanted = normalize(reference).split()
     common = (Counter(said) & Counter(wanted)).total()
@@ -48,13 +50,13 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def match_exactly(prediction: str, reference: str) -> float:
-    """Returns 1 if the two are equal after normalization, as SQuAD's evaluator does."""
+    """Return 1 if the two are equal after normalization, as SQuAD's evaluator does."""
     return float(normalize(prediction) == normalize(reference))
 
 
 def longest_common_f1(prediction: str, reference: str) -> float:
-    """Returns ROUGE-L (Lin, 2004) of two single sentences: F1 of their longest common subsequence
-    of words.
+    """Return ROUGE-L (Lin, 2004) of two single sentences: F1 of their longest common subsequence of
+    words.
 
     Words are lower-case runs of letters and digits, not stemmed. `rouge_l` is another measure.
     """
@@ -71,7 +73,7 @@ def longest_common_f1(prediction: str, reference: str) -> float:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Returns F1 of the summary-level ROUGE-L (Lin, 2004) over distinct words, as the library
+    """Return F1 of the summary-level ROUGE-L (Lin, 2004) over distinct words, as the library
     `rouge` 1.0.1 does.
 
     Sentences end at ".". A sentence of the reference has in common with the prediction the words of
@@ -96,14 +98,14 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def split_sentences(text: str) -> list[list[str]]:
-    """Returns the words of each sentence; one of spaces alone has the empty word, as in the library
+    """Return the words of each sentence; one of spaces alone has the empty word, as in the library
     `rouge`.
     """
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """Returns the words of the longest common subsequence; of several, the one that the library
+    """Return the words of the longest common subsequence; of several, the one that the library
     `rouge` finds.
 
     That is the one met from the end when, where the last words differ, a word of `second` is
@@ -133,7 +135,7 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
 
 
 def score_class(prediction: str, reference: str, classes: Iterable[str]) -> float:
-    """Returns one over the number of `classes` named in the prediction, if the right one is among
+    """Return one over the number of `classes` named in the prediction, if the right one is among
     them.
 
     A class whose name is part of the right one's does not count; the official loop misses the
@@ -147,7 +149,7 @@ def score_class(prediction: str, reference: str, classes: Iterable[str]) -> floa
 
 
 def score_numbers(prediction: str, reference: str) -> float:
-    """Returns the share of the prediction's numbers that equal the reference digit for digit; 0 if
+    """Return the share of the prediction's numbers that equal the reference digit for digit; 0 if
     it has none.
     """
     numbers = NUMBERS.findall(prediction)
@@ -155,7 +157,7 @@ def score_numbers(prediction: str, reference: str) -> float:
 
 
 def score_paragraph(prediction: str, reference: str) -> float:
-    """Returns `score_numbers` with the number of a reference such as "Paragraph 7"."""
+    """Return `score_numbers` with the number of a reference such as "Paragraph 7"."""
     paragraph = PARAGRAPH.search(reference)
     if not paragraph:
         raise RestoreKVError(
@@ -165,7 +167,7 @@ def score_paragraph(prediction: str, reference: str) -> float:
 
 
 def compare_code(prediction: str, reference: str) -> float:
-    """Returns Ratcliff and Obershelp's similarity of the first line without comment or fence, in
+    """Return Ratcliff and Obershelp's similarity of the first line without comment or fence, in
     whole percents.
 
     fuzzywuzzy's `ratio` computes it without python-Levenshtein, which neither LongBench nor kvpress
@@ -178,19 +180,19 @@ def compare_code(prediction: str, reference: str) -> float:
 
 
 def write_digits(text: str) -> str:
-    """Normalizes as SQuAD does, then writes zero to nine as digits."""
+    """Normalize as SQuAD does, then writes zero to nine as digits."""
     return DIGIT_WORD.sub(lambda word: DIGITS[word[0]], normalize(text))
 
 
 def contains_text(prediction: str, reference: str) -> float:
-    """Returns whether the normalized prediction contains the normalized reference, inside words too
+    """Return whether the normalized prediction contains the normalized reference, inside words too
     (KVzip's).
     """
     return float(write_digits(reference) in write_digits(prediction))
 
 
 def find_letter(answer: str) -> str:
-    """Returns the letter of an option that an answer means, or "" if there is none.
+    """Return the letter of an option that an answer means, or "" if there is none.
 
     It is the first character if that is one of A to E in either case, else the first such capital
     in brackets, else the first that stands alone; an answer that opens with a word counts as its

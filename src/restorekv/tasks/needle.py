@@ -19,7 +19,10 @@ from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, separate_question
 from restorekv.tasks.metrics import contains_text
 
-NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
+NEEDLE = (
+    "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
+    "day.\n"
+)
 QUESTION = "Based on the content of the book, the best thing to do in San Francisco is: "
 ANSWER = "Eat a sandwich and sit in Dolores Park on a sunny day."
 MAX_NEW_TOKENS = 32
@@ -54,7 +57,7 @@ class Needle(Benchmark):
             )
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        """Yields the same haystack for every length and depth, with the needle after a full stop."""
+        """Yield the same haystack for every length and depth, with the needle after a full stop."""
         lengths = sorted({int(length) for length in self.lengths.split("+")})
         needle = tokenize_text(tokenizer, NEEDLE)
         if lengths[0] <= len(needle):
@@ -88,7 +91,7 @@ class Needle(Benchmark):
                 yield Sample(name, text, (question,))
 
     def _draw_parts(self) -> Iterator[str]:
-        """Yields the haystack in parts, without end."""
+        """Yield the haystack in parts, without end."""
         if self.path:
             yield from cycle(_load_essays(Path(self.path)))
         for number, sentence in enumerate(
@@ -110,7 +113,7 @@ class Needle(Benchmark):
 
 
 def _load_essays(folder: Path) -> list[str]:
-    """Returns the texts of a folder in the order of their file names."""
+    """Return the texts of a folder in the order of their file names."""
     try:
         texts = [
             read_bytes(file, str(file), TEXT_BYTES).decode("utf-8-sig")
@@ -128,7 +131,7 @@ def _load_essays(folder: Path) -> list[str]:
 
 
 def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:
-    """Returns at least `size` ids of as many parts as that takes, tokenized as one text."""
+    """Return at least `size` ids of as many parts as that takes, tokenized as one text."""
     text = ""
     expected = 0
     ids = []
@@ -142,7 +145,7 @@ def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
 
 
 def find_sentence_end(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
-    """Returns the last place up to `place` that follows an id of a full stop and perhaps space, or
+    """Return the last place up to `place` that follows an id of a full stop and perhaps space, or
     else the start.
     """
     while place and tokenizer.decode([ids[place - 1]]).strip() != ".":

@@ -18,7 +18,7 @@ PHRASES = {
 
 
 def draw_sentences(rng: random.Random) -> Iterator[str]:
-    """Yields sentences without end, each different from all before; the same for the same `rng`
+    """Yield sentences without end, each different from all before; the same for the same `rng`
     state.
     """
     seen: set[str] = set()
@@ -30,7 +30,7 @@ def draw_sentences(rng: random.Random) -> Iterator[str]:
 
 
 def draw_phrase(rule: str, rng: random.Random) -> str:
-    """Returns a phrase of that rule, without any {rule} left in it."""
+    """Return a phrase of that rule, without any {rule} left in it."""
     start, *rest = rng.choice(PHRASES[rule]).split("{")
     return start + "".join(
         draw_phrase(name, rng) + after for name, after in (part.split("}") for part in rest)

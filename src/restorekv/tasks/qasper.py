@@ -62,7 +62,7 @@ class Qasper(Benchmark):
 
 
 def _load_papers(path: str) -> Rows:
-    """Yields (place for messages, paper) of the released file, {id: paper}, or of rows, a paper
+    """Yield (place for messages, paper) of the released file, {id: paper}, or of rows, a paper
     each.
     """
     if not path:
@@ -81,7 +81,7 @@ def _load_papers(path: str) -> Rows:
 
 
 def _parse_paper(place: str, paper: dict) -> Iterator[Sample]:
-    """Yields a paper's sample if it has questions."""
+    """Yield a paper's sample if it has questions."""
     with check_form(f"{place} is not a paper of QASPER", INSTEAD):
         context = PROMPT.context.format(context=_join_sections(paper))
         questions = tuple(_parse_question(row) for row in _list_records(paper["qas"]))
@@ -90,7 +90,7 @@ def _parse_paper(place: str, paper: dict) -> Iterator[Sample]:
 
 
 def _join_sections(paper: dict) -> str:
-    """Returns section names and paragraphs, a line each, without title and abstract, which the
+    """Return section names and paragraphs, a line each, without title and abstract, which the
     annotators had read.
     """
     lines = []
@@ -117,7 +117,7 @@ def _parse_question(row: dict) -> Question:
 
 
 def _parse_reference(answer: dict) -> str:
-    """Returns the answer of one annotator as the official evaluator writes it."""
+    """Return the answer of one annotator as the official evaluator writes it."""
     if answer["unanswerable"]:
         return "Unanswerable"
     if answer["extractive_spans"]:
@@ -126,7 +126,7 @@ def _parse_reference(answer: dict) -> str:
 
 
 def _list_records(table: list[dict] | dict[str, list]) -> list[dict]:
-    """Returns a list of records, which `datasets` stores as a record of lists."""
+    """Return a list of records, which `datasets` stores as a record of lists."""
     if isinstance(table, list):
         return table
     return [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]

@@ -43,7 +43,7 @@ class Reading(Benchmark):
     questions: int = 6
 
     def __post_init__(self) -> None:
-        """Refuses an unknown split, and a length that is too small for passages; 0 stands for whole
+        """Refuse an unknown split, and a length that is too small for passages; 0 stands for whole
         texts.
         """
         super().__post_init__()
@@ -61,7 +61,7 @@ class Reading(Benchmark):
 
     @abstractmethod
     def parse_row(self, row: dict, size: Size) -> Iterable[Sample]:
-        """Yields the samples of one row of the file; `size` counts the tokens of a text."""
+        """Yield the samples of one row of the file; `size` counts the tokens of a text."""
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         samples = []
@@ -76,21 +76,21 @@ class Reading(Benchmark):
         return samples
 
     def locate_file(self) -> Path:
-        """Returns the path of the file that is read."""
+        """Return the path of the file that is read."""
         return Path(self.path) if self.path else TEXTS / self.shipped
 
     def load_rows(self) -> Iterator[tuple[str, dict]]:
-        """Yields (place for messages, row) of the file."""
+        """Yield (place for messages, row) of the file."""
         return load_rows(self.locate_file())
 
     def check_form(self, place: str) -> AbstractContextManager[None]:
-        """Refuses rows of another form."""
+        """Refuse rows of another form."""
         return check_form(
             f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}"
         )
 
     def make_question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
-        """Returns a question in the wording that all benchmarks of this kind share.
+        """Return a question in the wording that all benchmarks of this kind share.
 
         The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both
         protocols ask alike.
@@ -113,8 +113,8 @@ class Reading(Benchmark):
 
 
 def split_text(text: str, length: int, size: Size) -> list[str]:
-    """Returns the fewest passages of at most `length` tokens by `size`, as even as possible; 0
-    keeps the text whole.
+    """Return the fewest passages of at most `length` tokens by `size`, as even as possible; 0 keeps
+    the text whole.
     """
     if not length or size(text) <= length:
         return [text]
@@ -124,7 +124,7 @@ def split_text(text: str, length: int, size: Size) -> list[str]:
 
 
 def _cut_text(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -> list[str]:
-    """Returns consecutive parts of the text: its paragraphs, the lines of those that are too long,
+    """Return consecutive parts of the text: its paragraphs, the lines of those that are too long,
     or their words.
     """
     if not joints or size(text) <= length:
@@ -135,7 +135,7 @@ def _cut_text(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS
 
 
 def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
-    """Returns the fewest groups of neighbors that sum to at most `most` each, with the smallest
+    """Return the fewest groups of neighbors that sum to at most `most` each, with the smallest
     largest group.
 
     A size above `most` gets a group of its own.
@@ -152,7 +152,7 @@ def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def _fill_groups(sizes: Sequence[int], most: int) -> list[range]:
-    """Returns groups of neighbors that fill each group before the next begins."""
+    """Return groups of neighbors that fill each group before the next begins."""
     starts = [0]
     total = 0
     for index, size in enumerate(sizes):
@@ -164,7 +164,7 @@ def _fill_groups(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def choose_spread(items: Sequence[Item], count: int) -> list[Item]:
-    """Returns `count` of the items in their order, evenly spaced; all of them where count is 0 or
+    """Return `count` of the items in their order, evenly spaced; all of them where count is 0 or
     too large.
     """
     count = min(count, len(items)) or len(items)

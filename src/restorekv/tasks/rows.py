@@ -19,27 +19,27 @@ class FieldError(TypeError):
 
 
 def check_exists(where: str | Path) -> Path:
-    """Returns the path of a file or folder, or raises RestoreKVError if there is none."""
+    """Return the path of a file or folder, or raises RestoreKVError if there is none."""
     if not Path(where).exists():
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     return Path(where)
 
 
 def load_rows(where: str | Path) -> Rows:
-    """Yields the rows of a file, or of all files below a folder in the order of their names."""
+    """Yield the rows of a file, or of all files below a folder in the order of their names."""
     for file in list_source_files(check_exists(where)):
         yield from load_file_rows(file)
 
 
 def load_file_rows(file: Path) -> Rows:
-    """Yields the rows of a file, which is JSON if its name ends unlike others."""
+    """Yield the rows of a file, which is JSON if its name ends unlike others."""
     return ((f"{file}, {place}", row) for place, row in iterate_values(file))
 
 
 def load_hub_rows(
     name: str, subset: str | None, split: str, instead: str, revision: str | None = None
 ) -> Rows:
-    """Yields the rows of one split, which the library `datasets` caches for runs without a network.
+    """Yield the rows of one split, which the library `datasets` caches for runs without a network.
 
     Raises RestoreKVError if the split cannot be read; `instead` says what to fetch and which
     setting to give.
@@ -55,7 +55,7 @@ def load_hub_rows(
 
 
 def explain_unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
-    """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do
+    """Return the error for a failure of the Hub client: what cannot be read, why, and what to do
     instead.
     """
     return RestoreKVError(f"Cannot read {what} ({summarize_error(error)}); {instead}.")
@@ -63,7 +63,7 @@ def explain_unreachable(what: str, error: Exception, instead: str) -> RestoreKVE
 
 @contextmanager
 def check_form(problem: str, fix: str) -> Iterator[None]:
-    """Turns the errors that reading a malformed row raises into one RestoreKVError: "`problem`;
+    """Turn the errors that reading a malformed row raises into one RestoreKVError: "`problem`;
     `fix`.".
     """
     try:
@@ -78,14 +78,14 @@ def check_form(problem: str, fix: str) -> Iterator[None]:
 
 
 def get_field(row: Any, name: str, kind: type = str) -> Any:
-    """Returns `row[name]`, or raises FieldError unless it is a `kind`."""
+    """Return `row[name]`, or raises FieldError unless it is a `kind`."""
     if not isinstance(row, dict) or not isinstance(row.get(name), kind):
         raise FieldError(name)
     return row[name]
 
 
 def get_texts(row: Any, name: str) -> list[str]:
-    """Returns the list of strings `row[name]`, or raises FieldError if it is empty or something
+    """Return the list of strings `row[name]`, or raises FieldError if it is empty or something
     else.
     """
     if not get_field(row, name, list) or not all(isinstance(text, str) for text in row[name]):
@@ -96,8 +96,8 @@ def get_texts(row: Any, name: str) -> list[str]:
 def parse_kvpress_row(
     row: dict, name: str, task: str, answers: str, facts: Mapping[str, object] | None = None
 ) -> tuple[str, Question]:
-    """Returns (context, question) of a row in the format of kvpress's data sets; `answers` names
-    the answers' field.
+    """Return (context, question) of a row in the format of kvpress's data sets; `answers` names the
+    answers' field.
     """
     context, text, prefix = (
         get_field(row, key) for key in ("context", "question", "answer_prefix")
@@ -109,7 +109,7 @@ def parse_kvpress_row(
 
 
 def group_by_context(questions: Iterable[tuple[str, Question]]) -> list[Sample]:
-    """Returns a sample per distinct context of (context, question) pairs, in the order of their
+    """Return a sample per distinct context of (context, question) pairs, in the order of their
     first questions.
     """
     by_context: dict[str, list[Question]] = {}

@@ -6,8 +6,8 @@ task: prompts (context, then questions), ground_truth, and for repoqa lang, repo
 Contexts and questions are asked unchanged.
 
 Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and
-Janghyun1230/FastKVzip); snu-mllab/KVzip (5d84729) differs in `score_option` alone, where it looks at
-brackets only if both texts begin with one. For repoqa they are RepoQA's (arXiv 2406.06025,
+Janghyun1230/FastKVzip); snu-mllab/KVzip (5d84729) differs in `score_option` alone, where it looks
+at brackets only if both texts begin with one. For repoqa they are RepoQA's (arXiv 2406.06025,
 github.com/evalplus/repoqa): of all functions that the context's questions ask for, the right one
 must be the most similar to the prediction's first function, with BLEU of at least 0.8.
 """
@@ -81,7 +81,10 @@ class SCBench(Benchmark):
     name = "scbench"
     title = "SCBench"
     license = "MIT (microsoft/SCBench)"
-    metric = "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8"
+    metric = (
+        "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at "
+        "BLEU 0.8"
+    )
     known_tasks = KNOWN
 
     tasks: str = "+".join(TASKS)
@@ -89,7 +92,7 @@ class SCBench(Benchmark):
     revision: str = "main"
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        """Yields the contexts of the tasks in the order in which the setting names them."""
+        """Yield the contexts of the tasks in the order in which the setting names them."""
         import_extra("nltk", "eval")  # fails before the first answer, not after it
         for task in self.tasks.split("+"):
             path = self.locate_file(task)
@@ -97,7 +100,7 @@ class SCBench(Benchmark):
                 yield _parse_row(task, f"{task}-{index}", f"{path}, row {index + 1}", row, protocol)
 
     def locate_file(self, task: str) -> Path:
-        """Returns the path of the task's file, which is downloaded unless `path` names a folder."""
+        """Return the path of the task's file, which is downloaded unless `path` names a folder."""
         file = f"scbench_{task}.parquet"
         if not self.path:
             try:
@@ -112,7 +115,7 @@ class SCBench(Benchmark):
         return Path(self.path) / file
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns KVzip's metric of the task. Empty answers score 0; KVzip leaves those to repoqa
+        """Return KVzip's metric of the task. Empty answers score 0; KVzip leaves those to repoqa
         out of the mean.
         """
         answer = prediction.removesuffix(END)
@@ -138,13 +141,13 @@ class SCBench(Benchmark):
 
 
 def get_full_task(task: str) -> str:
-    """Returns the task of which this one may be a shorter variant."""
+    """Return the task of which this one may be a shorter variant."""
     name, _, tag = task.rpartition("_")
     return name if tag in SHORTER else task
 
 
 def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
-    """Returns a row's context and questions."""
+    """Return a row's context and questions."""
     kind = get_full_task(task)
     fix = "fetch the file again"
     with check_form(f"{place} lacks a context and a prompt for every ground_truth", fix):
@@ -181,7 +184,7 @@ def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sa
 
 
 def _find_option_line(place: str, prompt: str, letter: str) -> str:
-    """Returns the first line of the prompt that has the letter in brackets."""
+    """Return the first line of the prompt that has the letter in brackets."""
     for line in prompt.split("\n"):
         if f"({letter})" in line:
             return line.strip()
@@ -191,7 +194,7 @@ def _find_option_line(place: str, prompt: str, letter: str) -> str:
 
 
 def score_share(prediction: str, reference: str) -> float:
-    """Returns the share of the names, separated by ", ", that stand in the prediction letter for
+    """Return the share of the names, separated by ", ", that stand in the prediction letter for
     letter.
     """
     names = reference.split(", ")
@@ -199,8 +202,8 @@ def score_share(prediction: str, reference: str) -> float:
 
 
 def score_option(prediction: str, reference: str) -> float:
-    """Compares an option such as "(B) law": the letters in the first brackets of both, else its
-    text by `contains_text`.
+    """Compare an option such as "(B) law": the letters in the first brackets of both, else its text
+    by `contains_text`.
 
     Text within other brackets is compared as well: "f(x) is (B)" says "x".
     """
@@ -213,7 +216,7 @@ def score_option(prediction: str, reference: str) -> float:
 
 
 def score_found_or_f1(prediction: str, reference: str) -> float:
-    """Returns the better of token F1 and `contains_text`."""
+    """Return the better of token F1 and `contains_text`."""
     return max(
         token_f1(write_digits(prediction), write_digits(reference)),
         contains_text(prediction, reference),
@@ -234,7 +237,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 def passes_repoqa(
     prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]
 ) -> float:
-    """Returns whether the prediction is the function of that name, out of `functions` as (name,
+    """Return whether the prediction is the function of that name, out of `functions` as (name,
     source).
 
     The first of equally similar functions counts.
@@ -247,7 +250,7 @@ def passes_repoqa(
 
 
 def compare_words(candidate: str, reference: str) -> float:
-    """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the
+    """Return sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the
     library nltk).
     """
     bleu = import_extra("nltk.translate.bleu_score", "eval")
@@ -258,7 +261,7 @@ def compare_words(candidate: str, reference: str) -> float:
 
 
 def extract_function(prediction: str, language: str) -> str:
-    """Returns the first function in a fenced block, else the first block, else all of the
+    """Return the first function in a fenced block, else the first block, else all of the
     prediction.
     """
     prediction = prediction.strip()
@@ -268,7 +271,7 @@ def extract_function(prediction: str, language: str) -> str:
 
 
 def _find_first_function(source: str, language: str) -> str:
-    """Returns the first function by tree-sitter's grammar, without decorators or templates around
+    """Return the first function by tree-sitter's grammar, without decorators or templates around
     it; else "".
     """
     encoded = source.encode()
@@ -283,7 +286,7 @@ def _find_first_function(source: str, language: str) -> str:
 
 
 def _is_named(node: Any, language: str) -> bool:
-    """Returns whether a function counts: in C++ methods, operators and functions that return
+    """Return whether a function counts: in C++ methods, operators and functions that return
     pointers do not.
     """
     if language != "cpp":
@@ -296,7 +299,7 @@ def _is_named(node: Any, language: str) -> bool:
 
 @cache
 def _load_parser(language: str) -> Any:
-    """Returns tree-sitter's parser; raises RestoreKVError for an unknown language or a missing
+    """Return tree-sitter's parser; raises RestoreKVError for an unknown language or a missing
     package.
     """
     if language not in GRAMMARS:

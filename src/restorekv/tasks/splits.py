@@ -19,12 +19,12 @@ DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"
 
 
 def split_novel(name: str) -> Split:
-    """Returns the split of a novel; `name` is its file name without ".txt"."""
+    """Return the split of a novel; `name` is its file name without ".txt"."""
     return {EVALUATION_NOVEL: EVALUATION, DEVELOPMENT_NOVEL: DEVELOPMENT}.get(name, TRAINING)
 
 
 def split_fairytale(file: str, index: int) -> Split:
-    """Returns the split of a story; `file` is "train" or "val", and `index` counts its stories from
+    """Return the split of a story; `file` is "train" or "val", and `index` counts its stories from
     0.
     """
     if file == "val":
@@ -33,7 +33,7 @@ def split_fairytale(file: str, index: int) -> Split:
 
 
 def split_factbook(ids: Iterable[str]) -> dict[str, Split]:
-    """Returns the split of every document; all documents of a country, the part of the id before
+    """Return the split of every document; all documents of a country, the part of the id before
     "/", share one.
 
     `ids` are those of the whole collection: the rule counts its distinct countries in alphabetical
@@ -46,7 +46,7 @@ def split_factbook(ids: Iterable[str]) -> dict[str, Split]:
 
 
 def split_corpus(split: str, name: str) -> Split:
-    """Returns the split of a passage of the corpus of many genres.
+    """Return the split of a passage of the corpus of many genres.
 
     Half of the corpus' development documents choose variants, the other half report.
 

@@ -46,7 +46,7 @@ class XQuAD(Extractive):
             yield from self.read_article(article, size)
 
     def read_article(self, article: dict, size: Callable[[str], int]) -> Iterator[Sample]:
-        """Yields groups of paragraphs that have questions; a paragraph longer than `length` stands
+        """Yield groups of paragraphs that have questions; a paragraph longer than `length` stands
         alone.
         """
         paragraphs = article["paragraphs"]
@@ -93,7 +93,7 @@ class HotpotQA(Extractive):
         yield Sample(question.id, "\n\n".join(paragraphs), (question,))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns token F1, or 0 if only one of answer and prediction is "yes" or "no", as the
+        """Return token F1, or 0 if only one of answer and prediction is "yes" or "no", as the
         official evaluator.
         """
         answer = normalize(prediction)

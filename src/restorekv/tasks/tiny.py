@@ -49,7 +49,7 @@ class TinySuite(Benchmark):
             yield Sample(str(index), document.text, tuple(questions))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns the share of the answers found, whether the letter is right, or token F1, as the
+        """Return the share of the answers found, whether the letter is right, or token F1, as the
         family asks.
         """
         target, metric = (str(question.facts[key]) for key in ("target", "metric"))

@@ -27,7 +27,7 @@ def draw_documents(
     low: int = SHORTEST,
     high: int = LONGEST,
 ) -> list[WorldDocument]:
-    """Returns `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion
+    """Return `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion
     `SHARES`.
 
     Lengths count the chat prefix of the tiny template, so that the longest still fits.
@@ -42,14 +42,14 @@ def draw_documents(
 
 
 def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Returns a cached counter of a sentence's ids in running text; filler repeats itself."""
+    """Return a cached counter of a sentence's ids in running text; filler repeats itself."""
     return lru_cache(maxsize=20000)(lambda sentence: len(tokenize_text(tokenizer, " " + sentence)))
 
 
 def draw_held_out(
     name: str, kind: str, low: int, high: int, length: Callable[[str], int]
 ) -> WorldDocument:
-    """Returns the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family
+    """Return the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family
     (one free-form).
     """
     rng = random.Random(name)

@@ -50,7 +50,7 @@ class WorldQuestion:
     max_new_tokens: int = 32
 
     def score(self, prediction: str) -> float:
-        """Returns the score of a prediction, in [0, 1]."""
+        """Return the score of a prediction, in [0, 1]."""
         if self.metric == "letter":
             letters = re.findall(r"\b([A-E])\b", prediction)
             return float(letters[-1:] == [self.answers[0]])
@@ -79,14 +79,14 @@ class WorldFacts:
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Returns the token F1 of two texts, lower-cased, without punctuation (the SQuAD measure)."""
+    """Return the token F1 of two texts, lower-cased, without punctuation (the SQuAD measure)."""
     ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (prediction, reference))
     common = sum((ours & theirs).values())
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
 def _draw_stories() -> list[list[str]]:
-    """Returns the stories, the same in every process because their seed never changes."""
+    """Return the stories, the same in every process because their seed never changes."""
     rng = random.Random(20261121)
     lines = [
         f"{who} {deed} {place} {when}."
@@ -110,7 +110,7 @@ def _draw_code(rng: random.Random) -> str:
 
 
 def draw_needles(rng: random.Random, size: int) -> WorldFacts:
-    """Draws `size` keys with one code each, but two or three codes for one of them."""
+    """Draw `size` keys with one code each, but two or three codes for one of them."""
     keys = rng.sample(ITEMS, size)
     codes = {key: [_draw_code(rng)] for key in keys}
     many = keys[0]
@@ -137,7 +137,7 @@ def draw_needles(rng: random.Random, size: int) -> WorldFacts:
 
 
 def draw_needle(rng: random.Random) -> WorldFacts:
-    """Draws one key with one code."""
+    """Draw one key with one code."""
     key = rng.choice(ITEMS)
     code = _draw_code(rng)
     return WorldFacts((f"Register of codes: {key} {code}.",), (_ask_code(key, code, "single"),))
@@ -159,7 +159,7 @@ RELATIONS: dict[str, tuple[str, list[str]]] = {
 
 
 def draw_people(rng: random.Random, size: int) -> WorldFacts:
-    """Draws `size` people with three facts each, in separate sentences."""
+    """Draw `size` people with three facts each, in separate sentences."""
     names = rng.sample(NAMES, size)
     values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, pool) in RELATIONS.items()}
     sentences = []
@@ -194,7 +194,7 @@ def _ask_choice(
 
 
 def draw_links(rng: random.Random, size: int) -> WorldFacts:
-    """Draws `size` chains: a number is linked to a name, that name to another, and so on (variable
+    """Draw `size` chains: a number is linked to a name, that name to another, and so on (variable
     tracking).
     """
     names = rng.sample(LINKS, 4 * size)
@@ -215,7 +215,7 @@ def draw_links(rng: random.Random, size: int) -> WorldFacts:
 
 
 def draw_counted_words(rng: random.Random, family: str, length: int) -> tuple[str, WorldQuestion]:
-    """Returns a list of `length` words, three of which are frequent, and the question about those
+    """Return a list of `length` words, three of which are frequent, and the question about those
     three.
     """
     pool, name, shares = {
@@ -243,8 +243,8 @@ CountTokens = Callable[[str], int]
 def draw_filler(
     rng: random.Random, tokens: int, measure: CountTokens, noise: float = 0.0
 ) -> list[str]:
-    """Returns sentences of stories up to `tokens` by `measure`; random words replace a share
-    `noise` of them.
+    """Return sentences of stories up to `tokens` by `measure`; random words replace a share `noise`
+    of them.
     """
     lines: list[str] = []
     used = 0
@@ -259,7 +259,7 @@ def draw_filler(
 
 
 def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
-    """Inserts the facts at random places between the lines, each list of facts in its order."""
+    """Insert the facts at random places between the lines, each list of facts in its order."""
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
         for fact, place in zip(
@@ -275,7 +275,7 @@ def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> s
 def draw_document(
     rng: random.Random, kind: str, tokens: int, measure: CountTokens, noise: float = 0.0
 ) -> WorldDocument:
-    """Returns a document of at most `tokens` by `measure`, which counts one sentence at a time, and
+    """Return a document of at most `tokens` by `measure`, which counts one sentence at a time, and
     its questions.
     """
     if kind == "words":
@@ -307,7 +307,7 @@ def draw_document(
 def _draw_lists(
     rng: random.Random, tokens: int, measure: CountTokens, noise: float
 ) -> WorldDocument:
-    """Returns a document of two word lists with filler around them."""
+    """Return a document of two word lists with filler around them."""
     length = max(int(tokens * rng.choice((0.2, 0.3, 0.4))) - 8, 12)
     lists = [draw_counted_words(rng, family, length) for family in rng.sample(("cwe", "fwe"), 2)]
     lines = draw_filler(rng, tokens - sum(measure(words) for words, _ in lists) - 4, measure, noise)

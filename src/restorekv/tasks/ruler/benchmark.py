@@ -50,7 +50,10 @@ GROUPS = {
 }
 TASKS = tuple(task for tasks in GROUPS.values() for task in tasks)
 HUB = "simonjegou/ruler"
-INSTEAD = "fetch it once with a network, give source=FOLDER with its files, or leave source out to generate"
+INSTEAD = (
+    "fetch it once with a network, give source=FOLDER with its files, or leave source out to "
+    "generate"
+)
 NOVEL = "novel"
 ESSAY_TASKS = tuple(task for task, settings in NEEDLES.items() if "haystack" not in settings)
 # That names a task's file.
@@ -110,7 +113,7 @@ class Ruler(Benchmark):
         return self._load_stored()
 
     def _load_stored(self) -> list[Sample]:
-        """Returns the distinct contexts of the hub, a file, a folder, or the folder's subfolder of
+        """Return the distinct contexts of the hub, a file, a folder, or the folder's subfolder of
         that length.
         """
         if self.source == "hub":
@@ -136,7 +139,7 @@ class Ruler(Benchmark):
         return group_by_context(questions)
 
     def _generate(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
-        """Yields samples, each of which depends only on seed, task, index and how many `tokens`
+        """Yield samples, each of which depends only on seed, task, index and how many `tokens`
         texts have.
         """
         for name in self.chosen_tasks:
@@ -156,7 +159,7 @@ class Ruler(Benchmark):
     def _fit_draft(
         self, name: str, index: int, task: DraftTask, tokens: Callable[[str], int]
     ) -> PromptDraft:
-        """Returns the longest draft that leaves room for the answer."""
+        """Return the longest draft that leaves room for the answer."""
 
         def draft(units: int) -> PromptDraft:
             return task.draft(units, Random(f"{self.seed} {name} {index}"))
@@ -175,7 +178,7 @@ class Ruler(Benchmark):
     def _make_task_maker(
         self, name: str, tokens: Callable[[str], int]
     ) -> Callable[[int], DraftTask]:
-        """Returns a function that makes the task of every sample from its index."""
+        """Return a function that makes the task of every sample from its index."""
         match name:
             case "vt":
                 task = track_variables(self.length, tokens)
@@ -193,11 +196,13 @@ class Ruler(Benchmark):
         return lambda index: task
 
     def _uses_shipped_file(self, name: str) -> bool:
-        """Returns whether the task uses the file that ships because none is given."""
+        """Return whether the task uses the file that ships because none is given."""
         return self.source == NOVEL and not getattr(self, SETTING[name])
 
     def _find_file(self, name: str) -> str:
-        """Returns the file that the task uses, given or shipped; empty if its texts are generated."""
+        """Return the file that the task uses, given or shipped; empty if its texts are
+        generated.
+        """
         setting = SETTING[name]
         return (
             str(TEXTS / STAND_INS[setting]["file"])
@@ -206,8 +211,8 @@ class Ruler(Benchmark):
         )
 
     def _make_haystack(self, name: str) -> Callable[[int], Essays]:
-        """Returns a function of a sample's index: the essays from the first word on, as in RULER,
-        or generated prose.
+        """Return a function of a sample's index: the essays from the first word on, as in RULER, or
+        generated prose.
 
         Of a novel every sample has an excerpt of its own, since few short samples would see little
         but its opening.
@@ -231,7 +236,7 @@ class Ruler(Benchmark):
         return excerpt
 
     def _make_asker(self, name: str) -> Callable[[int], DraftTask]:
-        """Returns a function of a sample's index: questions of a file in its order, or in the
+        """Return a function of a sample's index: questions of a file in its order, or in the
         seed's, or generated.
         """
         if not self._find_file(name):
@@ -244,7 +249,8 @@ class Ruler(Benchmark):
             Random(f"{self.seed} {name} order").shuffle(order)
         elif self.per_task > len(order):
             raise RestoreKVError(
-                f"{self._find_file(name)} has {len(order)} questions; give per_task={len(order)} at most."
+                f"{self._find_file(name)} has {len(order)} questions; give per_task={len(order)} "
+                "at most."
             )
         return lambda index: documents.ask_over_documents(texts, questions[order[index]])
 
@@ -252,7 +258,7 @@ class Ruler(Benchmark):
         return documents.load_questions(SETTING[name], self._find_file(name))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Matches strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of
+        """Match strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of
         references.
         """
         text = re.sub(r"[\x00-\x1f]", "", prediction.strip()).strip().lower()
@@ -262,10 +268,16 @@ class Ruler(Benchmark):
         )
 
     def to_json(self) -> dict[str, object]:
-        """Includes what stands in for RULER's own texts, by task, and hashes of the files read."""
+        """Include what stands in for RULER's own texts, by task, and hashes of the files read."""
         if self.source == "hub":
-            made = f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of Llama-3.1-8B"
-            license = "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul Graham's"
+            made = (
+                f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of "
+                "Llama-3.1-8B"
+            )
+            license = (
+                "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul "
+                "Graham's"
+            )
             return {"data": HUB, "made": made, "license": license, "metric": self.metric}
         if not self.generates:
             files = identify_source(str(check_exists(self.source)))
@@ -285,7 +297,10 @@ class Ruler(Benchmark):
         return {
             "data": "generated in RULER's form, not RULER's own samples",
             "license": novel if self.source == NOVEL else "Apache-2.0; that of the files given",
-            "length": f"{self.length} tokens of the model's tokenizer, the answer's budget included, no template",
+            "length": (
+                f"{self.length} tokens of the model's tokenizer, the answer's budget included, no "
+                "template"
+            ),
             "stand_ins": {
                 task: text for task, text in self._list_stand_ins() if task in self.chosen_tasks
             },
@@ -303,12 +318,14 @@ class Ruler(Benchmark):
         if self.length // 4 < EXAMPLE_TOKENS:
             yield (
                 "vt",
-                f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}",
+                f"a worked example of {self.length // 4} tokens or one noise instead of "
+                f"{EXAMPLE_TOKENS}",
             )
         if self.length < SHORT:
             yield (
                 "cwe",
-                "common words 3 times and others once instead of 6 times and once, and a shorter example",
+                "common words 3 times and others once instead of 6 times and once, and a shorter "
+                "example",
             )
 
     def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
@@ -320,7 +337,7 @@ class Ruler(Benchmark):
 
 
 def _load_sentences(where: str) -> list[str]:
-    """Returns the sentences of a file or folder of texts, all white space made one."""
+    """Return the sentences of a file or folder of texts, all white space made one."""
     with check_form(
         f"{where} holds something other than texts or JSON with the field text", "fix it"
     ):

@@ -26,7 +26,9 @@ WITH_A_PAIR = 8  # other documents that come with a question of HotpotQA
 
 
 class DocumentQuestion(NamedTuple):
-    """A question; the documents `own` answer it, and `near` are the first to add. Both are indices."""
+    """A question; the documents `own` answer it, and `near` are the first to add. Both are
+    indices.
+    """
 
     query: str
     answers: tuple[str, ...]
@@ -40,7 +42,7 @@ class QuestionCollection(NamedTuple):
 
 
 def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> DraftTask:
-    """Asks one question over the documents that answer it among others. Units are documents."""
+    """Ask one question over the documents that answer it among others. Units are documents."""
 
     def draft(units: int, rng: Random) -> PromptDraft:
         near = list(asked.near)
@@ -61,7 +63,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
 
 
 def load_questions(kind: str, where: str) -> QuestionCollection:
-    """Reads "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
+    """Read "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
     name, reader = {
         "squad": ("dev-v2.0.json", _parse_squad),
         "hotpot": ("hotpot_dev_distractor_v1.json", _parse_hotpot),
@@ -74,7 +76,7 @@ def load_questions(kind: str, where: str) -> QuestionCollection:
 
 
 def _parse_squad(rows: list[dict]) -> QuestionCollection:
-    """Reads every answerable question, in the file's order; near are the other paragraphs of its
+    """Read every answerable question, in the file's order; near are the other paragraphs of its
     article.
     """
     articles = [article["paragraphs"] for row in rows for article in row["data"]]
@@ -95,7 +97,7 @@ def _parse_squad(rows: list[dict]) -> QuestionCollection:
 
 
 def _parse_hotpot(rows: list[dict]) -> QuestionCollection:
-    """Reads every question; own are the supporting documents, near the distractors that come with
+    """Read every question; own are the supporting documents, near the distractors that come with
     it.
     """
     contexts = [
@@ -117,7 +119,7 @@ def _number_texts(documents: Iterable[str]) -> dict[str, int]:
 
 
 def generate_articles(count: int, rng: Random) -> DraftTask:
-    """Generates in place of SQuAD: asks about the town of the first of at least `count` paragraphs.
+    """Generate in place of SQuAD: asks about the town of the first of at least `count` paragraphs.
 
     A town has three paragraphs, one of which answers. All names are unique among a question's
     documents, so that a question has one answer.
@@ -139,7 +141,7 @@ def generate_articles(count: int, rng: Random) -> DraftTask:
 
 
 def generate_pairs(count: int, rng: Random) -> DraftTask:
-    """Generates in place of HotpotQA: asks about the first two of at least `count` documents.
+    """Generate in place of HotpotQA: asks about the first two of at least `count` documents.
 
     They are a person and the company that the person founded, and must be read together.
     """
@@ -159,7 +161,7 @@ def generate_pairs(count: int, rng: Random) -> DraftTask:
 
 
 def _draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
-    """Returns values for every slot of a generated document; those of `named` are names that stand
+    """Return values for every slot of a generated document; those of `named` are names that stand
     nowhere else.
     """
     year = rng.randrange(1100, 1900)
@@ -176,7 +178,7 @@ def _draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, 
 
 
 def _draw_names(rng: Random) -> Iterator[str]:
-    """Yields different names without end, with more and more middle parts."""
+    """Yield different names without end, with more and more middle parts."""
     known: set[str] = set()
     middles = 1
     while True:

@@ -20,7 +20,7 @@ PROMPTS = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8")
 
 
 def get_answer_limit(task: str) -> int:
-    """Returns the limit of an answer, by the family of "niah_single_1" and the like."""
+    """Return the limit of an answer, by the family of "niah_single_1" and the like."""
     return MAX_NEW_TOKENS[task.split("_")[0]]
 
 
@@ -38,7 +38,7 @@ class PromptDraft(NamedTuple):
 
     @classmethod
     def fill(cls, prompt: str, answers: Iterable[str], **values: object) -> Self:
-        """Puts values into the places of a prompt."""
+        """Put values into the places of a prompt."""
         return cls(*(part.format(**values) for part in PROMPTS[prompt]), tuple(answers))
 
 
@@ -55,7 +55,7 @@ class DraftTask(NamedTuple):
 
 
 def find_most_units(size: Callable[[int], int], limit: int, least: int, most: int) -> int:
-    """Returns n with size(n) <= limit < size(n + 1), or `most`; assumes size(least) <= limit.
+    """Return n with size(n) <= limit < size(n + 1), or `most`; assumes size(least) <= limit.
 
     Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
     step halves.
@@ -80,7 +80,7 @@ def find_most_units(size: Callable[[int], int], limit: int, least: int, most: in
 
 @cache
 def load_words(*kinds: str) -> tuple[str, ...]:
-    """Returns the sorted words of the library wonderwords of these kinds: "noun", "adjective",
+    """Return the sorted words of the library wonderwords of these kinds: "noun", "adjective",
     "verb".
     """
     return tuple(

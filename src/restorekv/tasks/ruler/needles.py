@@ -35,7 +35,7 @@ class Essays:
         self.ends: list[int] = []  # words up to the end of each sentence
 
     def take_first(self, words: int) -> list[str]:
-        """Returns the sentences of the first `words` words; the last one may be cut."""
+        """Return the sentences of the first `words` words; the last one may be cut."""
         while not self.ends or self.ends[-1] < words:
             self.sentences.append(next(self.source))
             self.ends.append((self.ends[-1] if self.ends else 0) + len(self.sentences[-1].split()))
@@ -52,7 +52,7 @@ def hide_needles(
     values: int = 1,
     queries: int = 1,
 ) -> DraftTask:
-    """Hides `keys` keys with `values` values each and asks for `queries` of the keys. Units are
+    """Hide `keys` keys with `values` values each and asks for `queries` of the keys. Units are
     lines, or essay words.
 
     The haystack is essays, "noise", or "needle": lines like the needle.
@@ -92,7 +92,7 @@ def hide_needles(
 
 
 def _insert_into_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
-    """Puts the needles between sentences at depths of RULER's grid."""
+    """Put the needles between sentences at depths of RULER's grid."""
     places = sorted(
         int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles))
     )
@@ -105,7 +105,7 @@ def _insert_into_essays(sentences: list[str], needles: list[str], rng: Random) -
 
 
 def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str:
-    """Puts the needles before random lines."""
+    """Put the needles before random lines."""
     places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
         lines.insert(place, needle)
@@ -113,7 +113,7 @@ def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str
 
 
 def _draw_unused(kind: str, rng: Random, taken: set[str]) -> str:
-    """Returns a word pair, number or uuid that is not yet in `taken`, and adds it."""
+    """Return a word pair, number or uuid that is not yet in `taken`, and adds it."""
     while True:
         match kind:
             case "words":

@@ -52,14 +52,14 @@ def track_variables(length: int, tokens: Callable[[str], int]) -> DraftTask:
 
 
 def _draft_example(noises: int, rng: Random) -> str:
-    """Returns a solved task with names of three letters."""
+    """Return a solved task with names of three letters."""
     task = _draft_chain(3, noises, rng)
     return f"{task.text} {' '.join(task.answers)}"
 
 
 def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
-    """Returns one chain among noises; if the noises are few, their sentences are used one by one,
-    as RULER does.
+    """Return one chain among noises; if the noises are few, their sentences are used one by one, as
+    RULER does.
     """
     names: list[str] = []
     while len(names) <= HOPS:
@@ -105,7 +105,7 @@ def find_common_words(length: int) -> DraftTask:
 
 
 def _draft_counted_list(units: int, common: int, other: int, rng: Random) -> PromptDraft:
-    """Returns a shuffled list of `units` words, the first ten of them `common` times, the others
+    """Return a shuffled list of `units` words, the first ten of them `common` times, the others
     `other` times.
     """
     drawn = _draw_distinct(units, rng)
@@ -115,7 +115,7 @@ def _draft_counted_list(units: int, common: int, other: int, rng: Random) -> Pro
 
 
 def _draw_distinct(count: int, rng: Random) -> list[str]:
-    """Returns different words in a random order: single words, then pairs of an adjective and a
+    """Return different words in a random order: single words, then pairs of an adjective and a
     noun.
     """
     single = list(load_words("noun", "adjective", "verb"))
