@@ -83,19 +83,22 @@ def summarize_fidelity(
     "same" is the percentage of answers with the full cache's exact text. `tasks` restricts the
     questions; None takes all of them.
     """
-    chosen = [
-        [answer for answer in line["answers"] if tasks is None or answer["task"] in tasks]
-        for line in lines
-    ]
-    every = [answer for answers in chosen for answer in answers]
-    if not every or not all("kl" in answer for answer in every):
+    sums = np.zeros(len(lines))  # KL of each context, summed over the tokens of its answers
+    tokens = np.zeros(len(lines))
+    answers = 0
+    same = 0
+    for number, line in enumerate(lines):
+        for answer in line["answers"]:
+            if tasks is not None and answer["task"] not in tasks:
+                continue
+            if "kl" not in answer:
+                return {}
+            sums[number] += answer["kl"] * answer["answer_tokens"]
+            tokens[number] += answer["answer_tokens"]
+            answers += 1
+            same += answer["same"]
+    if not answers:
         return {}
-    sums = np.array(
-        [sum(answer["kl"] * answer["answer_tokens"] for answer in answers) for answers in chosen]
-    )
-    tokens = np.array(
-        [sum(answer["answer_tokens"] for answer in answers) for answers in chosen], dtype=float
-    )
-    figures = bootstrap_ratio(sums, tokens)
-    same = 100 * sum(answer["same"] for answer in every) / len(every)
-    return dict(zip(FIGURES, (*figures, same, int(tokens.sum())), strict=True))
+    kl, low, high = bootstrap_ratio(sums, tokens)
+    figures = (kl, low, high, 100 * same / answers, int(tokens.sum()))
+    return dict(zip(FIGURES, figures, strict=True))

@@ -22,7 +22,7 @@ from restorekv.model.names import TINY, tiny_path, to_canonical_name
 
 Item = TypeVar("Item")
 FULL = "full"
-SHIPPED = ""  # stands for the adapter that ships for an evictor and a model
+SHIPPED = ""  # means the adapter that ships for an evictor and a model
 IGNORED_BY_FULL = (
     "on_small_budget",
     "allocation",

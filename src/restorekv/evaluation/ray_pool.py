@@ -29,7 +29,7 @@ class WorkerProcess:
     """What every worker's process has."""
 
     def set_up(self, threads: int, folder: str) -> None:
-        """Take so many threads, and the driver's folder, so that relative paths mean the same."""
+        """Use `threads` threads, and the driver's folder, so that relative paths mean the same."""
         if os.path.isdir(folder):
             os.chdir(folder)
         torch.set_num_threads(threads)
@@ -105,12 +105,16 @@ class RayWorkers:
         self.busy[worker.report_ready.remote()] = worker, None
 
     def run_calls(self, calls: Sequence[Call]) -> Iterator[Any]:
-        """Yield what the calls return, in their order; raises a worker's error or bug here."""
-        # Drops earlier answers.
+        """Yield what the calls return, in their order; raise a worker's error or bug here.
+
+        Every idle worker gets the next call. The call of a worker that died goes to another one,
+        first of all, until TRIES workers have died over it.
+        """
+        # What earlier calls still return is not waited for.
         self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}
         waiting = deque(range(len(calls)))
-        deaths = Counter()
-        done = {}
+        deaths: Counter[int | None] = Counter()
+        done: dict[int | None, Any] = {}
         for turn in range(len(calls)):
             while turn not in done:
                 while self.idle and waiting:
@@ -132,20 +136,19 @@ class RayWorkers:
                         self._start_worker()
                         deaths[number] += 1
                         if deaths[number] == TRIES:
-                            fix = "give a worker more memory or take shorter contexts"
                             reason = (
-                                f"{TRIES} workers died over the same context; {fix} "
-                                f"({summarize_error(error)})."
+                                f"{TRIES} workers died over the same context; give a worker more "
+                                f"memory or take shorter contexts ({summarize_error(error)})."
                             )
-                            done[number] = (RayWorkers if number is None else type(self)).give_up(
-                                self, reason
-                            )
-                            continue
-                        waiting.extendleft([] if number is None else [number])
+                            # A subclass may replace a call's result, but not a worker's start.
+                            giver = RayWorkers if number is None else type(self)
+                            done[number] = giver.give_up(self, reason)
+                        elif number is not None:
+                            waiting.appendleft(number)
             yield done.pop(turn)
 
     def give_up(self, reason: str) -> Any:
-        """Return what stands for the result of a call over which workers died."""
+        """Return what replaces the result of a call over which workers died, or raise."""
         raise RestoreKVError(reason)
 
 

@@ -105,7 +105,7 @@ class Result:
             _check_types(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
             raise RestoreKVError(
-                f"{path} is of other answers than {ANSWERS} beside it; remove it and start again."
+                f"{path} is of other answers than {ANSWERS} next to it; remove it and start again."
             )
         return figures
 

@@ -80,13 +80,12 @@ class SeedPool:
         if len(self.results) == 1:
             return {line["sample"]: line for line in self.results[0].lines}
         lines: dict[Hashable, dict] = {}
-        for line in (line for result in self.results for line in result.lines):
-            asked = repr([(answer["question"], answer["references"]) for answer in line["answers"]])
-            name = (
-                f"{line['sample']} {line['context']} "
-                f"{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
-            )
-            lines.setdefault(name, line)
+        for result in self.results:
+            for line in result.lines:
+                # Seeds number their contexts alike, so a name says also what was asked of which.
+                asked = [(answer["question"], answer["references"]) for answer in line["answers"]]
+                digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
+                lines.setdefault(f"{line['sample']} {line['context']} {digest}", line)
         return lines
 
     @property
@@ -135,28 +134,27 @@ class SeedPool:
             self.averages_contexts,
         )
         if base and full:
-            of_full, of_base = (
-                compute_mean_score(pool.list_counted_answers(members), self.averages_contexts)
-                for pool in (full, base)
-            )
-            figures["recovered"] = (
-                figures["gain"] / (of_full - of_base) if of_full > of_base else None
-            )
+            of_full = compute_mean_score(full.list_counted_answers(members), self.averages_contexts)
+            of_base = compute_mean_score(base.list_counted_answers(members), self.averages_contexts)
+            figures["recovered"] = None
+            if of_full > of_base:
+                figures["recovered"] = figures["gain"] / (of_full - of_base)
         return figures
 
     def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return every further metric in points: the mean over tasks of the mean over questions."""
         chosen = {answer.family for answer in self.list_counted_answers(members)}
         by_metric: dict[str, dict[str, list[float]]] = {}
-        for answer in (
-            answer for line in self.lines for answer in line["answers"] if answer["task"] in chosen
-        ):
-            for name, value in answer.get("metrics", {}).items():
-                by_metric.setdefault(name, {}).setdefault(answer["task"], []).append(value)
-        return {
-            name: 100 * float(np.mean([np.mean(values) for values in by_task.values()]))
-            for name, by_task in by_metric.items()
-        }
+        for line in self.lines:
+            for answer in line["answers"]:
+                if answer["task"] in chosen:
+                    for name, value in answer.get("metrics", {}).items():
+                        by_metric.setdefault(name, {}).setdefault(answer["task"], []).append(value)
+        points = {}
+        for name, by_task in by_metric.items():
+            means = [np.mean(values) for values in by_task.values()]
+            points[name] = 100 * float(np.mean(means))
+        return points
 
     def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return how far the answers are from the full cache's, {} where that was not recorded; see
@@ -179,10 +177,11 @@ class SeedPool:
         """
         heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]
         counts = prefix or self.identity["prefix_policy"] == "counted"
-        columns = self.get_values("tokens") + (self.get_values("prefix") if counts else 0)
-        return float(
-            np.mean(self.get_values("pairs_with_prefix" if prefix else "pairs") / columns / heads)
-        )
+        columns = self.get_values("tokens")
+        if counts:
+            columns = columns + self.get_values("prefix")
+        pairs = self.get_values("pairs_with_prefix" if prefix else "pairs")
+        return float(np.mean(pairs / columns / heads))
 
 
 def summarize_cell(result: Result) -> dict:
@@ -191,10 +190,14 @@ def summarize_cell(result: Result) -> dict:
     """
     pool = SeedPool((result,))
 
-    def further(members: Sequence[str] = ()) -> dict[str, object]:
-        return pool.summarize_fidelity(members) | (
-            {"metrics": metrics} if (metrics := pool.average_metrics(members)) else {}
-        )
+    def summarize_further(members: Sequence[str] = ()) -> dict[str, object]:
+        """Return fidelity and further metrics, as far as there are any."""
+        figures: dict[str, object] = dict(pool.summarize_fidelity(members))
+        if metrics := pool.average_metrics(members):
+            figures["metrics"] = metrics
+        return figures
+
+    tasks = {task: pool.score_tasks([task]) | summarize_further([task]) for task in pool.tasks}
 
     return {
         **pool.score_tasks(),
@@ -202,8 +205,8 @@ def summarize_cell(result: Result) -> dict:
         **{key: pool.average(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
         "kept": pool.compute_kept_share(),
         "kept_with_prefix": pool.compute_kept_share(prefix=True),
-        **further(),
-        "tasks": {task: pool.score_tasks([task]) | further([task]) for task in pool.tasks},
+        **summarize_further(),
+        "tasks": tasks,
         "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
     }
 

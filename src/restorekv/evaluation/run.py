@@ -69,9 +69,8 @@ class LocalPool:
 
     def open_job(self, job: Job) -> tuple[Identities, list[str]]:
         worker = self._get_worker(job)
-        return {cell: identify_cell(worker, cell) for cell in job.cells}, [
-            sample.id for sample in worker.samples
-        ]
+        identities = {cell: identify_cell(worker, cell) for cell in job.cells}
+        return identities, [sample.id for sample in worker.samples]
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
         for sample, cells in missing:
@@ -79,7 +78,7 @@ class LocalPool:
 
 
 def identify_cell(worker: Worker, cell: Cell) -> dict:
-    """Return what the cell is made with; cells with equal facts and fields have equal answers on
+    """Return what the cell is made with; cells with equal identities and fields have equal answers on
     one machine.
     """
     adapter = worker.adapters[cell]
@@ -200,7 +199,9 @@ def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missin
             raise RestoreKVError(
                 f"{results[cell].folder} has answers to other contexts; choose another folder."
             )
-    missing = [
-        (sample, [cell for cell in results if sample not in answered[cell]]) for sample in samples
-    ]
-    return [(sample, cells) for sample, cells in missing if cells]
+    missing = []
+    for sample in samples:
+        cells = [cell for cell in results if sample not in answered[cell]]
+        if cells:
+            missing.append((sample, cells))
+    return missing

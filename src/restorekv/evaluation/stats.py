@@ -158,10 +158,11 @@ def tally_scores(
     """Return sums of scores and what they are divided by: (documents, families), in order of
     appearance.
     """
-    documents, families = (
-        {name: i for i, name in enumerate(dict.fromkeys(names))}
-        for names in zip(*((answer.document, answer.family) for answer in answers), strict=True)
-    )
+    documents: dict[int | str, int] = {}
+    families: dict[str, int] = {}
+    for answer in answers:
+        documents.setdefault(answer.document, len(documents))
+        families.setdefault(answer.family, len(families))
     sums = np.zeros((len(documents), len(families)))
     counts = np.zeros_like(sums)
     for answer in answers:

@@ -87,8 +87,9 @@ def match_passages(questions: Sequence[dict], passages: Sequence[str]) -> list[i
     """Return the index of the passage that each question of a story is about; None if words and
     place disagree.
     """
-    # From 1.
-    sections = [[int(number) for number in each["sections"].split(",")] for each in questions]
+    sections = []  # of each question; their numbers begin at 1
+    for each in questions:
+        sections.append([int(number) for number in each["sections"].split(",")])
     last = max(map(max, sections), default=1)
     ends = list(accumulate(len(text) for text in passages))
     edges = [end / ends[-1] for end in (0, *ends)]
@@ -100,19 +101,18 @@ def match_passages(questions: Sequence[dict], passages: Sequence[str]) -> list[i
         weights = {
             word: math.log((len(passages) + 1) / (frequency[word] + 0.5)) for word in evidence
         }
-        # Fsum: a set's order, and so a sum's last bit, varies by process.
+        # fsum, because a set's order, and so the last bit of a plain sum, varies by process.
         total = math.fsum(weights.values()) or 1.0
-        shares = [
-            math.fsum(weights[word] for word in evidence & words) / total for words in vocabularies
-        ]
+        shares = []
+        for words in vocabularies:
+            shares.append(math.fsum(weights[word] for word in evidence & words) / total)
         center = (sum(numbers) / len(numbers) - 0.5) / last
         distances = [max(low - center, center - high, 0) for low, high in pairwise(edges)]
         likelihoods = [
             share - POSITION * distance for share, distance in zip(shares, distances, strict=True)
         ]
-        by_words, by_both = (
-            max(range(len(passages)), key=values.__getitem__) for values in (shares, likelihoods)
-        )
+        by_words = max(range(len(passages)), key=shares.__getitem__)
+        by_both = max(range(len(passages)), key=likelihoods.__getitem__)
         indices.append(by_both if by_words == by_both else None)
     return indices
 

@@ -130,24 +130,27 @@ def _cut_text(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS
     if not joints or size(text) <= length:
         return [text] if text else []
     first, *others = text.split(joints[0])
-    parts = (first, *(joints[0] + part for part in others))
-    return [piece for part in parts for piece in _cut_text(part, length, size, joints[1:])]
+    pieces = _cut_text(first, length, size, joints[1:])
+    for part in others:
+        pieces += _cut_text(joints[0] + part, length, size, joints[1:])
+    return pieces
 
 
 def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
     """Return the fewest groups of neighbors that sum to at most `most` each, with the smallest
     largest group.
 
-    A size above `most` gets a group of its own.
+    A size above `most` gets a separate group.
     """
     count = len(_fill_groups(sizes, most))
     low = 1
     high = most
     while low < high:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if len(_fill_groups(sizes, middle)) <= count else (middle + 1, high)
-        )
+        if len(_fill_groups(sizes, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
     return _fill_groups(sizes, low)
 
 

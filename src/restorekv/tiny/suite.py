@@ -33,7 +33,9 @@ def draw_documents(
     Lengths count the chat prefix of the tiny template, so that the longest still fits.
     """
     length = make_token_counter(tokenizer)
-    kinds = [kind for kind, share in zip(KINDS, SHARES, strict=True) for _ in range(share)]
+    kinds: list[str] = []
+    for kind, share in zip(KINDS, SHARES, strict=True):
+        kinds += [kind] * share
     random.Random("order of kinds").shuffle(kinds)
     return [
         draw_held_out(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length)

@@ -223,11 +223,9 @@ def draw_counted_words(rng: random.Random, family: str, length: int) -> tuple[st
         "fwe": (CODED, "most frequent words in the coded", (0.30, 0.20, 0.13)),
     }[family]
     words = rng.sample(pool, 24)
-    drawn = [
-        word
-        for word, share in zip(words, shares, strict=False)
-        for _ in range(max(round(share * length), 3))
-    ]
+    drawn: list[str] = []
+    for word, share in zip(words, shares, strict=False):
+        drawn += [word] * max(round(share * length), 3)
     drawn += (words[3:] * (length // 21 + 1))[: max(length - len(drawn), 0)]
     rng.shuffle(drawn)
     title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
@@ -262,9 +260,8 @@ def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> s
     """Insert the facts at random places between the lines, each list of facts in its order."""
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
-        for fact, place in zip(
-            ordered, sorted(rng.randrange(len(placed)) for _ in ordered), strict=True
-        ):
+        places = sorted(rng.randrange(len(placed)) for _ in ordered)
+        for fact, place in zip(ordered, places, strict=True):
             placed[place].append(fact)
     text = list(placed[0])
     for line, after in zip(lines, placed[1:], strict=True):
@@ -282,16 +279,13 @@ def draw_document(
         return _draw_lists(rng, tokens, measure, noise)
     large = tokens >= 200
     parts = []
+    # The order of draws decides the document.
     if kind in ("needles", "mixed"):
-        parts.append(
-            draw_needles(
-                rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))
-            )
-        )
+        size = rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))
+        parts.append(draw_needles(rng, size))
     if kind in ("people", "mixed"):
-        parts.append(
-            draw_people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1)))
-        )
+        size = rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))
+        parts.append(draw_people(rng, size))
     if kind in ("links", "mixed"):
         parts.append(draw_links(rng, 2 if large else 1))
     if kind == "links":
@@ -299,9 +293,10 @@ def draw_document(
     facts = [list(part.sentences) for part in parts]
     used = sum(measure(sentence) for part in facts for sentence in part)
     text = mix_facts(rng, facts, draw_filler(rng, max(tokens - used - 4, 0), measure, noise))
-    return WorldDocument(
-        text + "\n", kind, tuple(question for part in parts for question in part.questions)
-    )
+    questions: list[WorldQuestion] = []
+    for part in parts:
+        questions += part.questions
+    return WorldDocument(text + "\n", kind, tuple(questions))
 
 
 def _draw_lists(

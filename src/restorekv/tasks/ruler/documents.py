@@ -79,10 +79,13 @@ def _parse_squad(rows: list[dict]) -> QuestionCollection:
     """Read every answerable question, in the file's order; near are the other paragraphs of its
     article.
     """
-    articles = [article["paragraphs"] for row in rows for article in row["data"]]
-    index = _number_texts(
-        paragraph["context"] for paragraphs in articles for paragraph in paragraphs
-    )
+    articles = []
+    contexts = []
+    for row in rows:
+        for article in row["data"]:
+            articles.append(article["paragraphs"])
+            contexts += [paragraph["context"] for paragraph in article["paragraphs"]]
+    index = _number_texts(contexts)
     questions = []
     for paragraphs in articles:
         article = dict.fromkeys(index[paragraph["context"]] for paragraph in paragraphs)
@@ -100,10 +103,13 @@ def _parse_hotpot(rows: list[dict]) -> QuestionCollection:
     """Read every question; own are the supporting documents, near the distractors that come with
     it.
     """
-    contexts = [
-        [(title, f"{title}\n{''.join(text)}") for title, text in row["context"]] for row in rows
-    ]
-    index = _number_texts(text for context in contexts for _, text in context)
+    contexts = []
+    texts = []
+    for row in rows:
+        context = [(title, f"{title}\n{''.join(text)}") for title, text in row["context"]]
+        contexts.append(context)
+        texts += [text for _, text in context]
+    index = _number_texts(texts)
     questions = []
     for row, context in zip(rows, contexts, strict=True):
         supporting = {title for title, _ in row["supporting_facts"]}

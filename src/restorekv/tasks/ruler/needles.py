@@ -5,7 +5,6 @@ synthetic.yaml).
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import pairwise
 from random import Random
 
 from restorekv.tasks.ruler.draft import DraftTask, PromptDraft, draw_word_pair
@@ -66,27 +65,34 @@ def hide_needles(
             found = [_draw_unused(value, rng, taken) for _ in range(values)]
             by_key[_draw_unused(key, rng, taken)] = found
         asked = rng.sample(list(by_key), queries)
-        lines = [
-            NEEDLE.format(kind=value, key=name, value=each)
-            for name, group in by_key.items()
-            for each in group
-        ]
+        lines = []
+        for name, group in by_key.items():
+            lines += [NEEDLE.format(kind=value, key=name, value=each) for each in group]
         rng.shuffle(lines)
         if isinstance(haystack, Essays):
             text = _insert_into_essays(haystack.take_first(units), lines, rng)
         else:
             hay = [NOISE] * units
             if haystack == "needle":
-                pairs = (
-                    (_draw_unused(key, rng, taken), _draw_unused(value, rng, taken))
-                    for _ in range(units)
-                )
-                hay = [NEEDLE.format(kind=value, key=name, value=each) for name, each in pairs]
+                for line in range(units):
+                    name = _draw_unused(key, rng, taken)
+                    each = _draw_unused(value, rng, taken)
+                    hay[line] = NEEDLE.format(kind=value, key=name, value=each)
             text = _insert_into_lines(hay, lines, rng)
-        prompt, kind = ("one needle", value[:-1]) if queries * values == 1 else ("needles", value)
-        names = ", ".join(asked[:-1]) + ", and " + asked[-1] if queries > 1 else asked[0]
-        answers = (each for name in asked for each in by_key[name])
-        return PromptDraft.fill(prompt, answers, kind=kind, query=names, haystack=text)
+        single = queries * values == 1
+        names = asked[0]
+        if queries > 1:
+            names = ", ".join(asked[:-1]) + ", and " + asked[-1]
+        answers: list[str] = []
+        for name in asked:
+            answers += by_key[name]
+        return PromptDraft.fill(
+            "one needle" if single else "needles",
+            answers,
+            kind=value[:-1] if single else value,
+            query=names,
+            haystack=text,
+        )
 
     return DraftTask(draft, 40 if isinstance(haystack, Essays) else 2)
 
@@ -96,12 +102,12 @@ def _insert_into_essays(sentences: list[str], needles: list[str], rng: Random) -
     places = sorted(
         int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles))
     )
-    pieces = [
-        " ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])
-    ]
-    return " ".join(
-        [text for pair in zip(pieces, needles, strict=False) for text in pair] + pieces[-1:]
-    )
+    parts = []
+    start = 0
+    for place, needle in zip(places, needles, strict=True):
+        parts += [" ".join(sentences[start:place]), needle]
+        start = place
+    return " ".join([*parts, " ".join(sentences[start:])])
 
 
 def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str:

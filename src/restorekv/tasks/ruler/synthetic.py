@@ -73,7 +73,9 @@ def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
     ]
     lines = [NOISE + "\n"] * noises
     if noises <= len(links):
-        pieces = [piece for line in lines for piece in line.split(".")]
+        pieces: list[str] = []
+        for line in lines:
+            pieces += line.split(".")
         lines = [f"{piece}." if piece.strip() else piece for piece in pieces]
     for inserted, place in enumerate(sorted(rng.sample(range(len(lines)), len(links)))):
         lines.insert(place + inserted, links[inserted])
@@ -142,9 +144,9 @@ def find_frequent_words(length: int) -> DraftTask:
         while len(coded) < max(length // TOKENS_PER_CODED, 5):
             coded["".join(rng.choices(string.ascii_lowercase, k=LETTERS))] = None
         ranked = ["...", *list(coded)[1:]]
-        entries = [
-            word for rank, word in enumerate(ranked, 1) for _ in range(int(units / rank**2 / ZETA))
-        ]
+        entries: list[str] = []
+        for rank, word in enumerate(ranked, 1):
+            entries += [word] * int(units / rank**2 / ZETA)
         rng.shuffle(entries)
         return PromptDraft.fill("fwe", ranked[1:4], text=" ".join(entries))
 
