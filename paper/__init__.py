@@ -2,6 +2,6 @@
 paper's figures.
 
 An experiment (`experiments/`) says what is measured and what the paper says it shows; `setting`
-says on what; `plan` makes cells of a grid of that, `carry_out` measures them, `scores` judges and
-`write` makes the page.
+says on what; `plan` makes cells of a grid of that, `carry_out` measures them, `scores` judges,
+`comparison_tables` lays out the figures and `write` makes the page.
 """

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paper.plan import Experiment, cells, needs
+from paper.plan import Experiment, list_cells, list_needs
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
@@ -45,18 +45,16 @@ class Clock:
         self.begun = now()
         self.whole = sum(cost for _, cost in parts) or 1.0
 
-    def at(self, turn: int, share: float) -> None:
+    def report_at(self, turn: int, share: float) -> None:
         """Part `turn` is done to a `share`."""
         done = sum(cost for _, cost in self.parts[:turn]) + share * self.parts[turn][1]
         told = self.parts[turn][0]
         if done > 0:
-            told += (
-                f", about {spoken((self.whole - done) * (self.now() - self.begun) / done)} to go"
-            )
+            told += f", about {format_seconds((self.whole - done) * (self.now() - self.begun) / done)} to go"
         self.tell(told, done / self.whole)
 
 
-def spoken(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """ "40 s", "12 min", "1 h 40 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
@@ -65,7 +63,7 @@ def spoken(seconds: float) -> str:
 
 
 @dataclass
-class Done:
+class Outcome:
     """Results by cell, and why an evictor on a benchmark (by its spec), or a study, could not be
     measured.
     """
@@ -74,7 +72,7 @@ class Done:
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @contextmanager
-    def unless(self, what: tuple[str, str], strict: bool) -> Iterator[None]:
+    def unless_failed(self, what: tuple[str, str], strict: bool) -> Iterator[None]:
         """Continue on where data or a gate is not at hand; `strict` raises."""
         try:
             yield
@@ -90,61 +88,63 @@ def carry_out(
     out: Path,
     tell: Tell,
     pool: WorkerPool | None = None,
-) -> Done:
+) -> Outcome:
     """Every cell that the experiments share, then every study; what OUT holds is not done again."""
-    wanted = cells(experiments, setting)
+    wanted = list_cells(experiments, setting)
     if wanted:
         check_cells(wanted)
     work = group_jobs(wanted)
     studies = [study for study in experiments if isinstance(study, Study) and study.measure]
-    parts = [(named(job, experiments, setting), cost(job, out)) for job in work]
+    parts = [(_name_cells(job, experiments, setting), estimate_cost(job, out)) for job in work]
     parts += [
         (f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies
     ]
     clock = Clock(parts, tell)
-    done = Done()
+    done = Outcome()
     pool = pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
-        with done.unless((job.first.benchmark, job.first.evictor), strict=setting.tiny):
+        with done.unless_failed((job.first.benchmark, job.first.evictor), strict=setting.tiny):
             done.results |= zip(
-                job.cells, run_grid(job.cells, out, pool, listener(clock, turn)), strict=True
+                job.cells, run_grid(job.cells, out, pool, _make_listener(clock, turn)), strict=True
             )
     for turn, study in enumerate(studies, len(work)):
-        clock.at(turn, 0.0)
-        with done.unless((study.name, ""), strict=setting.tiny):
+        clock.report_at(turn, 0.0)
+        with done.unless_failed((study.name, ""), strict=setting.tiny):
             study.measure(
-                setting, out, lambda part, whole, turn=turn: clock.at(turn, part / max(whole, 1))
+                setting,
+                out,
+                lambda part, whole, turn=turn: clock.report_at(turn, part / max(whole, 1)),
             )
     return done
 
 
-def listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:
+def _make_listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:
     """Hear a run of one job, the clock's part `turn`."""
     begun: list[int] = []  # contexts answered by an earlier start
 
     def listen(progress: GridProgress) -> None:
         if progress.total == 0:
-            clock.at(turn, 0.0)
+            clock.report_at(turn, 0.0)
             return
         if not begun:
             begun.append(progress.done - 1)
-        clock.at(turn, (progress.done - begun[0]) / (progress.total - begun[0]))
+        clock.report_at(turn, (progress.done - begun[0]) / (progress.total - begun[0]))
 
     return listen
 
 
-def named(job: Job, experiments: Sequence[Experiment], setting: Setting) -> str:
+def _name_cells(job: Job, experiments: Sequence[Experiment], setting: Setting) -> str:
     """The experiments that a job is for."""
     found = [
         experiment.number or experiment.title
         for experiment in experiments
-        if not {need.cell for need in needs(experiment, setting)}.isdisjoint(job.cells)
+        if not {need.cell for need in list_needs(experiment, setting)}.isdisjoint(job.cells)
     ]
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return f"{', '.join(found[:NAMED])}{more} ({job.first.evictor})"
 
 
-def cost(job: Job, out: Path) -> float:
+def estimate_cost(job: Job, out: Path) -> float:
     """Of what is missing, in cells of one context."""
     missing = [cell for cell in job.cells if not (out / CELLS / cell.name / SUMMARY).exists()]
     each = sum(MATCHING if cell.evictor.startswith("am-") else 1 for cell in missing)

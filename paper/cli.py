@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from paper import plan, setting, smollm2
 from paper.carry_out import carry_out
-from paper.experiments import EXPERIMENTS, FURTHER, chosen
+from paper.experiments import EXPERIMENTS, FURTHER, choose_experiments
 from paper.training import train_all
-from paper.write import write
+from paper.write import write_page_of_paper
 from restorekv.cli import options
 from restorekv.cli.eval import open_pool
 from restorekv.cli.session import notes, output, print_written, silence_transformers
@@ -72,11 +72,11 @@ def run(
         int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")
     ] = 2,
 ) -> None:
-    common = {"count": count, "seeds": numbers(seeds), "device": device, "dtype": dtype}
-    asked = setting_of(out, to_canonical_name(model), adapters, benchmark or [], data, common)
-    experiments = chosen(only, asked)
+    common = {"count": count, "seeds": _parse_numbers(seeds), "device": device, "dtype": dtype}
+    asked = make_setting(out, to_canonical_name(model), adapters, benchmark or [], data, common)
+    experiments = choose_experiments(only, asked)
     if listed:
-        tell_list(experiments, asked)
+        _print_list(experiments, asked)
         return
     if retrain and not asked.tiny and data is None:
         raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
@@ -85,18 +85,22 @@ def run(
     silence_transformers()
     out.mkdir(parents=True, exist_ok=True)
     if retrain:
-        train_all(plan.trainings(experiments, asked), workers, 1)
-    with warnings.catch_warnings(), open_pool(ray, workers, device) as pool, bar() as progress:
+        train_all(plan.list_trainings(experiments, asked), workers, 1)
+    with (
+        warnings.catch_warnings(),
+        open_pool(ray, workers, device) as pool,
+        _make_progress_bar() as progress,
+    ):
         # Mismatched adapters are what some tables are about.
         warnings.simplefilter("ignore", RestoreKVWarning)
-        done = carry_out(experiments, asked, out, told(progress), pool)
-    page = write(experiments, asked, done, out, typed(context))
+        done = carry_out(experiments, asked, out, _make_callback(progress), pool)
+    page = write_page_of_paper(experiments, asked, done, out, _format_command(context))
     if markdown:
-        copy(page.parent, markdown)
+        _copy_report(page.parent, markdown)
     for experiment in experiments:
         for line in (
-            *plan.missing(experiment, asked),
-            *plan.unreachable(experiment, asked, done.failed),
+            *plan.list_missing(experiment, asked),
+            *plan.list_unreachable(experiment, asked, done.failed),
         ):
             notes.print(
                 f"{experiment.number or experiment.title}: not measured, {line}",
@@ -106,7 +110,7 @@ def run(
     print_written(page)
 
 
-def setting_of(
+def make_setting(
     out: Path,
     model: str,
     adapters: str | None,
@@ -124,13 +128,15 @@ def setting_of(
             "--benchmark is for another --model; smollm2 has benchmarks that ship, see --count."
         )
     if model == TINY:
-        return setting.tiny(out, **common)
+        return setting.make_tiny_setting(out, **common)
     if model == SMOLLM2:
-        return smollm2.smollm2(out, adapters=adapters, data=data, **common)
-    return setting.backbone(out, model, adapters, given=benchmarks, data=data, **common)
+        return smollm2.make_smollm2_setting(out, adapters=adapters, data=data, **common)
+    return setting.make_backbone_setting(
+        out, model, adapters, given=benchmarks, data=data, **common
+    )
 
 
-def copy(report: Path, markdown: Path) -> None:
+def _copy_report(report: Path, markdown: Path) -> None:
     """The report's Markdown; its figures, and a folder of its charts, under the same name in
     results/ beside it.
 
@@ -144,23 +150,23 @@ def copy(report: Path, markdown: Path) -> None:
         if path.name not in drawn:  # of an earlier page
             path.unlink()
     for name in sorted(drawn):
-        put(report / SVG / name, charts / name)
+        _copy_file(report / SVG / name, charts / name)
     if not drawn:
         charts.rmdir()
-    put(report / "paper.json", results / f"{markdown.stem}.json")
+    _copy_file(report / "paper.json", results / f"{markdown.stem}.json")
     text = (report / "paper.md").read_text(encoding="utf-8")
     with replace_file(markdown) as temporary:
         place = charts.relative_to(markdown.parent).as_posix()
         temporary.write_text(text.replace(f"]({SVG}/", f"]({place}/"), encoding="utf-8")
 
 
-def put(source: Path, target: Path) -> None:
+def _copy_file(source: Path, target: Path) -> None:
     """A whole copy or none."""
     with replace_file(target) as temporary:
         shutil.copyfile(source, temporary)
 
 
-def typed(context: typer.Context) -> str:
+def _format_command(context: typer.Context) -> str:
     """The command line, without what it leaves to the defaults."""
     told = ["python", "-m", "paper"]
     for given in context.command.params:
@@ -172,7 +178,7 @@ def typed(context: typer.Context) -> str:
     return shlex.join(told)
 
 
-def numbers(given: str) -> tuple[int, ...]:
+def _parse_numbers(given: str) -> tuple[int, ...]:
     """ "0,1,2" -> (0, 1, 2)."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() for part in parts):
@@ -182,23 +188,23 @@ def numbers(given: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def tell_list(experiments: list[plan.Experiment], asked: setting.Setting) -> None:
+def _print_list(experiments: list[plan.Experiment], asked: setting.Setting) -> None:
     """A line for every experiment, then what adapters are lacking."""
     for experiment in experiments:
-        cells = len({need.cell for need in plan.needs(experiment, asked)})
+        cells = len({need.cell for need in plan.list_needs(experiment, asked)})
         line = (
             f"{experiment.name:18} {experiment.number or '-':10} {cells:3} cells  "
             f"{experiment.title}"
         )
         output.print(line, markup=False, highlight=False, soft_wrap=True)
-        for line in plan.missing(experiment, asked):
+        for line in plan.list_missing(experiment, asked):
             output.print(f"{'':18} missing: {line}", markup=False, highlight=False, soft_wrap=True)
-    every = plan.cells(experiments, asked)
+    every = plan.list_cells(experiments, asked)
     output.print(
         f"{len(every)} cells in all; --retrain would train "
-        f"{len(plan.trainings(experiments, asked))} adapters"
+        f"{len(plan.list_trainings(experiments, asked))} adapters"
     )
-    for training in plan.trainings(experiments, asked):
+    for training in plan.list_trainings(experiments, asked):
         output.print(
             f"{training.state():>16}  {training.name}",
             markup=False,
@@ -207,12 +213,12 @@ def tell_list(experiments: list[plan.Experiment], asked: setting.Setting) -> Non
         )
 
 
-def bar() -> Progress:
+def _make_progress_bar() -> Progress:
     parts = (BarColumn(), TextColumn("{task.percentage:.0f} %  {task.description}"))
     return Progress(*parts, console=notes, disable=not notes.is_terminal)
 
 
-def told(progress: Progress):
+def _make_callback(progress: Progress):
     """The callback of `carry_out`: the bar on a terminal, a line now and then elsewhere."""
     task = progress.add_task("", total=1.0)
     last = [("", -0.05)]

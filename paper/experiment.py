@@ -120,42 +120,42 @@ THREE = (0.2, 0.1, 0.05)
 FOUR = (0.4, 0.2, 0.1, 0.05)
 
 
-def places(benchmark: str, ratios: Sequence[float], part: str = "") -> tuple[Place, ...]:
+def list_places(benchmark: str, ratios: Sequence[float], part: str = "") -> tuple[Place, ...]:
     """One a ratio."""
     return tuple(Place(benchmark, ratio, part) for ratio in ratios)
 
 
-def at(where: Sequence[Place], *scores: float) -> dict[Place, float]:
+def weigh_gap(where: Sequence[Place], *scores: float) -> dict[Place, float]:
     """A row of a table."""
     return dict(zip(where, scores, strict=True))
 
 
-def ruler(ratio: float) -> Place:
+def list_ruler_places(ratio: float) -> Place:
     """Most tables are measured there."""
     return Place("ruler", ratio)
 
 
-def above(better: str, worse: str, place: Place, text: str, more: float = 0.0) -> Claim:
+def claim_above(better: str, worse: str, place: Place, text: str, more: float = 0.0) -> Claim:
     """One row scores more than another, `more` points at least."""
     return Claim(f"{text} at r = {place.ratio:g}", {(better, place): 1, (worse, place): -1}, -more)
 
 
-def keeps(part: str, share: float, of: str, base: str, place: Place, text: str) -> Claim:
+def claim_kept_share(part: str, share: float, of: str, base: str, place: Place, text: str) -> Claim:
     """A row's gain over `base` is more than `share` of the gain of `of`."""
     weights = {(part, place): 1, (of, place): -share, (base, place): share - 1}
     return Claim(f"{text} at r = {place.ratio:g}", weights)
 
 
-def full_cache(paper: Points | None = None, also: Mapping[str, Points] | None = None) -> Row:
+def make_full_row(paper: Points | None = None, also: Mapping[str, Points] | None = None) -> Row:
     """The reference of figures."""
     return Row("full cache", FULL, paper=paper or {}, also=also or {})
 
 
-def alone(evictor: str, paper: Points | None = None, **more: object) -> Row:
+def make_base_row(evictor: str, paper: Points | None = None, **more: object) -> Row:
     """The base evictor without restoring."""
     return Row(name_method(evictor, False), evictor, None, paper=paper or {}, **more)
 
 
-def own(evictor: str, paper: Points | None = None, **more: object) -> Row:
+def make_restored_row(evictor: str, paper: Points | None = None, **more: object) -> Row:
     """It with the adapter that belongs to it."""
     return Row(name_method(evictor, True), evictor, OWN, paper=paper or {}, **more)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paper.comparison_tables import ABSENT
 from paper.experiment import Comparison
 from paper.plan import Asked
 from paper.setting import Setting
-from paper.shown import ABSENT
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import draw_resamples
@@ -56,7 +56,9 @@ class Fidelity:
             return (drawn @ self.sums) / (drawn @ self.tokens)
 
 
-def read(by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]) -> Fidelity | None:
+def load_fidelity(
+    by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]
+) -> Fidelity | None:
     """Over some of the tasks (none: all of them); None where an answer was recorded without its
     fidelity.
     """
@@ -80,24 +82,26 @@ def read(by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]) -
     return Fidelity(np.mean(sums, 0), np.mean(tokens, 0), float(np.mean(same)))
 
 
-def interval(one: Fidelity, other: Fidelity | None = None) -> tuple[float, float, float]:
+def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> tuple[float, float, float]:
     """The KL with its 95 % interval; minus that of another row, paired, if given."""
     drawn = one.draws() - (other.draws() if other else 0)
     low, high = np.nanpercentile(drawn, (2.5, 97.5))
     return one.kl - (other.kl if other else 0), float(low), float(high)
 
 
-def known(experiment: Comparison, setting: Setting, found: Found) -> dict[Asked, Fidelity]:
+def collect_fidelity(
+    experiment: Comparison, setting: Setting, found: Found
+) -> dict[Asked, Fidelity]:
     """Of every row but the full cache's, where it was recorded."""
     told = {
-        spot: read(by_seed, setting.benches[spot[1]].all_tasks)
+        spot: load_fidelity(by_seed, setting.benches[spot[1]].all_tasks)
         for spot, by_seed in found.items()
         if experiment.rows[spot[0]].evictor != FULL
     }
     return {spot: fidelity for spot, fidelity in told.items() if fidelity}
 
 
-def tables(
+def make_tables(
     experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str
 ) -> Iterator[Table]:
     """Methods down, ratios across; none for a benchmark without figures."""
@@ -114,7 +118,9 @@ def tables(
     for name, row in experiment.rows.items():
         if row.evictor != FULL:
             made = [
-                cell for ratio in ratios for cell in cells(experiment, known, (name, key, ratio))
+                cell
+                for ratio in ratios
+                for cell in _format_cells(experiment, known, (name, key, ratio))
             ]
             if name in experiment.against and row.adapter is not None:
                 strong.append(len(lines))
@@ -122,23 +128,25 @@ def tables(
     others = {experiment.rows[row].label for row in experiment.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
     title = f"{experiment.title}: {setting.benches[key].shown}, fidelity to the full cache"
-    data = list(figures(experiment, known, key))
+    data = list(list_figures(experiment, known, key))
     yield Table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, data, strong=strong)
 
 
-def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[str]:
+def _format_cells(
+    experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked
+) -> list[str]:
     """KL, and the share of answers that stay the same."""
     mine = known.get(spot)
     base = known.get((experiment.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
         return [ABSENT, ABSENT]
-    value, low, high = interval(mine, base)
+    value, low, high = _bootstrap(mine, base)
     small = format_range(low, high, 3, bool(base))
     small = f"{format_number(value, 3, True)}, {small}" if base else small
     return [f"{format_number(mine.kl, 3)} ({small})", format_number(mine.same, 0)]
 
 
-def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
+def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
     """In how many pairs of a restored row and its base the KL is lower."""
     rows = experiment.rows
     pairs = [
@@ -150,7 +158,7 @@ def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator
         and rows[other].adapter is None
     ]
     if pairs:
-        found = [interval(*pair) for pair in pairs]
+        found = [_bootstrap(*pair) for pair in pairs]
         less = sum(value < 0 for value, _, _ in found)
         surely = sum(high < 0 for _, _, high in found)
         raised = sum(low > 0 for _, low, _ in found)
@@ -161,7 +169,7 @@ def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator
         )
 
 
-def figures(
+def list_figures(
     experiment: Comparison, known: Mapping[Asked, Fidelity], benchmark: str = ""
 ) -> Iterator[dict[str, object]]:
     """The same for programs; of one benchmark, or of all."""
@@ -170,11 +178,11 @@ def figures(
         if benchmark not in ("", key):
             continue
         line = {"row": row, "label": experiment.rows[row].label, "benchmark": key, "ratio": ratio}
-        line |= zip(("kl", "kl_low", "kl_high"), interval(mine), strict=True)
+        line |= zip(("kl", "kl_low", "kl_high"), _bootstrap(mine), strict=True)
         line |= {"same": mine.same, "answer_tokens": float(mine.tokens.sum())}
         base = experiment.against.get(row, "")
         if (base, key, ratio) in known:
-            apart = interval(mine, known[base, key, ratio])
+            apart = _bootstrap(mine, known[base, key, ratio])
             line |= {
                 "against": base,
                 **dict(zip(("kl_change", "change_low", "change_high"), apart, strict=True)),

@@ -9,24 +9,24 @@ from restorekv.evaluation.report import SVG, Block, Details, Section
 from restorekv.evaluation.tables import Table
 
 
-def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
+def render_markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
     """Return the page as Markdown; its charts are the SVG files beside it."""
     parts = [f"# {title}", *summary]
     for section in sections:
         verdict = f"**{section.verdict}**" if section.verdict else ""
         parts += filter(None, (f"## {section.title}", verdict, section.intro))
-        parts += paragraphs(section.blocks)
+        parts += render_blocks(section.blocks)
     return "\n\n".join(parts) + "\n"
 
 
-def paragraphs(blocks: Sequence[Block]) -> Iterator[str]:
+def render_blocks(blocks: Sequence[Block]) -> Iterator[str]:
     """Yield the Markdown paragraphs of blocks."""
     for block in blocks:
         if isinstance(block, Table):
             yield from filter(None, (f"### {block.title}", block.to_markdown(), block.note))
         elif isinstance(block, Details):
             yield f"### {block.summary}"
-            yield from paragraphs(block.blocks)
+            yield from render_blocks(block.blocks)
         elif isinstance(block, Chart):
             yield f"![{block.title}. {block.alt}.]({SVG}/{block.name}.svg)"
         elif isinstance(block, str):

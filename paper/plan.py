@@ -30,14 +30,14 @@ class Need:
     cell: Cell
 
 
-def needs(experiment: Experiment, setting: Setting) -> list[Need]:
+def list_needs(experiment: Experiment, setting: Setting) -> list[Need]:
     """All whose adapters are at hand, in the order of the rows."""
     if isinstance(experiment, Study):
         return []
     return [
         Need(name, each, seed, cell)
         for name, row in experiment.rows.items()
-        for seed, adapter in setting.located(row).items()
+        for seed, adapter in setting.locate_adapters(row).items()
         if seed is None or adapter is not None
         for place in experiment.places
         for each in place.each[:1]
@@ -45,18 +45,20 @@ def needs(experiment: Experiment, setting: Setting) -> list[Need]:
     ]
 
 
-def cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell]:
+def list_cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell]:
     """Return each cell once, in the experiments' order, with those of the full cache, which decide
     what counts.
     """
     found: dict[Cell, None] = {}
     for experiment in experiments:
-        found |= dict.fromkeys(need.cell for need in needs(experiment, setting))
-        found |= dict.fromkeys(cell for key in asked(experiment) for cell in setting.full(key))
+        found |= dict.fromkeys(need.cell for need in list_needs(experiment, setting))
+        found |= dict.fromkeys(
+            cell for key in list_benchmarks(experiment) for cell in setting.full(key)
+        )
     return list(found)
 
 
-def asked(experiment: Experiment) -> list[str]:
+def list_benchmarks(experiment: Experiment) -> list[str]:
     """The paper's benchmarks that a comparison asks."""
     return (
         list(dict.fromkeys(place.benchmark for place in experiment.places))
@@ -65,37 +67,37 @@ def asked(experiment: Experiment) -> list[str]:
     )
 
 
-def trainings(experiments: Sequence[Experiment], setting: Setting) -> list[Training]:
+def list_trainings(experiments: Sequence[Experiment], setting: Setting) -> list[Training]:
     """Those whose adapters are not at hand, each once, all of a seed before the next seed."""
     found: dict[str, Training] = {}
     for experiment in experiments:
         for row in experiment.rows.values() if isinstance(experiment, Comparison) else ():
-            found |= {training.name: training for training in setting.wanted(row)}
+            found |= {training.name: training for training in setting.list_wanted(row)}
     return sorted(found.values(), key=lambda training: training.seed)
 
 
-def missing(experiment: Experiment, setting: Setting) -> Iterator[str]:
+def list_missing(experiment: Experiment, setting: Setting) -> Iterator[str]:
     """Rows that cannot be measured, and why."""
     if isinstance(experiment, Study):
         return
     for row in experiment.rows.values():
-        places = setting.located(row)
+        places = setting.locate_adapters(row)
         if None not in places and not any(places.values()):
-            names = ", ".join(training.name for training in setting.wanted(row)[:1])
+            names = ", ".join(training.name for training in setting.list_wanted(row)[:1])
             yield f"{row.label}: no adapter" + (f" ({names})" if names else "")
 
 
-def unreachable(
+def list_unreachable(
     experiment: Experiment, setting: Setting, failed: Mapping[tuple[str, str], str]
 ) -> list[str]:
     """Evictors on benchmarks, or the study itself, that could not be measured, and why
-    (`carry_out.Done.failed`).
+    (`carry_out.Outcome.failed`).
     """
     if isinstance(experiment, Study):
         return [failed[experiment.name, ""]] if (experiment.name, "") in failed else []
     told = [
         f"{bench.title}: {failed[spec, row.evictor]}"
-        for bench in map(setting.benches.get, asked(experiment))
+        for bench in map(setting.benches.get, list_benchmarks(experiment))
         for spec in bench.specs
         for row in experiment.rows.values()
         if (spec, row.evictor) in failed
@@ -103,11 +105,13 @@ def unreachable(
     return list(dict.fromkeys(told))
 
 
-def seeds_told(experiment: Comparison, setting: Setting) -> str:
+def describe_seeds(experiment: Comparison, setting: Setting) -> str:
     """Which training seeds stand behind the rows, where that is not one and the same."""
     found = {
         row.label: [
-            seed for seed, place in setting.located(row).items() if seed is not None and place
+            seed
+            for seed, place in setting.locate_adapters(row).items()
+            if seed is not None and place
         ]
         for row in experiment.rows.values()
         if isinstance(row.adapter, Mapping)
@@ -129,22 +133,24 @@ def seeds_told(experiment: Comparison, setting: Setting) -> str:
     )
 
 
-def scores(experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> Scores:
+def collect_scores(
+    experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
+) -> Scores:
     """Of the cells that are done; tasks on which the full cache scores below 10 are left out of
     every mean.
     """
-    used = asked(experiment)
+    used = list_benchmarks(experiment)
     runs = {
-        spot: {seed: answers(found) for seed, found in by_seed.items()}
-        for spot, by_seed in measured(experiment, setting, results).items()
+        spot: {seed: _load_answers(found) for seed, found in by_seed.items()}
+        for spot, by_seed in find_measured(experiment, setting, results).items()
     }
     sets = list(dict.fromkeys(setting.benches[key].specs for key in used))
-    whole = {key: full_answers(key, setting, results) for key in used}
-    out = {key: nothing_to_lose(setting.benches[key], told) for key, told in whole.items()}
+    whole = {key: _load_full_answers(key, setting, results) for key in used}
+    out = {key: _find_tasks_without_loss(setting.benches[key], told) for key, told in whole.items()}
     made = Scores(
         runs,
         {
-            (key, part): counted_tasks(of, whole[key], out[key])
+            (key, part): _list_counted_tasks(of, whole[key], out[key])
             for key in used
             for part, of in setting.benches[key].parts.items()
         },
@@ -156,14 +162,14 @@ def scores(experiment: Comparison, setting: Setting, results: Mapping[Cell, Resu
     return made
 
 
-def measured(
+def find_measured(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> dict[Asked, dict[int | None, list[Result]]]:
     """What is done of every row, benchmark and ratio, by seed in their order: a result for each
     spec, all or none.
     """
     wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
-    for need in needs(experiment, setting):
+    for need in list_needs(experiment, setting):
         held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(
             need.seed, []
         )
@@ -180,7 +186,7 @@ def measured(
     return {spot: by_seed for spot, by_seed in found.items() if by_seed}
 
 
-def answers(found: Sequence[Result]) -> list[ScoredAnswer]:
+def _load_answers(found: Sequence[Result]) -> list[ScoredAnswer]:
     """Of one result, or of several as one benchmark, whose documents are told apart."""
     if len(found) == 1:
         return found[0].answers
@@ -191,22 +197,24 @@ def answers(found: Sequence[Result]) -> list[ScoredAnswer]:
     ]
 
 
-def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> list[ScoredAnswer]:
+def _load_full_answers(
+    key: str, setting: Setting, results: Mapping[Cell, Result]
+) -> list[ScoredAnswer]:
     """The full cache's to all that stands for a benchmark of the paper; none where they are not at
     hand.
     """
     found = [results[cell] for cell in setting.full(key) if cell in results and results[cell].done]
-    return answers(found) if len(found) == len(setting.benches[key].specs) else []
+    return _load_answers(found) if len(found) == len(setting.benches[key].specs) else []
 
 
-def nothing_to_lose(bench: Bench, full: Sequence[ScoredAnswer]) -> list[str]:
+def _find_tasks_without_loss(bench: Bench, full: Sequence[ScoredAnswer]) -> list[str]:
     """The benchmark's tasks on which the full cache, which gave the answers, scores below 10."""
     below = find_tasks_without_loss(full, bench.by_context) if full else []
     named = bench.all_tasks
     return [task for task in below if not named or task in named]
 
 
-def counted_tasks(
+def _list_counted_tasks(
     tasks: tuple[str, ...], full: Sequence[ScoredAnswer], out: Sequence[str]
 ) -> tuple[str, ...]:
     """Those of a part (none: all of them) that its mean is over: without those left `out`, unless
@@ -220,7 +228,7 @@ def counted_tasks(
     )
 
 
-def seconds(
+def collect_seconds(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> dict[str, dict[str, float]]:
     """What a cache takes to make, by row that the experiment times and sample, at its tightest
@@ -233,7 +241,9 @@ def seconds(
     tight = min(place.ratio for place in experiment.places)
     for name in experiment.seconds:
         mine = [
-            n.cell for n in needs(experiment, setting) if n.row == name and n.place.ratio == tight
+            n.cell
+            for n in list_needs(experiment, setting)
+            if n.row == name and n.place.ratio == tight
         ]
         if not mine or mine[0] not in results or not results[mine[0]].done:
             continue
@@ -241,8 +251,12 @@ def seconds(
             result for cell, result in results.items() if cell.preparation == mine[0].preparation
         ]
         alike = [result for result in shared if result.cell.adapter == mine[0].adapter]
-        phases = (phase(shared, "prefill"), phase(shared, "score"), phase(alike, "restore"))
-        own = phase([results[mine[0]]], "evict")
+        phases = (
+            _sum_phase(shared, "prefill"),
+            _sum_phase(shared, "score"),
+            _sum_phase(alike, "restore"),
+        )
+        own = _sum_phase([results[mine[0]]], "evict")
         told[name] = {
             sample: took + sum(each.get(sample, 0) for each in phases)
             for sample, took in own.items()
@@ -250,7 +264,7 @@ def seconds(
     return told
 
 
-def phase(found: Sequence[Result], name: str) -> dict[str, float]:
+def _sum_phase(found: Sequence[Result], name: str) -> dict[str, float]:
     """The longest that any of the cells bears, by sample: a second start of a run prepares
     again.
     """

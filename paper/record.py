@@ -31,18 +31,20 @@ NOTE = (
 )
 
 
-def section(results: Mapping[Cell, Result]) -> Section | None:
+def make_section(results: Mapping[Cell, Result]) -> Section | None:
     """Return the last section of a page; None where nothing is measured."""
     done = {cell: result for cell, result in results.items() if result.done}
-    blocks: list[Block] = [full_cache(done)] if any(cell.evictor == FULL for cell in done) else []
+    blocks: list[Block] = (
+        [_make_full_cache_table(done)] if any(cell.evictor == FULL for cell in done) else []
+    )
     return (
-        Section("The full cache, and what the caches held", RULE, [*blocks, held(done)])
+        Section("The full cache, and what the caches held", RULE, [*blocks, _make_held_table(done)])
         if done
         else None
     )
 
 
-def full_cache(done: Mapping[Cell, Result]) -> Table:
+def _make_full_cache_table(done: Mapping[Cell, Result]) -> Table:
     """Return the full cache's score on every task."""
     rows = []
     data = []
@@ -52,7 +54,7 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
             shown = format_score(points["score"], *get_interval(points))
             rows.append(
                 [
-                    *asked(cell),
+                    *_describe_benchmark(cell),
                     task,
                     format_number(points["questions"], 0),
                     shown,
@@ -74,14 +76,14 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
     return Table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
 
 
-def held(done: Mapping[Cell, Result]) -> Table:
+def _make_held_table(done: Mapping[Cell, Result]) -> Table:
     """Return what caches held: a line for every benchmark, ratio and size."""
     groups: dict[tuple, dict[str, None]] = {}
     for cell, result in sorted(
         done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)
     ):
         sizes = tuple(result.summary[key] for key in ("pairs", "pairs_with_prefix", "bytes"))
-        groups.setdefault((*asked(cell), cell.value, *sizes), {})[
+        groups.setdefault((*_describe_benchmark(cell), cell.value, *sizes), {})[
             name_method(cell.evictor, cell.restored)
         ] = None
     rows = [
@@ -92,17 +94,17 @@ def held(done: Mapping[Cell, Result]) -> Table:
     return Table("held", "Held for a context", head, rows, NOTE, left=(0, 1, 3))
 
 
-def asked(cell: Cell) -> tuple[str, str]:
+def _describe_benchmark(cell: Cell) -> tuple[str, str]:
     """Return a benchmark's title, and the spec that makes it."""
     return tasks.make_benchmark(cell.benchmark).title, cell.benchmark
 
 
-def made_with(command: str) -> dict[str, object]:
+def describe_run(command: str) -> dict[str, object]:
     """Return date, versions, processor, threads, system and the command, as plain JSON values."""
     return {**describe_machine(torch.get_num_threads()), "command": command}
 
 
-def sentence(made: Mapping[str, object]) -> Iterator[str]:
+def format_run(made: Mapping[str, object]) -> Iterator[str]:
     """Yield the same as a sentence, where there was a command."""
     if made["command"]:
         versions = ", ".join(
@@ -111,7 +113,7 @@ def sentence(made: Mapping[str, object]) -> Iterator[str]:
         yield f"Written on {made['date']} by `{made['command']}` ({versions}; {made['processor']})."
 
 
-def of_cells(done: Sequence[Result]) -> dict[str, dict]:
+def collect_sizes(done: Sequence[Result]) -> dict[str, dict]:
     """Return pairs and bytes that every cell's caches held, by the cell's name."""
     return {
         result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done

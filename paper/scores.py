@@ -164,7 +164,7 @@ class Scores:
             check_same_questions(found)
 
 
-def margin(scores: Scores, weights: Weights) -> tuple[float, float, float]:
+def compute_margin(scores: Scores, weights: Weights) -> tuple[float, float, float]:
     """A weighted sum of scores with its interval."""
     rows = list(dict.fromkeys(row for row, _ in weights))
     value = sum(weight * scores.points(*spot) for spot, weight in weights.items())
@@ -176,7 +176,7 @@ def margin(scores: Scores, weights: Weights) -> tuple[float, float, float]:
     return float(value), float(low), float(high)
 
 
-def spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
+def compute_spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
     """The deviation over seeds with the 95 % interval that so few seeds leave it (chi-square, seeds
     normal).
     """
@@ -187,7 +187,7 @@ def spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
     return std, std / most**0.5, std / least**0.5
 
 
-def verdict(value: float, low: float, high: float) -> str:
+def decide_verdict(value: float, low: float, high: float) -> str:
     """Of something that should be above zero."""
     if low > 0:
         return HOLDS
@@ -197,7 +197,7 @@ def verdict(value: float, low: float, high: float) -> str:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedClaim:
     """A claim, its margin in the paper and ours; None where that is not known. `of` counts the
     margins of a Most.
     """
@@ -211,26 +211,28 @@ class Judged:
     of: int = 0
 
 
-def judged(claim: Claim | Most, experiment: Comparison, scores: Scores) -> Judged:
+def judge_claim(claim: Claim | Most, experiment: Comparison, scores: Scores) -> JudgedClaim:
     """Without a verdict where something it needs is not measured."""
-    paper = tuple(of_paper(claim, experiment, backbone) for backbone in ("", *experiment.backbones))
+    paper = tuple(
+        get_paper_margin(claim, experiment, backbone) for backbone in ("", *experiment.backbones)
+    )
     if isinstance(claim, Most):
-        return most(claim, paper, scores)
+        return _judge_most(claim, paper, scores)
     needed = {*claim.weights, *([claim.spread] if claim.spread else [])}
     if not all(map(scores.has, needed)) or (claim.spread and scores.std(*claim.spread) is None):
-        return Judged(claim.text, MISSING, paper)
-    value, low, high = margin(scores, claim.weights) if claim.weights else (0.0, 0.0, 0.0)
-    std, least, greatest = spread(scores, claim.spread) if claim.spread else (0.0, 0.0, 0.0)
+        return JudgedClaim(claim.text, MISSING, paper)
+    value, low, high = compute_margin(scores, claim.weights) if claim.weights else (0.0, 0.0, 0.0)
+    std, least, greatest = compute_spread(scores, claim.spread) if claim.spread else (0.0, 0.0, 0.0)
     value = value + claim.plus - std
     low = low + claim.plus - greatest
     high = high + claim.plus - least
-    return Judged(claim.text, verdict(value, low, high), paper, value, low, high)
+    return JudgedClaim(claim.text, decide_verdict(value, low, high), paper, value, low, high)
 
 
-def most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> Judged:
+def _judge_most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> JudgedClaim:
     """How many margins are above zero, and in the resampled sets."""
     if not all(scores.has(spot) for weights in claim.margins for spot in weights):
-        return Judged(claim.text, MISSING, paper, of=len(claim.margins))
+        return JudgedClaim(claim.text, MISSING, paper, of=len(claim.margins))
     value = 0
     drawn = np.zeros(RESAMPLES)
     for weights in claim.margins:
@@ -245,12 +247,14 @@ def most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> Judged
         )
     low, high = np.percentile(drawn, (2.5, 97.5))
     told = HOLDS if low >= claim.least else FAILS if high < claim.least else NOISE
-    return Judged(
+    return JudgedClaim(
         claim.text, told, paper, float(value), float(low), float(high), len(claim.margins)
     )
 
 
-def of_paper(claim: Claim | Most, experiment: Comparison, backbone: str = "") -> float | None:
+def get_paper_margin(
+    claim: Claim | Most, experiment: Comparison, backbone: str = ""
+) -> float | None:
     """The claim's margin in the paper's own figures, or how many are above zero; None where it does
     not give them.
     """
@@ -273,7 +277,7 @@ def of_paper(claim: Claim | Most, experiment: Comparison, backbone: str = "") ->
     return value + claim.plus - (experiment.rows[row].paper_std[place] if row else 0)
 
 
-def ordered(experiment: Comparison, scores: Scores, place: Place) -> dict:
+def compare_orders(experiment: Comparison, scores: Scores, place: Place) -> dict:
     """All pairs of rows that differ in the paper at a place: ordered so here, within noise, or the
     other way.
     """
@@ -288,7 +292,7 @@ def ordered(experiment: Comparison, scores: Scores, place: Place) -> dict:
         if gap == 0:
             continue
         better, worse = (one, other) if gap > 0 else (other, one)
-        kind = verdict(*margin(scores, {(better, place): 1, (worse, place): -1}))
+        kind = decide_verdict(*compute_margin(scores, {(better, place): 1, (worse, place): -1}))
         counted[{HOLDS: "as in the paper", FAILS: "the other way"}.get(kind, kind)].append(
             [better, worse]
         )

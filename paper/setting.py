@@ -118,7 +118,7 @@ class Setting:
         """
         if row.evictor == FULL:
             return self.full(place.benchmark)
-        changed = {} if adapter is None else trained_under(row)
+        changed = {} if adapter is None else get_trained_config(row)
         own = {**self.conventions, **changed, **row.conventions, "adapter": adapter}
         asked = self.asked(place.benchmark)
         return [
@@ -135,17 +135,17 @@ class Setting:
         common = {"model": self.model, "protocol": bench.protocol, "dtype": self.setup.dtype}
         return [{**common, "benchmark": spec} for spec in bench.specs]
 
-    def located(self, row: Row) -> dict[int | None, str | None]:
+    def locate_adapters(self, row: Row) -> dict[int | None, str | None]:
         """Where the row's adapters lie, by seed; None for what is not at hand. A row without one
         has the seed None.
         """
         if row.adapter is None:
             return {None: None}
         if row.adapter == OWN:
-            return {0: self.of_evictor(row.evictor, row.evictor)}
+            return {0: self.find_adapter(row.evictor, row.evictor)}
         return {seed: self.trained(row.adapter, seed, row.evictor) for seed in self.seeds}
 
-    def of_evictor(self, evictor: str, used: str) -> str | None:
+    def find_adapter(self, evictor: str, used: str) -> str | None:
         """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped
         or trained here.
         """
@@ -158,14 +158,14 @@ class Setting:
             return str((Path(self.adapters) / evictor).absolute())
         if find_shipped_adapter(self.model, evictor):
             return "auto" if used == evictor else f"{self.model}:{evictor}"
-        return None if self.tiny else self.folder_of(self.training({"evictor": evictor}, 0))
+        return None if self.tiny else self.get_folder(self.training({"evictor": evictor}, 0))
 
     def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:
         """The adapter of a training for caches of the evictor `used`: trained here, shipped, or
         given.
         """
         training = self.training(changed, seed)
-        if found := self.folder_of(training):
+        if found := self.get_folder(training):
             return found
         own = self.settings == ABLATIONS or not self.tiny
         stored = TRAINED / self.model / training.name
@@ -178,7 +178,7 @@ class Setting:
         if seed == 0 and training.config == replace(
             self.settings, evictor=training.config.evictor, seed=0
         ):
-            return self.of_evictor(training.config.evictor, used)
+            return self.find_adapter(training.config.evictor, used)
         given = Path(self.adapters or "") / training.name
         return (
             str(given.absolute())
@@ -186,13 +186,15 @@ class Setting:
             else None
         )
 
-    def folder_of(self, training: Training) -> str | None:
+    def get_folder(self, training: Training) -> str | None:
         return str(training.adapter.absolute()) if training.done else None
 
-    def wanted(self, row: Row) -> list[Training]:
+    def list_wanted(self, row: Row) -> list[Training]:
         """The trainings that would make the adapters that are not at hand."""
         lacking = [
-            seed for seed, place in self.located(row).items() if seed is not None and place is None
+            seed
+            for seed, place in self.locate_adapters(row).items()
+            if seed is not None and place is None
         ]
         if row.adapter == OWN and self.tiny:
             return []
@@ -200,13 +202,13 @@ class Setting:
         return [self.training(changed, seed) for seed in lacking]
 
 
-def trained_under(row: Row) -> dict[str, object]:
+def get_trained_config(row: Row) -> dict[str, object]:
     """Conventions that an adapter of an ablation was trained with."""
     changed = row.adapter if isinstance(row.adapter, Mapping) else {}
     return {key: changed[key] for key in ("allocation", "restore_from") if key in changed}
 
 
-def tiny(
+def make_tiny_setting(
     out: Path,
     count: int = 0,
     seeds: tuple[int, ...] = SEEDS,
@@ -274,7 +276,7 @@ def tiny(
     )
 
 
-def backbone(
+def make_backbone_setting(
     out: Path,
     model: str,
     adapters: str | None,
@@ -299,7 +301,7 @@ def backbone(
 
     ruler = asked("ruler", source="hub")
     benches = {
-        "ruler": Bench("RULER-4K", ruler, standing=generated(ruler)),
+        "ruler": Bench("RULER-4K", ruler, standing=_describe_generated(ruler)),
         "qasper": Bench("QASPER", asked("qasper")),
         "quality": Bench("QuALITY", asked("quality")),
         "longhealth": Bench("LongHealth", asked("longhealth")),
@@ -313,7 +315,7 @@ def backbone(
     return Setting(setup, benches, {"on_small_budget": "fewer"}, adapters, seeds)
 
 
-def generated(ruler: str) -> str:
+def _describe_generated(ruler: str) -> str:
     """What stands in for RULER's own samples, in a sentence; nothing where kvpress's data set is
     asked.
     """

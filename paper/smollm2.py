@@ -45,7 +45,7 @@ ABOUT = (
 )
 
 
-def smollm2(
+def make_smollm2_setting(
     out: Path,
     count: int = 0,
     seeds: tuple[int, ...] = SEEDS,
@@ -120,7 +120,7 @@ def smollm2(
             "SCBench's order of magnitude.",
         ),
     }
-    setup = Setup(out / "trained", settings(adapters), SMOLLM2, **more)
+    setup = Setup(out / "trained", _make_settings(adapters), SMOLLM2, **more)
     conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
         setup,
@@ -134,7 +134,7 @@ def smollm2(
     )
 
 
-def settings(adapters: str | None) -> TrainConfig:
+def _make_settings(adapters: str | None) -> TrainConfig:
     """What KVzip's adapter was trained with: the one given, or that ships; the paper's settings
     where none tells.
     """

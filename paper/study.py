@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paper.scores import Judged
+from paper.scores import JudgedClaim
 from paper.setting import Setting
 from restorekv.evaluation.report import Block
 
@@ -27,12 +27,12 @@ class Study:
     label: str
     title: str
     backbone: str
-    show: Callable[[Setting, Path], tuple[Sequence[Block], Sequence[Judged]]]
+    show: Callable[[Setting, Path], tuple[Sequence[Block], Sequence[JudgedClaim]]]
     measure: Callable[[Setting, Path, Tell], None] | None = None
     note: str = ""
     minutes: float = 0.0
 
 
-def read(path: Path) -> dict | None:
+def load_figures(path: Path) -> dict | None:
     """The figures that an analysis has left there, if it has."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -94,7 +94,7 @@ class Training:
 
     @property
     def name(self) -> str:
-        return name_of(self.changed, self.setup.settings, self.seed)
+        return _name_training(self.changed, self.setup.settings, self.seed)
 
     @property
     def folder(self) -> Path:
@@ -117,24 +117,24 @@ class Training:
         return f"step {steps} of {self.config.steps}" if steps > 0 else "not trained"
 
 
-def name_of(changed: Mapping[str, object], settings: TrainConfig, seed: int) -> str:
+def _name_training(changed: Mapping[str, object], settings: TrainConfig, seed: int) -> str:
     """What differs from the settings, then the seed: "restorekv,restore_tokens=1,seed=0"."""
     told = [
-        f"{key}={worded(value)}"
+        f"{key}={_word_value(value)}"
         for key, value in sorted(changed.items())
         if getattr(settings, key) != value
     ]
     return ",".join(["restorekv", *told, f"seed={seed}"])
 
 
-def worded(value: object) -> str:
+def _word_value(value: object) -> str:
     """A setting in a folder's name."""
     if isinstance(value, tuple):
         return "+".join(str(part).removesuffix("_proj") for part in value) or "none"
     return f"{value:g}" if isinstance(value, float) else re.sub(r"[/:]", "-", str(value))
 
 
-def carry_out(training: Training, told: Told) -> RestoreAdapter:
+def train_ablation(training: Training, told: Told) -> RestoreAdapter:
     """Train from the last checkpoint on; the folder then holds the adapter."""
     setup = training.setup
     config = training.config
@@ -167,11 +167,13 @@ def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None
     if not trainings:
         return
     trainings[0].setup.folder.mkdir(parents=True, exist_ok=True)
-    check(trainings[0].setup)
+    check_folder(trainings[0].setup)
     if workers == 1:
-        return work(trainings, threads)
+        return train_in_turn(trainings, threads)
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=hand, args=(trainings, threads)) for _ in range(workers)]
+    processes = [
+        context.Process(target=_hand_over, args=(trainings, threads)) for _ in range(workers)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -184,15 +186,15 @@ def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None
     return None
 
 
-def hand(trainings: Sequence[Training], threads: int) -> None:
+def _hand_over(trainings: Sequence[Training], threads: int) -> None:
     """A process of its own, which tells a mistake in one sentence."""
     try:
-        work(trainings, threads)
+        train_in_turn(trainings, threads)
     except (RestoreKVError, KeyboardInterrupt) as error:
         sys.exit(str(error) or "interrupted")
 
 
-def check(setup: Setup) -> None:
+def check_folder(setup: Setup) -> None:
     """Refuse a folder whose adapters were trained with other settings, model or data."""
     path = setup.folder / "settings.json"
     now = json.dumps(setup.made_with(setup.settings), sort_keys=True)
@@ -203,14 +205,14 @@ def check(setup: Setup) -> None:
         raise RestoreKVError(f"{setup.folder} was made with other settings; choose another folder.")
 
 
-def work(trainings: Sequence[Training], threads: int) -> None:
+def train_in_turn(trainings: Sequence[Training], threads: int) -> None:
     """One process: whatever is neither done nor held by another."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     for training in trainings:
-        with claimed(training) as mine:
+        with claim_training(training) as mine:
             if mine and not training.done:
-                carry_out(
+                train_ablation(
                     training, lambda text, name=training.name: print(f"{name}: {text}", flush=True)
                 )
                 left = sum(not each.done for each in trainings)
@@ -218,7 +220,7 @@ def work(trainings: Sequence[Training], threads: int) -> None:
     torch.set_num_threads(before)
 
 
-def claimed(training: Training) -> AbstractContextManager[bool]:
+def claim_training(training: Training) -> AbstractContextManager[bool]:
     """Whether this process may work on it."""
     folder = training.setup.folder / "locks"
     folder.mkdir(exist_ok=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from paper import fidelity, plan, record, shown
-from paper.carry_out import Done
+from paper import comparison_tables, fidelity, plan, record
+from paper.carry_out import Outcome
 from paper.experiment import Comparison
-from paper.markdown import markdown
+from paper.markdown import render_markdown
 from paper.plan import Experiment
-from paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
+from paper.scores import FAILS, HOLDS, NOISE, JudgedClaim, decide_verdict, judge_claim
 from paper.setting import Setting
 from paper.study import Study
 from restorekv.evaluation.charts import Chart
@@ -30,8 +30,8 @@ SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
 DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured for it."
 
 
-def write(
-    experiments: Sequence[Experiment], setting: Setting, done: Done, out: Path, command: str = ""
+def write_page_of_paper(
+    experiments: Sequence[Experiment], setting: Setting, done: Outcome, out: Path, command: str = ""
 ) -> Path:
     """Write the page and its files; returns the page. `command` is what made it, for the record."""
     framed_experiments = []
@@ -40,12 +40,12 @@ def write(
     for experiment in experiments:
         study = isinstance(experiment, Study)
         blocks, claims, data = (
-            shown_study(experiment, setting, out)
+            _show_study(experiment, setting, out)
             if study
-            else compared(experiment, setting, results)
+            else _compare(experiment, setting, results)
         )
         framed_experiments.append(
-            (framed(experiment, setting, claims, blocks, done.failed), claims)
+            (_frame_section(experiment, setting, claims, blocks, done.failed), claims)
         )
         kept[experiment.name] = {
             "number": experiment.number,
@@ -57,61 +57,63 @@ def write(
         }
     sections = [section for section, _ in framed_experiments]
     claims = [claim for _, part in framed_experiments for claim in part]
-    sections += [last] if (last := record.section(results)) else []
-    with_what = record.made_with(command)
-    intro = [*introduction(setting, results, claims), *record.sentence(with_what)]
-    title = f"The paper's tables and figures on {the_model(setting)}"
+    sections += [last] if (last := record.make_section(results)) else []
+    with_what = record.describe_run(command)
+    intro = [*write_introduction(setting, results, claims), *record.format_run(with_what)]
+    title = f"The paper's tables and figures on {_name_model(setting)}"
     index = write_page(out / "report", title, sections, intro, SUBTITLE)
     with replace_file(index.parent / "paper.md") as path:
-        path.write_text(markdown(title, intro, sections), encoding="utf-8")
+        path.write_text(render_markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.identity for result in finished}
     figures = {
         "made_with": with_what,
         "experiments": kept,
         "conventions": facts,
-        "held": record.of_cells(finished),
+        "held": record.collect_sizes(finished),
     }
     write_json(index.parent / "paper.json", figures)
     return index
 
 
-def the_model(setting: Setting) -> str:
+def _name_model(setting: Setting) -> str:
     return setting.name or setting.model
 
 
-def compared(
+def _compare(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
-) -> tuple[list[Block], list[Judged], dict[str, object]]:
+) -> tuple[list[Block], list[JudgedClaim], dict[str, object]]:
     """Return a comparison's blocks, claims and figures."""
-    scores = plan.scores(experiment, setting, results)
-    measured = plan.measured(experiment, setting, results)
-    claims = [judged(claim, experiment, scores) for claim in experiment.claims]
+    scores = plan.collect_scores(experiment, setting, results)
+    measured = plan.find_measured(experiment, setting, results)
+    claims = [judge_claim(claim, experiment, scores) for claim in experiment.claims]
     blocks: list[Block] = (
-        [shown.curves(experiment, setting, scores)] if experiment.chart and scores.runs else []
+        [comparison_tables.plot_curves(experiment, setting, scores)]
+        if experiment.chart and scores.runs
+        else []
     )
-    faithful = fidelity.known(experiment, setting, measured)
-    for benchmark in plan.asked(experiment):
-        blocks += shown.tables(experiment, setting, scores, benchmark)
-        blocks += fidelity.tables(experiment, setting, faithful, benchmark)
-    blocks += fidelity.lowered(experiment, faithful)
-    took = plan.seconds(experiment, setting, results)
+    faithful = fidelity.collect_fidelity(experiment, setting, measured)
+    for benchmark in plan.list_benchmarks(experiment):
+        blocks += comparison_tables.make_tables(experiment, setting, scores, benchmark)
+        blocks += fidelity.make_tables(experiment, setting, faithful, benchmark)
+    blocks += fidelity.count_lowered(experiment, faithful)
+    took = plan.collect_seconds(experiment, setting, results)
     if len(took) == len(experiment.seconds) == 2:
-        claims.append(faster(experiment, took))
-        blocks.append(timed(experiment, took))
-    blocks += [shown.claims(experiment.name, claims)] if claims else []
-    blocks += shown.orders(experiment, scores) if experiment.orders else []
+        claims.append(_judge_faster(experiment, took))
+        blocks.append(_make_seconds_table(experiment, took))
+    blocks += [comparison_tables.make_claims_table(experiment.name, claims)] if claims else []
+    blocks += comparison_tables.describe_orders(experiment, scores) if experiment.orders else []
     rows = {
-        "rows": list(shown.figures(experiment, scores, experiment.places)),
+        "rows": list(comparison_tables.list_figures(experiment, scores, experiment.places)),
         "left_out": dict(scores.left_out),
     }
-    return blocks, claims, {**rows, "fidelity": list(fidelity.figures(experiment, faithful))}
+    return blocks, claims, {**rows, "fidelity": list(fidelity.list_figures(experiment, faithful))}
 
 
-def framed(
+def _frame_section(
     experiment: Experiment,
     setting: Setting,
-    claims: Sequence[Judged],
+    claims: Sequence[JudgedClaim],
     blocks: Sequence[Block],
     failed: Mapping[tuple[str, str], str],
 ) -> Section:
@@ -121,29 +123,35 @@ def framed(
     standing = []
     seeds = ""
     if isinstance(experiment, Comparison):
-        standing = [setting.benches[key].standing for key in plan.asked(experiment)]
-        seeds = plan.seeds_told(experiment, setting)
+        standing = [setting.benches[key].standing for key in plan.list_benchmarks(experiment)]
+        seeds = plan.describe_seeds(experiment, setting)
     place = f"{experiment.label} in the paper's source." if experiment.label else ""
     intro = " ".join(filter(None, (place, experiment.note, *standing, seeds)))
-    lacking = [*plan.missing(experiment, setting), *plan.unreachable(experiment, setting, failed)]
+    lacking = [
+        *plan.list_missing(experiment, setting),
+        *plan.list_unreachable(experiment, setting, failed),
+    ]
     blocks = [*blocks, *(["Not measured:", lacking] if lacking else [])]
     title = f"{experiment.number}: {experiment.title}" if experiment.number else experiment.title
-    return Section(title, intro, blocks, shown.summed(claims))
+    return Section(title, intro, blocks, comparison_tables.summarize_claims(claims))
 
 
-def shown_study(
+def _show_study(
     experiment: Study, setting: Setting, out: Path
-) -> tuple[list[Block], list[Judged], dict[str, object]]:
+) -> tuple[list[Block], list[JudgedClaim], dict[str, object]]:
     """Return the blocks, claims and figures of an analysis or of facts."""
     blocks, claims = experiment.show(setting, out)
-    blocks = [*blocks, *([shown.claims(experiment.name, claims)] if claims else [])]
+    blocks = [
+        *blocks,
+        *([comparison_tables.make_claims_table(experiment.name, claims)] if claims else []),
+    ]
     data = [
         dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.figures
     ]
     return blocks, list(claims), {"rows": data}
 
 
-def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
+def _judge_faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> JudgedClaim:
     """Judge whether the first of the timed rows is faster than the second, bootstrapped over
     contexts.
     """
@@ -162,13 +170,13 @@ def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> J
         f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} "
         "(times less 1)"
     )
-    holds = verdict(value - 1, low - 1, high - 1)
-    return Judged(
+    holds = decide_verdict(value - 1, low - 1, high - 1)
+    return JudgedClaim(
         text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1
     )
 
 
-def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
+def _make_seconds_table(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
     """Return the seconds that a context takes."""
     lines = [
         [
@@ -187,8 +195,8 @@ def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Ta
     return Table(f"{experiment.name}-seconds", "Seconds to make a cache", head, lines, note)
 
 
-def introduction(
-    setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]
+def write_introduction(
+    setting: Setting, results: Mapping[Cell, Result], claims: Sequence[JudgedClaim]
 ) -> list[str]:
     """Return the page's first paragraphs: how many claims hold, and under what conventions."""
     counts = [sum(claim.verdict == kind for claim in claims) for kind in (HOLDS, NOISE, FAILS)]
@@ -206,9 +214,9 @@ def introduction(
         facts = next(iter(compressed.values()))
         means = " or ".join(dict.fromkeys(each["score"] for each in compressed.values()))
         parts.append(
-            f"{the_model(setting)[0].upper()}{the_model(setting)[1:]} ({facts['fingerprint']}), "
+            f"{_name_model(setting)[0].upper()}{_name_model(setting)[1:]} ({facts['fingerprint']}), "
             f"{facts['dtype']} on "
-            f"{facts['device']}, {ways(compressed)}, {facts['allocation']} allocation, budget "
+            f"{facts['device']}, {_describe_protocols(compressed)}, {facts['allocation']} allocation, budget "
             f"{facts['budget']}, "
             f"greedy answers. Scores are the {means}; intervals {facts['interval']}."
         )
@@ -216,7 +224,7 @@ def introduction(
     return [*parts, DRAWING]
 
 
-def ways(compressed: Mapping[Cell, Mapping]) -> str:
+def _describe_protocols(compressed: Mapping[Cell, Mapping]) -> str:
     """Return protocol and prefix policy; where there are several, what was asked under each."""
     asked_under: dict[str, dict[str, None]] = {}
     for cell, facts in compressed.items():

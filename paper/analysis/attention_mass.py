@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paper.analysis.case import FULL, Case, DocumentFigures, plain, watching
+from paper.analysis.case import FULL, Case, DocumentFigures, to_plain, watch_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.model.shape import get_backbone
 
@@ -51,7 +51,7 @@ def measure(case: Case) -> dict:
     for prompt in case.prompts:
         full: dict[tuple[int, int], Tensor] = {}
         for name, cache in case.caches.items():
-            figures[name].append(measure_question(case, cache, prompt, full, keep=name == FULL))
+            figures[name].append(_measure_question(case, cache, prompt, full, keep=name == FULL))
     return {
         name: {key: np.mean([each[key] for each in every], 0).tolist() for key in every[0]}
         for name, every in figures.items()
@@ -59,7 +59,7 @@ def measure(case: Case) -> dict:
 
 
 @torch.no_grad()
-def measure_question(
+def _measure_question(
     case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int, int], Tensor], keep: bool
 ) -> dict:
     """Return masses and divergences of one question; `keep` stores its weights on the context in
@@ -89,16 +89,18 @@ def measure_question(
                 full[index, head] = row[:, :held]
             elif parts[0].shape[-1]:
                 there = full[index, head][:, places[places >= sinks].long()]
-                kl[:, index] += torch.stack([divergence(there, parts[0]).mean(), torch.ones(())])
+                kl[:, index] += torch.stack(
+                    [_compute_divergence(there, parts[0]).mean(), torch.ones(())]
+                )
 
-    with watching(model, see, last=1):
+    with watch_attention(model, see, last=1):
         get_backbone(model)(
             input_ids=prompt.to(model.device), past_key_values=cache.fork(), use_cache=True
         )
     return {"masses": masses.tolist()} | ({} if keep else {"kl_attention": kl.tolist()})
 
 
-def divergence(p: Tensor, q: Tensor) -> Tensor:
+def _compute_divergence(p: Tensor, q: Tensor) -> Tensor:
     """Return KL(p || q) (...) of weights (..., K), after normalizing both over the last
     dimension.
     """
@@ -107,26 +109,28 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (p * (p / q).log()).sum(-1)
 
 
-def pooled(figures: DocumentFigures) -> dict:
+def pool_figures(figures: DocumentFigures) -> dict:
     """Every question weighs the same; intervals are over documents."""
     masses = {name: figures.mean(name, "masses", by_question=True) for name in figures.documents[0]}
     caches = {}
     for name, mean in masses.items():
         caches[name] = {
-            **{part: plain(mean[:, index]) for index, part in enumerate(PARTS)},
-            "average": dict(zip(PARTS, plain(mean.mean(0)), strict=True)),
+            **{part: to_plain(mean[:, index]) for index, part in enumerate(PARTS)},
+            "average": dict(zip(PARTS, to_plain(mean.mean(0)), strict=True)),
             "context_interval": figures.interval(
                 lambda x: x[..., 0].mean(-1), name, "masses", by_question=True
             ),
             "layers_below": int((mean[:, 0] < LEAST).sum()),
         }
         if name != FULL:
-            caches[name] |= divergences(figures, name, masses[FULL][:, 0], mean[:, 0])
+            caches[name] |= _compute_divergences(figures, name, masses[FULL][:, 0], mean[:, 0])
     return {"caches": caches}
 
 
 @np.errstate(invalid="ignore", divide="ignore")
-def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np.ndarray) -> dict:
+def _compute_divergences(
+    figures: DocumentFigures, name: str, full: np.ndarray, cache: np.ndarray
+) -> dict:
     """Return both divergences; the profile's interval resamples the two profiles together."""
     pairs = [{"masses": [each[FULL]["masses"], each[name]["masses"]]} for each in figures.documents]
     both = DocumentFigures(pairs, figures.questions)
@@ -134,19 +138,21 @@ def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np
     for key, order in (("kl_profile", (0, 1)), ("kl_profile_backward", (1, 0))):
 
         def of_means(x: np.ndarray, order: tuple[int, int] = order) -> np.ndarray:
-            return profile_divergence(*(x[:, side, :, 0] for side in order))
+            return compute_profile_divergence(*(x[:, side, :, 0] for side in order))
 
-        columns[key] = plain(profile_divergence(*((full, cache)[side] for side in order)))
+        columns[key] = to_plain(
+            compute_profile_divergence(*((full, cache)[side] for side in order))
+        )
         columns[f"{key}_interval"] = both.interval(of_means, "masses", by_question=True)
     sums, heads = figures.mean(name, "kl_attention", by_question=True)
-    columns["kl_attention"] = plain(np.nanmean(sums / heads))
+    columns["kl_attention"] = to_plain(np.nanmean(sums / heads))
     columns["kl_attention_interval"] = figures.interval(
         lambda x: np.nanmean(x[:, 0] / x[:, 1], -1), name, "kl_attention", by_question=True
     )
-    return columns | {"kl_attention_per_layer": plain(sums / heads)}
+    return columns | {"kl_attention_per_layer": to_plain(sums / heads)}
 
 
-def profile_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def compute_profile_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p /
     0) is infinite.
     """

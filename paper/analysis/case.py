@@ -143,21 +143,21 @@ class DocumentFigures:
         means = drawn @ values.reshape(len(values), -1) / drawn.sum(1, keepdims=True)
         drawn_values = statistic(means.reshape(-1, *values.shape[1:]))
         finite = np.isfinite(drawn_values).all()
-        return plain(np.percentile(drawn_values, (2.5, 97.5)) if finite else np.full(2, np.nan))
+        return to_plain(np.percentile(drawn_values, (2.5, 97.5)) if finite else np.full(2, np.nan))
 
     def weights(self, by_question: bool) -> np.ndarray:
         return np.array(self.questions if by_question else [1] * len(self.questions))
 
 
-def plain(values: np.ndarray | float) -> list | float | None:
+def to_plain(values: np.ndarray | float) -> list | float | None:
     """Return JSON values of six significant digits; None for what is not finite."""
     if isinstance(values, np.ndarray) and values.ndim:
-        return [plain(value) for value in values]
+        return [to_plain(value) for value in values]
     return float(f"{float(values):.6g}") if np.isfinite(values) else None
 
 
 @contextmanager
-def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Iterator[None]:
+def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -> Iterator[None]:
     """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 in the
     block.
 
@@ -177,14 +177,16 @@ def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Itera
         see(
             view.layer,
             layer,
-            weights(query[..., first:, :], layer, mask[..., first:, :], view.scale),
+            _compute_weights(query[..., first:, :], layer, mask[..., first:, :], view.scale),
         )
 
     with attention.force_backend("frozen"), observe_layers(model, on_layer):
         yield
 
 
-def weights(query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float) -> Iterator[Tensor]:
+def _compute_weights(
+    query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float
+) -> Iterator[Tensor]:
     """query (1, H, G, Q, D), mask (1, 1, Q, t) bool -> per head (G, Q, N + t) on the CPU."""
     # Apple's GPUs have no float64.
     exact = query.dtype if query.device.type == "mps" else torch.float64

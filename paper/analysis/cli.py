@@ -49,7 +49,7 @@ def run(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
 ) -> None:
-    chosen = choose(what)
+    chosen = choose_analyses(what)
     rules = protocols.make_protocol(protocol)
     documents = tasks.make_benchmark(benchmark)
     ratios = sorted(map(str, ratio), key=parse_ratio, reverse=True)
@@ -82,7 +82,7 @@ def run(
         print_written(path)
 
 
-def choose(what: str) -> list[str]:
+def choose_analyses(what: str) -> list[str]:
     """Return the analyses that `what` names, in the order of ANALYSES."""
     names = [name.strip() for name in what.split(",") if name.strip()]
     unknown = [name for name in names if name not in ANALYSES]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paper.analysis.case import FULL, Case, DocumentFigures, plain
+from paper.analysis.case import FULL, Case, DocumentFigures, to_plain
 from restorekv.generation.decoding import generate_ids
 from restorekv.train.loss import compute_answer_logits, compute_divergence
 
@@ -49,7 +49,7 @@ def measure(case: Case) -> dict:
         counts = [len(answer)]
         full_logits = compute_answer_logits(model, full, rows, counts)
         for name in figures:
-            by_token = compared(
+            by_token = _compare(
                 full_logits, compute_answer_logits(model, case.caches[name], rows, counts)
             )
             figures[name].append(torch.stack([by_token[0], by_token.mean(0)]).tolist())
@@ -59,7 +59,7 @@ def measure(case: Case) -> dict:
     }
 
 
-def compared(full: Tensor, cache: Tensor) -> Tensor:
+def _compare(full: Tensor, cache: Tensor) -> Tensor:
     """Return FIGURES at every position (M, 4) from the logits (M, V) of both caches."""
     forward = compute_divergence(full, cache, "forward")
     backward = compute_divergence(full, cache, "reverse")
@@ -67,14 +67,14 @@ def compared(full: Tensor, cache: Tensor) -> Tensor:
     return torch.stack([forward, backward, (forward + backward) / 2, same], -1).double().cpu()
 
 
-def pooled(figures: DocumentFigures) -> dict:
+def pool_figures(figures: DocumentFigures) -> dict:
     """Every question weighs the same; intervals are over documents."""
     caches: dict[str, dict] = {}
     for name, place in product(figures.documents[0], PLACES):
         mean = figures.mean(name, place, by_question=True)
         columns = {}
         for index, key in enumerate(FIGURES):
-            columns[key] = plain(mean[index])
+            columns[key] = to_plain(mean[index])
             columns[f"{key}_interval"] = figures.interval(
                 lambda x, i=index: x[:, i], name, place, by_question=True
             )

@@ -86,7 +86,9 @@ def shade_gain(
     axes.fill_between(x, under, over, where=over >= under, interpolate=True, **look)
 
 
-def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+def _show_attention(
+    analysis: Analysis, figures: Mapping, heading: str, name: str
+) -> Iterator[Block]:
     """Yield the paper's mechanism figure, and its averages over layers as a table."""
     caches = figures["caches"]
     layers = range(len(caches["base"]["context"]))
@@ -123,7 +125,7 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     title = f"Attention on the context by layer: {heading}"
     yield make_chart(f"{name}-layers", title, [panel], note, data)
     columns = {
-        "cache": cache_label,
+        "cache": _label_cache,
         "context": lambda row: (
             f"{format_percent(row['average_context'], 2)} "
             f"({format_percent(row['context_low'], 2)} to {format_percent(row['context_high'], 2)})"
@@ -134,9 +136,9 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         f"layers below {format_percent(FLOOR)} of context": lambda row: (
             f"{row['layers_below']} of {len(layers)}"
         ),
-        "KL(full || cache) of layers": lambda row: ranged(row, "kl_profile", 3),
-        "KL(cache || full) of layers": lambda row: ranged(row, "kl_profile_backward", 3),
-        "KL of attention in a layer": lambda row: ranged(row, "kl_attention", 3),
+        "KL(full || cache) of layers": lambda row: _format_range(row, "kl_profile", 3),
+        "KL(cache || full) of layers": lambda row: _format_range(row, "kl_profile_backward", 3),
+        "KL of attention in a layer": lambda row: _format_range(row, "kl_attention", 3),
     }
     note = (
         "Shares of the last question token's attention, means over layers; KL in nats, of the "
@@ -145,13 +147,13 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "mass, so that it is not "
         "defined); 95 % bootstrap intervals over contexts."
     )
-    data = [{"cache": cache, **numbers(found)} for cache, found in caches.items()]
+    data = [{"cache": cache, **_flatten_numbers(found)} for cache, found in caches.items()]
     yield Table.from_figures(
         f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note
     )
 
 
-def numbers(figures: Analysis) -> dict[str, object]:
+def _flatten_numbers(figures: Analysis) -> dict[str, object]:
     """Return the figures of one number or interval, by the names of their columns in the
     CSV file.
     """
@@ -168,7 +170,7 @@ def numbers(figures: Analysis) -> dict[str, object]:
     return columns
 
 
-def ranged(row: Mapping, key: str, digits: int) -> str:
+def _format_range(row: Mapping, key: str, digits: int) -> str:
     """Return a figure of `numbers` with its interval, or a dash."""
     if row.get(key) is None:
         return UNKNOWN
@@ -176,23 +178,25 @@ def ranged(row: Mapping, key: str, digits: int) -> str:
     return f"{format_number(row[key], digits)} ({interval})"
 
 
-def cache_label(row: Mapping) -> str:
+def _label_cache(row: Mapping) -> str:
     return CACHES[row["cache"]].label
 
 
-def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+def _show_divergence(
+    analysis: Analysis, figures: Mapping, heading: str, name: str
+) -> Iterator[Block]:
     """Yield KL of the next-token distributions, as the paper's 7.3 to 3.8."""
     data = [
-        {"where": where, "cache": cache, **numbers(found[where])}
+        {"where": where, "cache": cache, **_flatten_numbers(found[where])}
         for where in WHERE
         for cache, found in figures["caches"].items()
     ]
     columns = {
         "where": lambda row: WHERE[row["where"]],
-        "cache": cache_label,
-        "KL(full || cache)": lambda row: ranged(row, "forward", 2),
-        "KL(cache || full)": lambda row: ranged(row, "backward", 2),
-        "mean of both": lambda row: ranged(row, "symmetric", 2),
+        "cache": _label_cache,
+        "KL(full || cache)": lambda row: _format_range(row, "forward", 2),
+        "KL(cache || full)": lambda row: _format_range(row, "backward", 2),
+        "mean of both": lambda row: _format_range(row, "symmetric", 2),
         "same likeliest token": lambda row: format_percent(row["agreement"]),
     }
     note = (
@@ -204,7 +208,9 @@ def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) ->
     )
 
 
-def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+def _show_survivors(
+    analysis: Analysis, figures: Mapping, heading: str, name: str
+) -> Iterator[Block]:
     """Yield kept pairs by layer, position and head as charts, by kind of token as a table."""
     caches = figures["caches"]
     title = f"Where kept pairs lie: {heading}"
@@ -254,10 +260,10 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     )
     note = f"Tokens of the context that no head holds: {lost}."
     if "overlap" in figures:
-        overlap = ranged(numbers(figures["overlap"]), "jaccard", 3)
+        overlap = _format_range(_flatten_numbers(figures["overlap"]), "jaccard", 3)
         note += f" Pairs kept by both over pairs kept by either: {overlap}."
     columns = {
-        "cache": cache_label,
+        "cache": _label_cache,
         "kind of token": lambda row: row["class"],
         "of the context's tokens": lambda row: format_percent(row["tokens"]),
         "of their pairs kept": lambda row: format_percent(row["kept"]),
@@ -273,7 +279,7 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     )
 
 
-def restore_attention(
+def _show_restore_attention(
     analysis: Analysis, figures: Mapping, heading: str, name: str
 ) -> Iterator[Block]:
     """Yield bars by restore token, and the tokens that each attends to most."""
@@ -330,24 +336,24 @@ KINDS = {
         "shows how much of its "
         "attention still reaches the context, layer by layer, and how much of the loss the restore "
         "cache brings back.",
-        attention,
+        _show_attention,
     ),
     "divergence": (
         "Distance from the full cache",
         "How far the model's next-token distribution is from what it would say with the whole "
         "cache; lower is better.",
-        divergence,
+        _show_divergence,
     ),
     "survivors": (
         "What survives",
         "Which layers, positions and kinds of tokens the kept pairs belong to.",
-        survivors,
+        _show_survivors,
     ),
     "restore_attention": (
         "Where restore tokens look",
         "The restore pass reads the full cache before eviction: how much of its attention falls on "
         "pairs that are kept "
         "and on pairs about to be evicted, and which tokens those are.",
-        restore_attention,
+        _show_restore_attention,
     ),
 }

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paper.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain, watching
+from paper.analysis.case import BINS, RESTORED, Case, DocumentFigures, to_plain, watch_attention
 from restorekv.cache.ragged import RaggedLayer
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
@@ -72,10 +72,10 @@ def measure(case: Case) -> dict:
             masses[:, index] += (
                 torch.stack([*parts, tail.sum(-1) - itself, itself]).mean(1) / layer.heads
             )
-            entropy[index] += entropy_of(context[..., inside]).mean(0) / layer.heads
+            entropy[index] += _compute_entropy(context[..., inside]).mean(0) / layer.heads
             total.index_add_(1, places[inside], context[..., inside].mean(0))
 
-    with watching(case.prepared.model, see):
+    with watch_attention(case.prepared.model, see):
         adapter.append(cache)
     total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[
         :, prefix:
@@ -89,13 +89,13 @@ def measure(case: Case) -> dict:
         "pairs": [int(keep[..., sinks:].sum()), keep[..., sinks:].numel()],
     }
     return figures | (
-        {"document": case.sample.id, "tokens": top_tokens(case, total)}
+        {"document": case.sample.id, "tokens": _find_top_tokens(case, total)}
         if case.index < EXAMPLES
         else {}
     )
 
 
-def entropy_of(weights: Tensor) -> Tensor:
+def _compute_entropy(weights: Tensor) -> Tensor:
     """Return the entropy (...) of weights (..., K) after normalizing them; 0 where all weights are
     0.
     """
@@ -103,31 +103,34 @@ def entropy_of(weights: Tensor) -> Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
+def _find_top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
     """Return the TOP context tokens of each restore token; total (n, T)."""
     weights, places = total.topk(min(TOP, total.shape[-1]))
     return [
         [
-            {"text": case.pieces[place], "position": place, "weight": plain(weight)}
+            {"text": case.pieces[place], "position": place, "weight": to_plain(weight)}
             for weight, place in zip(*row, strict=True)
         ]
         for row in zip(weights.tolist(), places.tolist(), strict=True)
     ]
 
 
-def pooled(figures: DocumentFigures) -> dict:
+def pool_figures(figures: DocumentFigures) -> dict:
     """Every document weighs the same."""
     masses = figures.mean("masses")
     pairs = figures.mean("pairs")
     kept = masses[0].mean()
     evicted = masses[1].mean()
     return {
-        "average": dict(zip(PARTS, plain(masses.mean((1, 2))), strict=True)),
-        **dict(zip(PARTS, plain(masses), strict=True)),
-        "kept_share": {"seen": plain(kept / (kept + evicted)), "blind": plain(pairs[0] / pairs[1])},
-        "histogram": plain(figures.mean("histogram")),
-        "entropy": plain(figures.mean("entropy")),
-        "entropy_uniform": plain(figures.mean("uniform")),
+        "average": dict(zip(PARTS, to_plain(masses.mean((1, 2))), strict=True)),
+        **dict(zip(PARTS, to_plain(masses), strict=True)),
+        "kept_share": {
+            "seen": to_plain(kept / (kept + evicted)),
+            "blind": to_plain(pairs[0] / pairs[1]),
+        },
+        "histogram": to_plain(figures.mean("histogram")),
+        "entropy": to_plain(figures.mean("entropy")),
+        "entropy_uniform": to_plain(figures.mean("uniform")),
         "examples": [
             {key: each[key] for key in ("document", "tokens")}
             for each in figures.documents

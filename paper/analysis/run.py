@@ -82,7 +82,7 @@ class Journal:
         lines = [by_document[sample.id] for sample in samples]
         questions = [line["questions"] for line in lines]
         figures = {
-            ratio: module.pooled(
+            ratio: module.pool_figures(
                 DocumentFigures([line["figures"][ratio] for line in lines], questions)
             )
             for ratio in ratios
@@ -128,7 +128,7 @@ def analyze(
     samples = benchmark.choose_samples(tokenizer, protocol.name)
     contexts = [protocol.make_context(name, tokenizer, sample.context)[0] for sample in samples]
     eviction = protocol.adapt_method(eviction, contexts[0].prefix)
-    settings = settings_of(eviction, model, protocol, benchmark, samples) | {
+    settings = _describe_settings(eviction, model, protocol, benchmark, samples) | {
         "ratios": [float(parse_ratio(ratio)) for ratio in ratios],
         "interval": "95 %, bootstrap over documents",
     }
@@ -153,7 +153,7 @@ def analyze(
     return [journal.finish(samples, list(keys)) for journal in journals]
 
 
-def settings_of(
+def _describe_settings(
     eviction: Eviction,
     model: PreTrainedModel,
     protocol: AskingProtocol,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paper.analysis.case import BASE, BINS, RESTORED, Case, DocumentFigures, plain
+from paper.analysis.case import BASE, BINS, RESTORED, Case, DocumentFigures, to_plain
 
 CLASSES = ("number", "name", "punctuation", "other")
 WORD = re.compile(r"[^\W\d_]+")
@@ -35,9 +35,9 @@ def measure(case: Case) -> dict:
     either] per layer.
     """
     prefix = case.prepared.context.prefix
-    kinds = torch.tensor([CLASSES.index(name) for name in classes(case.pieces)])
+    kinds = torch.tensor([CLASSES.index(name) for name in classify_tokens(case.pieces)])
     kept = {name: keep[..., prefix:] for name, keep in case.kept.items()}
-    figures: dict = {name: shares(keep, case.bins, kinds) for name, keep in kept.items()}
+    figures: dict = {name: _compute_shares(keep, case.bins, kinds) for name, keep in kept.items()}
     if RESTORED in kept:
         base = kept[BASE]
         restored = kept[RESTORED]
@@ -48,7 +48,7 @@ def measure(case: Case) -> dict:
     return figures
 
 
-def shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
+def _compute_shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
     """Counts what is kept: keep (L, H, T) bool, bins and kinds (T,) long."""
     per_layer = keep.sum((1, 2)).double()
     per_token = keep.double().mean((0, 1))
@@ -64,7 +64,7 @@ def shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
     }
 
 
-def classes(pieces: Sequence[str]) -> list[str]:
+def classify_tokens(pieces: Sequence[str]) -> list[str]:
     """Return one of CLASSES for every token of a text, as DEFINITIONS says; tokens of blanks alone
     are "other".
     """
@@ -90,26 +90,26 @@ def classes(pieces: Sequence[str]) -> list[str]:
     return kinds
 
 
-def pooled(figures: DocumentFigures) -> dict:
+def pool_figures(figures: DocumentFigures) -> dict:
     """Every document weighs the same; classes and overlap are pooled over all pairs."""
     caches = {
-        name: pooled_cache(figures, name) for name in figures.documents[0] if name != "overlap"
+        name: _pool_cache(figures, name) for name in figures.documents[0] if name != "overlap"
     }
     if "overlap" not in figures:
         return {"caches": caches}
     both, either = figures.mean("overlap")
     with np.errstate(invalid="ignore"):
         overlap = {
-            "jaccard": plain(both.sum() / either.sum()),
+            "jaccard": to_plain(both.sum() / either.sum()),
             "jaccard_interval": figures.interval(
                 lambda x: x[:, 0].sum(-1) / x[:, 1].sum(-1), "overlap"
             ),
-            "jaccard_per_layer": plain(both / either),
+            "jaccard_per_layer": to_plain(both / either),
         }
     return {"caches": caches, "overlap": overlap}
 
 
-def pooled_cache(figures: DocumentFigures, name: str) -> dict:
+def _pool_cache(figures: DocumentFigures, name: str) -> dict:
     tokens, pairs = figures.mean(name, "classes")
     layers, heads = figures.mean(name, "kept_per_head").shape
     with np.errstate(invalid="ignore"):
@@ -120,9 +120,9 @@ def pooled_cache(figures: DocumentFigures, name: str) -> dict:
             strict=True,
         )
     keys = ("share_per_layer", "kept_per_head", "kept_per_position", "forgotten")
-    columns = {key: plain(figures.mean(name, key)) for key in keys}
+    columns = {key: to_plain(figures.mean(name, key)) for key in keys}
     columns["classes"] = {
-        kind: dict(zip(("tokens", "kept", "held"), map(plain, row), strict=True))
+        kind: dict(zip(("tokens", "kept", "held"), map(to_plain, row), strict=True))
         for kind, row in zip(CLASSES, table, strict=True)
     }
     return columns

@@ -33,31 +33,34 @@ from restorekv.errors import RestoreKVError
 
 Make = Callable[[Setting], Experiment]
 EXPERIMENTS: dict[str, Make] = {
-    "teaser": teaser.experiment,
-    "main": main_figure.experiment,
-    "methods": methods.experiment,
-    "tradeoff": tradeoff.experiment,
-    "mechanism": mechanism.experiment,
-    "components": components.experiment,
-    "prune-first": prune_first.experiment,
-    "tokens": tokens.experiment,
-    "efficiency": efficiency.experiment,
-    "fast-kvzip": fast.experiment,
-    "ratio-range": ratio_range.experiment,
-    "offset": offset.experiment,
-    "mismatch": mismatch.experiment,
-    "longbench": longbench.experiment,
-    "scbench": scbench.experiment,
-    "training-data": training_data.experiment,
+    "teaser": teaser.make_experiment,
+    "main": main_figure.make_experiment,
+    "methods": methods.make_experiment,
+    "tradeoff": tradeoff.make_experiment,
+    "mechanism": mechanism.make_experiment,
+    "components": components.make_experiment,
+    "prune-first": prune_first.make_experiment,
+    "tokens": tokens.make_experiment,
+    "efficiency": efficiency.make_experiment,
+    "fast-kvzip": fast.make_experiment,
+    "ratio-range": ratio_range.make_experiment,
+    "offset": offset.make_experiment,
+    "mismatch": mismatch.make_experiment,
+    "longbench": longbench.make_experiment,
+    "scbench": scbench.make_experiment,
+    "training-data": training_data.make_experiment,
     "environment": facts.environment,
-    "seeds": seeds.experiment,
+    "seeds": seeds.make_experiment,
     "metrics": facts.metrics,
 }
 # Only when asked for.
-FURTHER: dict[str, Make] = {"contrastkv-simple": methods.simplified, "beyond": beyond.experiment}
+FURTHER: dict[str, Make] = {
+    "contrastkv-simple": methods.simplified,
+    "beyond": beyond.make_experiment,
+}
 
 
-def chosen(names: str, setting: Setting) -> list[Experiment]:
+def choose_experiments(names: str, setting: Setting) -> list[Experiment]:
     """Those named, with commas, in the order of the paper; all of the paper's if none is."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {**EXPERIMENTS, **FURTHER}

@@ -4,19 +4,19 @@ loss, more data.
 
 from __future__ import annotations
 
-from paper.experiment import FOUR, Comparison, Row, places
-from paper.experiments.common import base, whole, with_more
+from paper.experiment import FOUR, Comparison, Row, list_places
+from paper.experiments.common import add_columns, make_base, make_restored
 from paper.setting import Setting
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The paper has no figures for them. What else was tried: paper/log.md."""
     settings = setting.settings
     evictor = setting.settings.evictor
     more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}
     rows = {
-        "base": base(setting, {}),
-        "full": whole(setting, {}),
+        "base": make_base(setting, {}),
+        "full": make_restored(setting, {}),
         "log": Row("r drawn evenly in its logarithm", evictor, {"ratio_law": "log-uniform"}),
         "hidden": Row("hidden states matched too", evictor, {"hidden_weight": 1.0}),
         "eight": Row("n = 8, as in the paper", evictor, {"restore_tokens": 8}),
@@ -31,7 +31,7 @@ def experiment(setting: Setting) -> Comparison:
         title="Beyond the paper",
         backbone="",
         rows=rows,
-        places=with_more(setting, places("ruler", FOUR)),
+        places=add_columns(setting, list_places("ruler", FOUR)),
         claims=(),
         against={row: "full" for row in rows if row != "full"},
         note="Not in the paper.",

@@ -4,7 +4,7 @@ paper.
 
 from __future__ import annotations
 
-from paper.experiment import Place, Points, Row, alone, ruler
+from paper.experiment import Place, Points, Row, list_ruler_places, make_base_row
 from paper.setting import Setting
 
 # KVzip and RestoreKV on RULER-4K, Qwen3-4B, at THREE.
@@ -12,12 +12,12 @@ BASE = (91.4, 80.1, 38.2)
 FULL = (93.5, 88.8, 73.2)
 
 
-def base(setting: Setting, paper: Points) -> Row:
+def make_base(setting: Setting, paper: Points) -> Row:
     """The base evictor of the ablations without restoring."""
-    return alone(setting.settings.evictor, paper)
+    return make_base_row(setting.settings.evictor, paper)
 
 
-def whole(setting: Setting, paper: Points, label: str = "RestoreKV", **more: object) -> Row:
+def make_restored(setting: Setting, paper: Points, label: str = "RestoreKV", **more: object) -> Row:
     """The method as the ablations' settings have it."""
     return Row(
         f"{label} (n = {setting.settings.restore_tokens})",
@@ -28,6 +28,6 @@ def whole(setting: Setting, paper: Points, label: str = "RestoreKV", **more: obj
     )
 
 
-def with_more(setting: Setting, where: tuple[Place, ...]) -> tuple[Place, ...]:
+def add_columns(setting: Setting, where: tuple[Place, ...]) -> tuple[Place, ...]:
     """The paper's places and those that the setting asks besides."""
-    return (*where, *(ruler(ratio) for ratio in setting.more_ratios))
+    return (*where, *(list_ruler_places(ratio) for ratio in setting.more_ratios))

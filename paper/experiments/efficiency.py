@@ -8,9 +8,9 @@ from pathlib import Path
 
 from benchmarks import efficiency as cost
 from benchmarks import efficiency_page as charts
-from paper.scores import FAILS, HOLDS, MISSING, Judged
+from paper.scores import FAILS, HOLDS, MISSING, JudgedClaim
 from paper.setting import Setting
-from paper.study import Study, Tell, read
+from paper.study import Study, Tell, load_figures
 from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation import protocols
@@ -23,15 +23,15 @@ LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, 
 NEAR = 5.0  # percent: what counts as nearly identical
 
 
-def experiment(setting: Setting) -> Study:
+def make_experiment(setting: Setting) -> Study:
     return Study(
         name="efficiency",
         number="Figure 6",
         label="fig:efficiency",
         title="Efficiency",
         backbone="Llama-3.1-8B-Instruct, 32K tokens",
-        show=show,
-        measure=measure,
+        show=_show,
+        measure=_measure,
         note="The paper: 0.03 to 0.04 s and 84 MB more on an RTX PRO 6000, with n = 8; the share "
         "of a restore pass "
         "falls with the length of the context and the size of the model.",
@@ -39,17 +39,17 @@ def experiment(setting: Setting) -> Study:
     )
 
 
-def measure(setting: Setting, out: Path, tell: Tell) -> None:
+def _measure(setting: Setting, out: Path, tell: Tell) -> None:
     """At the setting's length."""
     setup = setting.setup
     policy = protocols.make_protocol("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     options = cost.CostOptions(tokens=setting.efficiency_tokens)
     conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})
-    cost.measure_efficiency(model, tokenizer, out, options, conventions, label(setting), tell)
+    cost.measure_efficiency(model, tokenizer, out, options, conventions, _label_run(setting), tell)
 
 
-def label(setting: Setting) -> str:
+def _label_run(setting: Setting) -> str:
     """Of the file; figures with adapters of random weights are not in the way of later ones."""
     lacking = [scorer for scorer in cost.SCORERS if not find_shipped_adapter(setting.model, scorer)]
     return make_label(
@@ -57,22 +57,22 @@ def label(setting: Setting) -> str:
     )
 
 
-def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
+def _show(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
     """Both panels of the figure, and their figures as tables."""
-    found = read(out / cost.FOLDER / f"{label(setting)}.json")
+    found = load_figures(out / cost.FOLDER / f"{_label_run(setting)}.json")
     if found is None:
         return ["Not measured yet."], []
     short = make_label(setting.model, setting.setup.device)
     drawn = {**found, "name": short, "label": short}
     return [
         charts.draw_compression(drawn),
-        compression(found),
+        _make_compression_table(found),
         charts.draw_latency(drawn),
-        attention(found),
-    ], claims(found)
+        _make_attention_table(found),
+    ], _list_claims(found)
 
 
-def compression(found: dict) -> Table:
+def _make_compression_table(found: dict) -> Table:
     """A line for every scorer."""
     facts = found["conventions"]
     lines = []
@@ -105,7 +105,7 @@ def compression(found: dict) -> Table:
         "its share, %",
     ]
     note = (
-        f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; "
+        f"{facts['machine']}, {facts['device']}, {_count(facts['threads'], 'thread')}; "
         f"{facts['tokens']:,} tokens. "
     )
     note += f"Peak: {found['definitions']['peak']}."
@@ -124,11 +124,11 @@ def compression(found: dict) -> Table:
     )
 
 
-def counted(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
-def attention(found: dict) -> Table:
+def _make_attention_table(found: dict) -> Table:
     """A line for every ratio."""
     rows = {(row["ratio"], row["restored"]): row for row in found["latency"]}
     lines = []
@@ -163,7 +163,7 @@ def attention(found: dict) -> Table:
     return Table("efficiency-attention", "(b) Attention and memory afterwards", head, lines, note)
 
 
-def claims(found: dict) -> list[Judged]:
+def _list_claims(found: dict) -> list[JudgedClaim]:
     """Single measurements, without intervals."""
     more = list(found["overhead"].values())
     share = max(each["share"] for each in more)
@@ -176,21 +176,23 @@ def claims(found: dict) -> list[Judged]:
     slower = 100 * (found["latency_ratio"][f"{tight:g}"] - 1)
     larger = 100 * (restored["bytes"] / base["bytes"] - 1)
     return [
-        judged(
+        _judge_claim(
             "the restore pass takes less than 0.5 % of compression (percent)", 0.5 - 100 * share
         ),
-        judged(
+        _judge_claim(
             "peak memory grows by less than 0.5 % (percent)",
             0.5 - 100 * max(peaks) if peaks else None,
         ),
-        judged(
+        _judge_claim(
             f"at r = {tight:g} attention is as fast to {NEAR:g} % (percent)", NEAR - abs(slower)
         ),
-        judged(f"at r = {tight:g} the cache holds as many bytes to 1 % (percent)", 1 - abs(larger)),
+        _judge_claim(
+            f"at r = {tight:g} the cache holds as many bytes to 1 % (percent)", 1 - abs(larger)
+        ),
     ]
 
 
-def judged(text: str, value: float | None) -> Judged:
+def _judge_claim(text: str, value: float | None) -> JudgedClaim:
     if value is None:
-        return Judged(text, MISSING)
-    return Judged(text, HOLDS if value > 0 else FAILS, (), value, value, value)
+        return JudgedClaim(text, MISSING)
+    return JudgedClaim(text, HOLDS if value > 0 else FAILS, (), value, value, value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import name_processor
-from paper.scores import Judged
+from paper.scores import JudgedClaim
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
@@ -35,14 +35,14 @@ METRICS = {
 
 
 def environment(setting: Setting) -> Study:
-    return Study("environment", "Table F", "tab:env", "Experimental environment", "", machine)
+    return Study("environment", "Table F", "tab:env", "Experimental environment", "", show_machine)
 
 
 def metrics(setting: Setting) -> Study:
-    return Study("metrics", "Table H", "tab:eval_metrics", "Evaluation metrics", "", measures)
+    return Study("metrics", "Table H", "tab:eval_metrics", "Evaluation metrics", "", show_measures)
 
 
-def machine(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
+def show_machine(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
     """The machine that this page is written on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
@@ -66,7 +66,7 @@ def machine(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     ], []
 
 
-def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
+def show_measures(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
     """By benchmark; where something stands in, its metric."""
     lines = []
     for key, told in METRICS.items():

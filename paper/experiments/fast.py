@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from paper.experiment import Comparison, above, alone, own, ruler
-from paper.experiments.methods import restored
+from paper.experiment import (
+    Comparison,
+    claim_above,
+    list_ruler_places,
+    make_base_row,
+    make_restored_row,
+)
+from paper.experiments.methods import name_restored_row
 from paper.setting import Setting
 
-TIGHT = ruler(0.0625)
+TIGHT = list_ruler_places(0.0625)
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """Fast KVzip alone and restored, and KVzip."""
     fast = "fastkvzip"
-    better = restored("fastkvzip")
+    better = name_restored_row("fastkvzip")
     return Comparison(
         name="fast-kvzip",
         number="Figure A",
@@ -20,15 +26,15 @@ def experiment(setting: Setting) -> Comparison:
         title="RestoreKV with Fast KVzip at 16x",
         backbone="Qwen3-8B",
         rows={
-            "kvzip": alone("kvzip", {TIGHT: 59.0}),
-            fast: alone(fast, {TIGHT: 46.7}),
-            better: own(fast, {TIGHT: 79.3}),
+            "kvzip": make_base_row("kvzip", {TIGHT: 59.0}),
+            fast: make_base_row(fast, {TIGHT: 46.7}),
+            better: make_restored_row(fast, {TIGHT: 79.3}),
         },
         places=(TIGHT,),
         claims=(
-            above("kvzip", fast, TIGHT, "KVzip is above Fast KVzip"),
-            above(better, fast, TIGHT, "restoring Fast KVzip helps"),
-            above(better, "kvzip", TIGHT, "Fast KVzip restored is above KVzip"),
+            claim_above("kvzip", fast, TIGHT, "KVzip is above Fast KVzip"),
+            claim_above(better, fast, TIGHT, "restoring Fast KVzip helps"),
+            claim_above(better, "kvzip", TIGHT, "Fast KVzip restored is above KVzip"),
         ),
         against={better: fast},
         orders=True,

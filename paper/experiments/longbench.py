@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from paper.experiment import Claim, Comparison, Place, above, alone, full_cache, own
-from paper.experiments.methods import gain, restored
+from paper.experiment import (
+    Claim,
+    Comparison,
+    Place,
+    claim_above,
+    make_base_row,
+    make_full_row,
+    make_restored_row,
+)
+from paper.experiments.methods import claim_gain, name_restored_row
 from paper.setting import CATEGORIES, Setting
 
 LLAMA = "Llama-3.1-8B-Instruct"
@@ -92,20 +100,24 @@ ROWS = {
 }
 
 
-def columns(ratio: float) -> tuple[Place, ...]:
+def _list_places(ratio: float) -> tuple[Place, ...]:
     """Categories, mean, share."""
     categories = [Place("longbench", ratio, category) for category in CATEGORIES]
-    return (*categories, average(ratio), Place("longbench", ratio, parts=CATEGORIES, relative=True))
+    return (
+        *categories,
+        _average(ratio),
+        Place("longbench", ratio, parts=CATEGORIES, relative=True),
+    )
 
 
-def average(ratio: float) -> Place:
+def _average(ratio: float) -> Place:
     return Place("longbench", ratio, parts=CATEGORIES)
 
 
-WHERE = tuple(place for ratio in RATIOS for place in columns(ratio))
+WHERE = tuple(place for ratio in RATIOS for place in _list_places(ratio))
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The main figures are Llama's; a Qwen3 model is compared with Qwen3-8B first."""
     first, second = (QWEN, LLAMA) if "qwen" in setting.model.lower() else (LLAMA, QWEN)
     own_figures, other = (
@@ -113,9 +125,11 @@ def experiment(setting: Setting) -> Comparison:
         for name in (first, second)
     )
     also = {row: {second: points} for row, points in other.items()}
-    tight = average(0.0625)
-    mild = average(0.125)
-    more = gain("kvzip", tight) | {spot: -weight for spot, weight in gain("kvzip", mild).items()}
+    tight = _average(0.0625)
+    mild = _average(0.125)
+    more = claim_gain("kvzip", tight) | {
+        spot: -weight for spot, weight in claim_gain("kvzip", mild).items()
+    }
     return Comparison(
         name="longbench",
         number="Table D",
@@ -123,19 +137,23 @@ def experiment(setting: Setting) -> Comparison:
         title="LongBench",
         backbone=first,
         rows={
-            "full": full_cache(own_figures["full"], also["full"]),
-            "kvzip": alone("kvzip", own_figures["kvzip"], also=also["kvzip"]),
-            restored("kvzip"): own("kvzip", own_figures["own"], also=also["own"]),
+            "full": make_full_row(own_figures["full"], also["full"]),
+            "kvzip": make_base_row("kvzip", own_figures["kvzip"], also=also["kvzip"]),
+            name_restored_row("kvzip"): make_restored_row(
+                "kvzip", own_figures["own"], also=also["own"]
+            ),
         },
         places=WHERE,
         claims=(
             *(
-                above(restored("kvzip"), "kvzip", place, "restoring raises the average")
+                claim_above(
+                    name_restored_row("kvzip"), "kvzip", place, "restoring raises the average"
+                )
                 for place in (mild, tight)
             ),
             Claim("the average gains more at r = 0.0625 than at r = 0.125", more),
         ),
-        against={restored("kvzip"): "kvzip"},
+        against={name_restored_row("kvzip"): "kvzip"},
         note=(
             "Avg is the mean over categories with a counterpart; Rel. is its share of the full "
             "cache's."

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from paper.analysis.attention_mass import profile_divergence
+from paper.analysis.attention_mass import compute_profile_divergence
 from paper.analysis.case import DocumentFigures
 from paper.analysis.page import shade_gain
 from paper.analysis.run import FOLDER, analyze
-from paper.scores import MISSING, Judged, verdict
+from paper.scores import MISSING, JudgedClaim, decide_verdict
 from paper.setting import Setting
-from paper.study import Study, Tell, read
+from paper.study import Study, Tell, load_figures
 from restorekv import tasks
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.config import CompressionConfig
@@ -57,15 +57,15 @@ PAPER = {
 }
 
 
-def experiment(setting: Setting) -> Study:
+def make_experiment(setting: Setting) -> Study:
     return Study(
         name="mechanism",
         number="Figure 5",
         label="fig:mechanism",
         title="Layer-wise context-attention recovery at r = 0.05",
         backbone="Qwen3-4B",
-        show=show,
-        measure=measure,
+        show=_show,
+        measure=_measure,
         note="Where the last token of a question looks, on documents of the benchmark that "
         "stands for RULER-4K (of the "
         "tiny suite all families). The paper does not define its divergences. Here that of the "
@@ -77,7 +77,7 @@ def experiment(setting: Setting) -> Study:
     )
 
 
-def measure(setting: Setting, out: Path, tell: Tell) -> None:
+def _measure(setting: Setting, out: Path, tell: Tell) -> None:
     """Both analyses on the same documents."""
     setup = setting.setup
     bench = setting.benches["ruler"]
@@ -87,40 +87,48 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
         **{"prefix_policy": protocol.prefix_policy, **setting.conventions}
     )
     eviction = make_compressor(EVICTOR, conventions)
-    adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
+    adapter = load_adapter(model, setting.find_adapter(EVICTOR, EVICTOR), eviction)
     restoring = replace(eviction, adapter=adapter)
-    few = documents(setting)
-    analyze(model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label(setting), tell)
+    few = _choose_documents(setting)
+    analyze(
+        model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label_run(setting), tell
+    )
 
 
-def documents(setting: Setting) -> Benchmark:
+def _choose_documents(setting: Setting) -> Benchmark:
     """Some of those that stand for RULER."""
     asked = tasks.make_benchmark(setting.benches["ruler"].spec)
     return replace(asked, count=min(asked.count or DOCUMENTS, DOCUMENTS))
 
 
-def label(setting: Setting) -> str:
+def label_run(setting: Setting) -> str:
     """Of the analysis's files; those without an adapter are not in the way of later ones."""
-    alone = () if setting.of_evictor(EVICTOR, EVICTOR) else ("alone",)
-    return make_label(setting.model, EVICTOR, str(documents(setting).count), *alone)
+    alone = () if setting.find_adapter(EVICTOR, EVICTOR) else ("alone",)
+    return make_label(setting.model, EVICTOR, str(_choose_documents(setting).count), *alone)
 
 
-def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
+def _show(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
     """Nothing where it has not been measured yet."""
-    attention, predictions = (read(out / FOLDER / f"{kind}-{label(setting)}.json") for kind in WHAT)
+    attention, predictions = (
+        load_figures(out / FOLDER / f"{kind}-{label_run(setting)}.json") for kind in WHAT
+    )
     if attention is None or predictions is None:
         return ["Not measured yet."], []
     caches, told = (found["figures"][RATIO]["caches"] for found in (attention, predictions))
-    blocks = [profile(setting, attention, caches), averages(attention, caches, told)]
+    blocks = [
+        _plot_profile(setting, attention, caches),
+        _make_averages_table(attention, caches, told),
+    ]
     if "restored" not in caches:
         return [*blocks, "There is no adapter for KVzip: the restored cache is not measured."], []
-    return blocks, claims(
-        pool(out, attention["label"], "attention"), pool(out, attention["label"], "divergence")
+    return blocks, list_claims(
+        _pool_documents(out, attention["label"], "attention"),
+        _pool_documents(out, attention["label"], "divergence"),
     )
 
 
 @with_style
-def profile(setting: Setting, found: dict, caches: dict) -> Chart:
+def _plot_profile(setting: Setting, found: dict, caches: dict) -> Chart:
     """Return the mass on the context by layer; what comes back is shaded."""
     layers = range(1, len(caches["full"]["context"]) + 1)
     shares = {name: [100 * mass for mass in cache["context"]] for name, cache in caches.items()}
@@ -150,7 +158,7 @@ def profile(setting: Setting, found: dict, caches: dict) -> Chart:
     )
 
 
-def averages(found: dict, caches: dict, told: dict) -> Table:
+def _make_averages_table(found: dict, caches: dict, told: dict) -> Table:
     lines = []
     for name, cache in caches.items():
         here = [
@@ -180,7 +188,7 @@ def averages(found: dict, caches: dict, told: dict) -> Table:
     return Table("mechanism-averages", "Averages over layers", head, lines, note)
 
 
-def pool(out: Path, label: str, kind: str) -> DocumentFigures:
+def _pool_documents(out: Path, label: str, kind: str) -> DocumentFigures:
     """Every document's figures, as the analysis left them."""
     lines = list(load_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
     return DocumentFigures(
@@ -188,7 +196,7 @@ def pool(out: Path, label: str, kind: str) -> DocumentFigures:
     )
 
 
-def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Judged]:
+def list_claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[JudgedClaim]:
     """Differences between caches, paired by document."""
 
     def mass(x: np.ndarray) -> np.ndarray:
@@ -199,33 +207,33 @@ def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Jud
 
     def recovered(x: np.ndarray) -> np.ndarray:
         full, base, restored = (x[:, index, :, 0] for index in range(3))
-        return profile_divergence(base, full) - profile_divergence(restored, full)
+        return compute_profile_divergence(base, full) - compute_profile_divergence(restored, full)
 
     lost = apart(mass)
     back = apart(lambda x: x[..., 0])
     return [
-        judged(
+        _judge_claim(
             "eviction takes attention from the context (percent points)",
             2.17,
             attention,
             ("full", "base"),
             lost,
         ),
-        judged(
+        _judge_claim(
             "restoring gives some back (percent points)",
             0.74,
             attention,
             ("restored", "base"),
             lost,
         ),
-        judged(
+        _judge_claim(
             "the layer profile comes closer to the full cache's (nats)",
             0.031,
             attention,
             ("full", "base", "restored"),
             recovered,
         ),
-        judged(
+        _judge_claim(
             "predictions come closer to the full cache's (nats)",
             3.5,
             predictions,
@@ -236,14 +244,14 @@ def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Jud
     ]
 
 
-def judged(
+def _judge_claim(
     text: str,
     paper: float,
     found: DocumentFigures,
     caches: Sequence[str],
     of: Callable,
     field: str = "masses",
-) -> Judged:
+) -> JudgedClaim:
     """A statistic of several caches' means, which should be above zero."""
     both = DocumentFigures(
         [{"all": [each[name][field] for name in caches]} for each in found.documents],
@@ -253,5 +261,5 @@ def judged(
         value = float(of(both.mean("all", by_question=True)[None])[0])
         low, high = both.interval(of, "all", by_question=True)
     if None in (low, high) or not np.isfinite([value, low, high]).all():
-        return Judged(text, MISSING, (paper,))
-    return Judged(text, verdict(value, low, high), (paper,), value, low, high)
+        return JudgedClaim(text, MISSING, (paper,))
+    return JudgedClaim(text, decide_verdict(value, low, high), (paper,), value, low, high)

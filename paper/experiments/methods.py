@@ -15,15 +15,15 @@ from paper.experiment import (
     Points,
     Row,
     Weights,
-    alone,
-    at,
-    own,
-    places,
+    list_places,
+    make_base_row,
+    make_restored_row,
+    weigh_gap,
 )
 from paper.setting import Setting
 
 BENCHMARKS = ("ruler", "qasper", "quality", "longhealth")
-WHERE = tuple(place for benchmark in BENCHMARKS for place in places(benchmark, THREE))
+WHERE = tuple(place for benchmark in BENCHMARKS for place in list_places(benchmark, THREE))
 SINGLE_PROCESS = {
     "kvzip": (91.4, 80.1, 38.2, 38.2, 33.9, 18.0, 66.0, 58.5, 46.3, 71.5, 70.0, 61.0),
     "kvzip+": (91.3, 84.8, 51.6, 38.1, 32.4, 23.3, 66.5, 60.0, 51.9, 73.2, 67.8, 63.2),
@@ -42,13 +42,13 @@ METHODS = tuple(SINGLE_PROCESS)
 NOTHING: Mapping[Place, tuple[float, float]] = {}
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """Sixty pairs."""
     rows = {}
     for evictor in METHODS:
         rows |= {
-            evictor: alone(evictor, points(evictor, False)),
-            restored(evictor): own(evictor, points(evictor, True)),
+            evictor: make_base_row(evictor, _list_points(evictor, False)),
+            name_restored_row(evictor): make_restored_row(evictor, _list_points(evictor, True)),
         }
     return Comparison(
         name="methods",
@@ -61,13 +61,13 @@ def experiment(setting: Setting) -> Comparison:
         claims=(
             Most(
                 "restoring improves 59 of 60 pairs",
-                tuple(gain(m, place) for m in METHODS for place in WHERE),
+                tuple(claim_gain(m, place) for m in METHODS for place in WHERE),
                 59,
             ),
             *(
                 Most(
-                    f"restoring improves {alone(m).label} in all its 12 cells",
-                    tuple(gain(m, p) for p in WHERE),
+                    f"restoring improves {make_base_row(m).label} in all its 12 cells",
+                    tuple(claim_gain(m, p) for p in WHERE),
                     12,
                 )
                 for m in METHODS
@@ -75,11 +75,11 @@ def experiment(setting: Setting) -> Comparison:
             ),
             Most(
                 "of 4 of 5 methods the mean gain at r = 0.05 is above that at r = 0.2",
-                tuple(widening(method) for method in METHODS),
+                tuple(_claim_widening(method) for method in METHODS),
                 4,
             ),
         ),
-        against={restored(evictor): evictor for evictor in METHODS},
+        against={name_restored_row(evictor): evictor for evictor in METHODS},
     )
 
 
@@ -89,43 +89,45 @@ def simplified(setting: Setting) -> Comparison:
     """
     evictor = "contrastkv-simple"
     return replace(
-        experiment(setting),
+        make_experiment(setting),
         name="contrastkv-simple",
         number="",
         title="ContrastKV as RestoreKV's authors simplified it",
         rows={
-            evictor: alone(evictor, points("contrastkv", False)),
-            restored(evictor): own(evictor, points("contrastkv", True)),
+            evictor: make_base_row(evictor, _list_points("contrastkv", False)),
+            name_restored_row(evictor): make_restored_row(
+                evictor, _list_points("contrastkv", True)
+            ),
         },
         claims=(
             Most(
                 "restoring improves all 12 pairs",
-                tuple(gain(evictor, place) for place in WHERE),
+                tuple(claim_gain(evictor, place) for place in WHERE),
                 12,
             ),
         ),
-        against={restored(evictor): evictor},
+        against={name_restored_row(evictor): evictor},
         note="The paper's figures are those of Table 1, which come from this version.",
     )
 
 
-def points(evictor: str, with_restoring: bool, where: tuple[Place, ...] = WHERE) -> Points:
+def _list_points(evictor: str, with_restoring: bool, where: tuple[Place, ...] = WHERE) -> Points:
     """The paper's, at some of the places."""
-    every = at(WHERE, *(RESTORED if with_restoring else SINGLE_PROCESS)[evictor])
+    every = weigh_gap(WHERE, *(RESTORED if with_restoring else SINGLE_PROCESS)[evictor])
     return {place: every[place] for place in where if place in every}
 
 
-def restored(evictor: str) -> str:
+def name_restored_row(evictor: str) -> str:
     """The name of the row."""
     return f"{evictor} restored"
 
 
-def gain(evictor: str, place: Place) -> Weights:
+def claim_gain(evictor: str, place: Place) -> Weights:
     """Restored minus alone."""
-    return {(restored(evictor), place): 1, (evictor, place): -1}
+    return {(name_restored_row(evictor), place): 1, (evictor, place): -1}
 
 
-def widening(evictor: str) -> Weights:
+def _claim_widening(evictor: str) -> Weights:
     """The mean gain over benchmarks at the tightest ratio minus that at the mildest."""
     share = 1 / len(BENCHMARKS)
     weights = {}
@@ -133,19 +135,25 @@ def widening(evictor: str) -> Weights:
         for ratio, sign in ((THREE[-1], share), (THREE[0], -share)):
             weights |= {
                 spot: sign * weight
-                for spot, weight in gain(evictor, Place(benchmark, ratio)).items()
+                for spot, weight in claim_gain(evictor, Place(benchmark, ratio)).items()
             }
     return weights
 
 
-def pair(
+def make_pair(
     evictor: str, where: tuple[Place, ...], more: dict[Place, tuple[float, float]] | None = None
 ) -> dict[str, Row]:
     """Both rows of an evictor at some places, with the paper's figures from here and `more` of
     (alone, restored).
     """
     found = [
-        {**points(evictor, side), **{place: both[side] for place, both in (more or {}).items()}}
+        {
+            **_list_points(evictor, side),
+            **{place: both[side] for place, both in (more or {}).items()},
+        }
         for side in (False, True)
     ]
-    return {evictor: alone(evictor, found[0]), restored(evictor): own(evictor, found[1])}
+    return {
+        evictor: make_base_row(evictor, found[0]),
+        name_restored_row(evictor): make_restored_row(evictor, found[1]),
+    }

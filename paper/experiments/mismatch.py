@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from paper.experiment import THREE, Comparison, Row, above, at, places, ruler
-from paper.experiments.common import BASE, FULL, base, whole, with_more
+from paper.experiment import (
+    THREE,
+    Comparison,
+    Row,
+    claim_above,
+    list_places,
+    list_ruler_places,
+    weigh_gap,
+)
+from paper.experiments.common import BASE, FULL, add_columns, make_base, make_restored
 from paper.setting import Setting
 from restorekv.evaluation.tables import name_method
 
-WHERE = places("ruler", THREE)
+WHERE = list_places("ruler", THREE)
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The inference evictor is the settings'; the training evictor is the same or another: SnapKV,
     or KVzip for it.
     """
     used = setting.settings.evictor
-    tight = ruler(0.05)
+    tight = list_ruler_places(0.05)
     own = name_method(used, False)
     other = "kvzip" if used == "snapkv" else "snapkv"
     label = f"trained on {name_method(other, False)}, used with {own}"
@@ -26,18 +34,29 @@ def experiment(setting: Setting) -> Comparison:
         title="Effect of training-inference evictor mismatch",
         backbone="Qwen3-4B",
         rows={
-            "base": base(setting, at(WHERE, *BASE)),
-            "mismatched": Row(label, used, {"evictor": other}, paper=at(WHERE, 93.5, 81.6, 42.0)),
-            "matched": whole(setting, at(WHERE, *FULL), f"trained on and used with {own}"),
-        },
-        places=with_more(setting, WHERE),
-        claims=(
-            above("mismatched", "base", ruler(0.2), "a mismatched adapter still helps"),
-            above("mismatched", "base", tight, "a mismatched adapter still helps"),
-            above(
-                "matched", "mismatched", ruler(0.1), "a matched adapter is above a mismatched one"
+            "base": make_base(setting, weigh_gap(WHERE, *BASE)),
+            "mismatched": Row(
+                label, used, {"evictor": other}, paper=weigh_gap(WHERE, 93.5, 81.6, 42.0)
             ),
-            above("matched", "mismatched", tight, "a matched adapter is above a mismatched one"),
+            "matched": make_restored(
+                setting, weigh_gap(WHERE, *FULL), f"trained on and used with {own}"
+            ),
+        },
+        places=add_columns(setting, WHERE),
+        claims=(
+            claim_above(
+                "mismatched", "base", list_ruler_places(0.2), "a mismatched adapter still helps"
+            ),
+            claim_above("mismatched", "base", tight, "a mismatched adapter still helps"),
+            claim_above(
+                "matched",
+                "mismatched",
+                list_ruler_places(0.1),
+                "a matched adapter is above a mismatched one",
+            ),
+            claim_above(
+                "matched", "mismatched", tight, "a matched adapter is above a mismatched one"
+            ),
         ),
         against={"base": "matched", "mismatched": "matched"},
         orders=True,

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from paper.experiment import THREE, Comparison, Row, above, at, keeps, places, ruler
-from paper.experiments.common import BASE, FULL, base, whole, with_more
+from paper.experiment import (
+    THREE,
+    Comparison,
+    Row,
+    claim_above,
+    claim_kept_share,
+    list_places,
+    list_ruler_places,
+    weigh_gap,
+)
+from paper.experiments.common import BASE, FULL, add_columns, make_base, make_restored
 from paper.setting import Setting
 
-WHERE = places("ruler", THREE)
+WHERE = list_places("ruler", THREE)
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The restore pass before and after eviction, each trained for it."""
     evictor = setting.settings.evictor
-    tight = ruler(0.05)
+    tight = list_ruler_places(0.05)
     evicted = Row(
         "generated from the evicted cache",
         evictor,
         {"restore_from": "evicted"},
-        paper=at(WHERE, 93.7, 87.6, 64.4),
+        paper=weigh_gap(WHERE, 93.7, 87.6, 64.4),
     )
     return Comparison(
         name="prune-first",
@@ -26,14 +35,16 @@ def experiment(setting: Setting) -> Comparison:
         title="Effect of full-context conditioning",
         backbone="Qwen3-4B",
         rows={
-            "base": base(setting, at(WHERE, *BASE)),
+            "base": make_base(setting, weigh_gap(WHERE, *BASE)),
             "evicted": evicted,
-            "full": whole(setting, at(WHERE, *FULL), "RestoreKV: generated from the full cache"),
+            "full": make_restored(
+                setting, weigh_gap(WHERE, *FULL), "RestoreKV: generated from the full cache"
+            ),
         },
-        places=with_more(setting, WHERE),
+        places=add_columns(setting, WHERE),
         claims=(
-            above("evicted", "base", tight, "restoring from the evicted cache helps"),
-            keeps(
+            claim_above("evicted", "base", tight, "restoring from the evicted cache helps"),
+            claim_kept_share(
                 "evicted",
                 0.5,
                 "full",
@@ -41,9 +52,19 @@ def experiment(setting: Setting) -> Comparison:
                 tight,
                 "the evicted cache gives more than half of the gain",
             ),
-            above("full", "evicted", tight, "the full cache gives more than the evicted one"),
-            above("full", "evicted", ruler(0.1), "the full cache gives more than the evicted one"),
-            above("evicted", "full", ruler(0.2), "the evicted cache gives more than the full one"),
+            claim_above("full", "evicted", tight, "the full cache gives more than the evicted one"),
+            claim_above(
+                "full",
+                "evicted",
+                list_ruler_places(0.1),
+                "the full cache gives more than the evicted one",
+            ),
+            claim_above(
+                "evicted",
+                "full",
+                list_ruler_places(0.2),
+                "the evicted cache gives more than the full one",
+            ),
         ),
         against={"base": "full", "evicted": "full"},
         orders=True,

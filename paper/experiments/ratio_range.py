@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from paper.experiment import FOUR, Claim, Comparison, Row, above, at, places, ruler
-from paper.experiments.common import base, with_more
+from paper.experiment import (
+    FOUR,
+    Claim,
+    Comparison,
+    Row,
+    claim_above,
+    list_places,
+    list_ruler_places,
+    weigh_gap,
+)
+from paper.experiments.common import add_columns, make_base
 from paper.setting import Setting
 
-WHERE = places("ruler", FOUR)
+WHERE = list_places("ruler", FOUR)
 RANGES = {
-    (0.025, 0.25): at(WHERE, 94.3, 93.5, 88.8, 73.2),
-    (0.025, 0.5): at(WHERE, 94.1, 93.1, 86.1, 63.5),
-    (0.05, 0.25): at(WHERE, 94.3, 93.2, 86.5, 65.6),
-    (0.05, 0.5): at(WHERE, 94.0, 92.8, 84.5, 51.5),
+    (0.025, 0.25): weigh_gap(WHERE, 94.3, 93.5, 88.8, 73.2),
+    (0.025, 0.5): weigh_gap(WHERE, 94.1, 93.1, 86.1, 63.5),
+    (0.05, 0.25): weigh_gap(WHERE, 94.3, 93.2, 86.5, 65.6),
+    (0.05, 0.5): weigh_gap(WHERE, 94.0, 92.8, 84.5, 51.5),
 }
 DEFAULT = "0.025 to 0.25"
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """Four ranges and none."""
     evictor = setting.settings.evictor
-    tight = ruler(0.05)
-    mild = ruler(0.4)
+    tight = list_ruler_places(0.05)
+    mild = list_ruler_places(0.4)
     rows = {}
     for (low, high), paper in RANGES.items():
         name = f"{low:g} to {high:g}"
@@ -41,22 +50,24 @@ def experiment(setting: Setting) -> Comparison:
         label="tab:training_ratio_range",
         title="Training ratio range",
         backbone="Qwen3-4B",
-        rows={"base": base(setting, at(WHERE, 93.5, 91.4, 80.1, 38.2)), **rows},
-        places=with_more(setting, WHERE),
+        rows={"base": make_base(setting, weigh_gap(WHERE, 93.5, 91.4, 80.1, 38.2)), **rows},
+        places=add_columns(setting, WHERE),
         claims=(
             *(
-                above(DEFAULT, other, ruler(ratio), f"r from {DEFAULT} is above {other}")
+                claim_above(
+                    DEFAULT, other, list_ruler_places(ratio), f"r from {DEFAULT} is above {other}"
+                )
                 for ratio in (0.1, 0.05)
                 for other in others
             ),
             *near,
-            above(
+            claim_above(
                 "0.025 to 0.5",
                 "0.05 to 0.5",
                 tight,
                 "with r up to 0.5, starting at 0.025 is above 0.05",
             ),
-            above(
+            claim_above(
                 "0.05 to 0.25",
                 "0.05 to 0.5",
                 tight,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from paper.experiment import FOUR, Comparison, above, alone, at, full_cache, own, places
-from paper.experiments.methods import restored
+from paper.experiment import (
+    FOUR,
+    Comparison,
+    claim_above,
+    list_places,
+    make_base_row,
+    make_full_row,
+    make_restored_row,
+    weigh_gap,
+)
+from paper.experiments.methods import name_restored_row
 from paper.setting import Setting
 
-WHERE = places("scbench", FOUR)
+WHERE = list_places("scbench", FOUR)
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The average over the tasks; of single tasks the paper's source has no figures."""
-    better = restored("kvzip")
+    better = name_restored_row("kvzip")
     return Comparison(
         name="scbench",
         number="Figure B",
@@ -19,13 +28,13 @@ def experiment(setting: Setting) -> Comparison:
         title="SCBench: contexts longer than those trained on",
         backbone="Qwen3-4B",
         rows={
-            "full": full_cache(),
-            "kvzip": alone("kvzip", at(WHERE, 29.4, 31.6, 30.0, 24.1)),
-            better: own("kvzip", at(WHERE, 29.7, 33.1, 32.4, 25.6)),
+            "full": make_full_row(),
+            "kvzip": make_base_row("kvzip", weigh_gap(WHERE, 29.4, 31.6, 30.0, 24.1)),
+            better: make_restored_row("kvzip", weigh_gap(WHERE, 29.7, 33.1, 32.4, 25.6)),
         },
         places=WHERE,
         claims=tuple(
-            above(better, "kvzip", place, "restoring raises the average") for place in WHERE
+            claim_above(better, "kvzip", place, "restoring raises the average") for place in WHERE
         ),
         against={better: "kvzip"},
         chart=True,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from paper.experiment import FOUR, Claim, Comparison, above, at, places, ruler
-from paper.experiments.common import base, whole, with_more
+from paper.experiment import (
+    FOUR,
+    Claim,
+    Comparison,
+    claim_above,
+    list_places,
+    list_ruler_places,
+    weigh_gap,
+)
+from paper.experiments.common import add_columns, make_base, make_restored
 from paper.setting import Setting
 
-WHERE = places("ruler", FOUR)
+WHERE = list_places("ruler", FOUR)
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The method under several seeds."""
-    tight = ruler(0.05)
-    std = at(WHERE, 0.04, 0.11, 0.51, 0.57)
+    tight = list_ruler_places(0.05)
+    std = weigh_gap(WHERE, 0.04, 0.11, 0.51, 0.57)
     sixtieth = {("full", tight): 1 / 60, ("base", tight): -1 / 60}
     steady = [
         Claim(
@@ -30,12 +38,14 @@ def experiment(setting: Setting) -> Comparison:
         title="Sensitivity to training seeds",
         backbone="Qwen3-4B",
         rows={
-            "base": base(setting, at(WHERE, 93.46, 91.38, 80.08, 38.23)),
-            "full": whole(setting, at(WHERE, 94.25, 93.37, 88.21, 72.81), paper_std=std),
+            "base": make_base(setting, weigh_gap(WHERE, 93.46, 91.38, 80.08, 38.23)),
+            "full": make_restored(
+                setting, weigh_gap(WHERE, 94.25, 93.37, 88.21, 72.81), paper_std=std
+            ),
         },
-        places=with_more(setting, WHERE),
+        places=add_columns(setting, WHERE),
         claims=(
-            *(above("full", "base", place, "restoring helps") for place in WHERE),
+            *(claim_above("full", "base", place, "restoring helps") for place in WHERE),
             Claim(
                 "the seeds' deviation is below a sixtieth of the gain at r = 0.05",
                 sixtieth,

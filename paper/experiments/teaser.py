@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from paper.experiment import Claim, Comparison, above, full_cache, own, places, ruler
-from paper.experiments.methods import pair, restored
+from paper.experiment import (
+    Claim,
+    Comparison,
+    claim_above,
+    list_places,
+    list_ruler_places,
+    make_full_row,
+    make_restored_row,
+)
+from paper.experiments.methods import make_pair, name_restored_row
 from paper.setting import Setting
 
 RATIOS = (0.5, 0.25, 0.125, 0.0625)  # 2x, 4x, 8x, 16x
-WHERE = places("ruler", RATIOS)
+WHERE = list_places("ruler", RATIOS)
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """Both evictors of the paper's own method. Of its figure the source tells one point."""
-    mild = ruler(0.5)
-    tight = ruler(0.0625)
-    better = restored("kvzip+")
-    rows = {"full": full_cache(), **pair("kvzip", WHERE), **pair("kvzip+", WHERE)}
-    rows[better] = own("kvzip+", {tight: 86.4})
+    mild = list_ruler_places(0.5)
+    tight = list_ruler_places(0.0625)
+    better = name_restored_row("kvzip+")
+    rows = {"full": make_full_row(), **make_pair("kvzip", WHERE), **make_pair("kvzip+", WHERE)}
+    rows[better] = make_restored_row("kvzip+", {tight: 86.4})
     near = {("kvzip+", mild): 1, ("full", mild): -1}
     away = {("full", tight): 1, ("kvzip+", tight): -1, ("full", mild): -1, ("kvzip+", mild): 1}
     half = {(better, tight): 1, ("kvzip+", tight): -0.5, ("full", tight): -0.5}
@@ -31,10 +39,10 @@ def experiment(setting: Setting) -> Comparison:
         claims=(
             Claim("KVzip+ is within 5 points of the full cache at 2x", near, 5),
             Claim("KVzip+ loses more at 16x than at 2x", away),
-            above(better, "kvzip+", tight, "restoring KVzip+ helps"),
+            claim_above(better, "kvzip+", tight, "restoring KVzip+ helps"),
             Claim("restoring KVzip+ brings back more than half of what it loses at 16x", half),
         ),
-        against={restored(evictor): evictor for evictor in ("kvzip", "kvzip+")},
+        against={name_restored_row(evictor): evictor for evictor in ("kvzip", "kvzip+")},
         note="Compression of 2x, 4x, 8x and 16x is r = 0.5, 0.25, 0.125 and 0.0625.",
         chart=True,
     )

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from paper.experiment import THREE, Comparison, Row, above, at, keeps, places, ruler
-from paper.experiments.common import BASE, FULL, base, with_more
+from paper.experiment import (
+    THREE,
+    Comparison,
+    Row,
+    claim_above,
+    claim_kept_share,
+    list_places,
+    list_ruler_places,
+    weigh_gap,
+)
+from paper.experiments.common import BASE, FULL, add_columns, make_base
 from paper.setting import Setting
 
-WHERE = places("ruler", THREE)
+WHERE = list_places("ruler", THREE)
 PAPER = {
-    1: at(WHERE, 93.0, 85.3, 65.3),
-    2: at(WHERE, 93.4, 87.6, 70.4),
-    4: at(WHERE, 93.4, 87.0, 68.5),
-    8: at(WHERE, *FULL),
-    16: at(WHERE, 93.3, 87.8, 69.1),
+    1: weigh_gap(WHERE, 93.0, 85.3, 65.3),
+    2: weigh_gap(WHERE, 93.4, 87.6, 70.4),
+    4: weigh_gap(WHERE, 93.4, 87.0, 68.5),
+    8: weigh_gap(WHERE, *FULL),
+    16: weigh_gap(WHERE, 93.3, 87.8, 69.1),
 }
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get
     fewer.
     """
     default = setting.settings.restore_tokens
     evictor = setting.settings.evictor
-    tight = ruler(0.05)
+    tight = list_ruler_places(0.05)
     rows = {}
     for n in sorted({*PAPER, default}):
         label = f"n = {n}" + (" (default)" if n == default else "")
@@ -33,15 +42,15 @@ def experiment(setting: Setting) -> Comparison:
         label="tab:abl_ntok",
         title="Number of restore tokens",
         backbone="Qwen3-4B",
-        rows={"base": base(setting, at(WHERE, *BASE)), **rows},
-        places=with_more(setting, WHERE),
+        rows={"base": make_base(setting, weigh_gap(WHERE, *BASE)), **rows},
+        places=add_columns(setting, WHERE),
         claims=(
-            *(above(f"n{n}", "base", tight, f"n = {n} helps") for n in PAPER),
-            keeps(
+            *(claim_above(f"n{n}", "base", tight, f"n = {n} helps") for n in PAPER),
+            claim_kept_share(
                 "n1", 0.5, "n8", "base", tight, "n = 1 brings more than half of the gain of n = 8"
             ),
-            *(above("n8", f"n{n}", tight, f"n = 8 is above n = {n}") for n in (1, 2, 4)),
-            above("n8", "n16", tight, "n = 16 is below n = 8"),
+            *(claim_above("n8", f"n{n}", tight, f"n = 8 is above n = {n}") for n in (1, 2, 4)),
+            claim_above("n8", "n16", tight, "n = 16 is below n = 8"),
         ),
         against={row: f"n{default}" for row in ("base", *rows) if row != f"n{default}"},
         note="Where n restore tokens exceed the budget of a short document, fewer are used.",

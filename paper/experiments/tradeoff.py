@@ -4,16 +4,16 @@ to make one.
 
 from __future__ import annotations
 
-from paper.experiment import THREE, Comparison, Place, Row, above, places
-from paper.experiments.methods import pair, restored
+from paper.experiment import THREE, Comparison, Place, Row, claim_above, list_places
+from paper.experiments.methods import make_pair, name_restored_row
 from paper.setting import Setting
 
-WHERE = (*places("ruler", THREE), *places("longhealth", THREE))
+WHERE = (*list_places("ruler", THREE), *list_places("longhealth", THREE))
 
 
-def experiment(setting: Setting) -> Comparison:
+def make_experiment(setting: Setting) -> Comparison:
     """Attention Matching (AM-fast) on the benchmarks that the paper compares it on."""
-    better = restored("kvzip+")
+    better = name_restored_row("kvzip+")
     tight = Place("ruler", 0.05)
     matching = Row("AM-fast", "am-fast", None, {"prefix_policy": "free"}, paper={tight: 52.8})
     return Comparison(
@@ -22,18 +22,18 @@ def experiment(setting: Setting) -> Comparison:
         label="fig:tradeoff",
         title="Comparison with a synthesised cache",
         backbone="Qwen3-4B",
-        rows={**pair("kvzip+", WHERE), "am-fast": matching},
+        rows={**make_pair("kvzip+", WHERE), "am-fast": matching},
         places=WHERE,
         claims=(
-            above(better, "kvzip+", tight, "RULER-4K: RestoreKV+ is above KVzip+"),
-            above(better, "am-fast", tight, "RULER-4K: RestoreKV+ is above AM-fast"),
-            above(
+            claim_above(better, "kvzip+", tight, "RULER-4K: RestoreKV+ is above KVzip+"),
+            claim_above(better, "am-fast", tight, "RULER-4K: RestoreKV+ is above AM-fast"),
+            claim_above(
                 better,
                 "am-fast",
                 Place("longhealth", 0.05),
                 "LongHealth: RestoreKV+ is above AM-fast",
             ),
-            above(
+            claim_above(
                 "am-fast",
                 better,
                 Place("longhealth", 0.2),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paper.recipe import CONTEXTS, LONGEST, SHORTEST
-from paper.scores import Judged
+from paper.scores import JudgedClaim
 from paper.setting import Setting
 from paper.study import Study
 from restorekv.data.mixture import read_mixture
@@ -19,7 +19,7 @@ MIXTURE = Path(__file__).parents[1] / "mixture.json"  # written by recipes/tiny/
 COLUMNS = ("samples", "mean", "shortest", "longest")
 
 
-def experiment(setting: Setting) -> Study:
+def make_experiment(setting: Setting) -> Study:
     note = "Tokens of the context. "
     if setting.tiny:
         note += (
@@ -38,14 +38,14 @@ def experiment(setting: Setting) -> Study:
         "tab:traindata",
         "Training data",
         "Qwen3's tokenizer",
-        show,
+        _show,
         note=note,
     )
 
 
-def show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged]]:
+def _show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[JudgedClaim]]:
     """Sources and the total."""
-    rows = found(setting)
+    rows = _count_rows(setting)
     if not rows:
         return [
             "There is no mixture; make one with `restorekv data build` and give its folder as "
@@ -62,7 +62,7 @@ def show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged]
     return [Table("training-data-sources", "Samples and tokens of their contexts", head, lines)], []
 
 
-def found(setting: Setting) -> list[dict]:
+def _count_rows(setting: Setting) -> list[dict]:
     """The figures of the table, as `data.table` makes them."""
     data = setting.setup.data
     if data is not None and data.is_dir():

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from matplotlib.image import imread
 from rich.console import Console
 
-from paper.markdown import markdown
+from paper.markdown import render_markdown
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.charts import (
@@ -119,7 +119,7 @@ def test_a_table_is_the_same_in_a_terminal_and_in_markdown():
     text = console.export_text()
     for word in ("T [b]", "method", "KVzip [a]", "80.0", "▲ +1.0", "+0.5 to +1.5", "a|b", "N"):
         assert word in text
-    lines = markdown("P", ["S"], [Section("H", blocks=[made, chart("c")])]).splitlines()
+    lines = render_markdown("P", ["S"], [Section("H", blocks=[made, chart("c")])]).splitlines()
     assert lines[0] == "# P" and "| method | r = 0.1 |" in lines and "| --- | ---: |" in lines
     assert "| KVzip [a] | 80.0 ▲ +1.0 (+0.5 to +1.5) |" in lines and r"| **a\|b** | *2* |" in lines
     assert "![C. alt.](svg/c.svg)" in lines

@@ -9,9 +9,9 @@ import pytest
 
 from paper import plan, training
 from paper.experiment import Row
-from paper.experiments import FURTHER, chosen
+from paper.experiments import FURTHER, choose_experiments
 from paper.recipe import ABLATIONS
-from paper.setting import TRAINED, backbone, tiny
+from paper.setting import TRAINED, make_backbone_setting, make_tiny_setting
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError, RestoreKVWarning
@@ -24,7 +24,9 @@ SMALL = replace(ABLATIONS, contexts=1, questions=1, max_new_tokens=8, steps=2)
 
 def names(setting, which=NAMES):
     """Of every training that some row asks for, whether its adapter is at hand or not."""
-    rows = [row for experiment in chosen(which, setting) for row in experiment.rows.values()]
+    rows = [
+        row for experiment in choose_experiments(which, setting) for row in experiment.rows.values()
+    ]
     found = [
         setting.training(row.adapter, seed)
         for seed in setting.seeds
@@ -35,7 +37,7 @@ def names(setting, which=NAMES):
 
 
 def test_tables_share_trainings_and_names_stay(tmp_path):
-    made = names(tiny(tmp_path))
+    made = names(make_tiny_setting(tmp_path))
     assert len(made) == 3 * 15
     assert made[:15] == [
         "restorekv,targets=none,seed=0",
@@ -57,23 +59,26 @@ def test_tables_share_trainings_and_names_stay(tmp_path):
 
 
 def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
-    setting = tiny(tmp_path)
+    setting = make_tiny_setting(tmp_path)
     shipped = {path.name for path in (TRAINED / "tiny").iterdir() if path.is_dir()}
     assert shipped == {*names(replace(setting, seeds=(0,))), "restorekv,seed=1", "restorekv,seed=2"}
-    for experiment in chosen(NAMES, setting):
-        assert not list(plan.missing(experiment, setting))
-    assert len(plan.trainings(chosen(NAMES, setting), setting)) == 3 * 15 - 17
+    for experiment in choose_experiments(NAMES, setting):
+        assert not list(plan.list_missing(experiment, setting))
+    assert len(plan.list_trainings(choose_experiments(NAMES, setting), setting)) == 3 * 15 - 17
     assert (
-        plan.trainings(chosen("", replace(setting, seeds=(0,))), replace(setting, seeds=(0,))) == []
+        plan.list_trainings(
+            choose_experiments("", replace(setting, seeds=(0,))), replace(setting, seeds=(0,))
+        )
+        == []
     )
 
 
 def test_what_ships_was_trained_as_its_name_says(tmp_path):
     model, _ = load_model()
-    setting = tiny(tmp_path)
-    for experiment in chosen(NAMES, setting):
+    setting = make_tiny_setting(tmp_path)
+    for experiment in choose_experiments(NAMES, setting):
         for row in experiment.rows.values():
-            for seed, place in setting.located(row).items():
+            for seed, place in setting.locate_adapters(row).items():
                 if seed is None or place is None:
                     continue
                 assert place.startswith("paper/ablations/tiny/")
@@ -92,8 +97,11 @@ def test_what_ships_was_trained_as_its_name_says(tmp_path):
 
 
 def test_the_papers_default_is_a_row_of_its_own_table(tmp_path):
-    setting = backbone(tmp_path, "elsewhere", None)
-    (tokens,), (offset,) = chosen("tokens", setting), chosen("offset", setting)
+    setting = make_backbone_setting(tmp_path, "elsewhere", None)
+    (tokens,), (offset,) = (
+        choose_experiments("tokens", setting),
+        choose_experiments("offset", setting),
+    )
     assert (
         list(tokens.rows) == ["base", "n1", "n2", "n4", "n8", "n16"]
         and tokens.against["n1"] == "n8"
@@ -102,30 +110,30 @@ def test_the_papers_default_is_a_row_of_its_own_table(tmp_path):
 
 
 def test_the_mismatched_adapter_is_used_with_the_other_evictor(tmp_path):
-    setting = tiny(tmp_path)
-    (mismatch,) = chosen("mismatch", setting)
+    setting = make_tiny_setting(tmp_path)
+    (mismatch,) = choose_experiments("mismatch", setting)
     row = mismatch.rows["mismatched"]
     assert setting.training(row.adapter, 1).config == replace(ABLATIONS, evictor="snapkv", seed=1)
-    cell = setting.cells(row, mismatch.places[0], setting.located(row)[0])[0]
+    cell = setting.cells(row, mismatch.places[0], setting.locate_adapters(row)[0])[0]
     assert cell.evictor == "kvzip" and "evictor=snapkv" in cell.adapter
 
 
 def test_an_evicted_row_is_asked_as_it_was_trained(tmp_path):
-    setting = tiny(tmp_path)
-    (prune,) = chosen("prune-first", setting)
-    cells = {need.row: need.cell for need in plan.needs(prune, setting)}
+    setting = make_tiny_setting(tmp_path)
+    (prune,) = choose_experiments("prune-first", setting)
+    cells = {need.row: need.cell for need in plan.list_needs(prune, setting)}
     assert cells["evicted"].restore_from == "evicted"
     assert {cells["base"].restore_from, cells["full"].restore_from} == {"full"}
 
 
 def test_beyond_the_paper_only_when_asked_for(tmp_path):
-    setting = tiny(tmp_path)
+    setting = make_tiny_setting(tmp_path)
     assert "beyond" in FURTHER and "beyond" not in {
-        experiment.name for experiment in chosen("", setting)
+        experiment.name for experiment in choose_experiments("", setting)
     }
-    (beyond,) = chosen("beyond", setting)
-    assert "long: no adapter" not in list(plan.missing(beyond, setting))
-    told = list(plan.missing(beyond, setting))
+    (beyond,) = choose_experiments("beyond", setting)
+    assert "long: no adapter" not in list(plan.list_missing(beyond, setting))
+    told = list(plan.list_missing(beyond, setting))
     assert len(told) == 3 and "restorekv,ratio_law=log-uniform,seed=0" in told[0]
 
 
@@ -133,23 +141,25 @@ def test_beyond_the_paper_only_when_asked_for(tmp_path):
 
 
 def small(tmp_path, **more):
-    setting = tiny(tmp_path, settings=SMALL)
+    setting = make_tiny_setting(tmp_path, settings=SMALL)
     return replace(setting, setup=replace(setting.setup, contexts=2, **more))
 
 
 def test_a_training_is_found_by_the_tables(tmp_path):
     setting, row = small(tmp_path), Row("RestoreKV", "kvzip", {})
-    assert setting.located(row) == {0: None, 1: None, 2: None}, "what ships was trained otherwise"
-    wanted = setting.wanted(row)
+    assert setting.locate_adapters(row) == {0: None, 1: None, 2: None}, (
+        "what ships was trained otherwise"
+    )
+    wanted = setting.list_wanted(row)
     assert [each.state() for each in wanted] == ["not trained"] * 3
     training.train_all(wanted[:1], 1, 1)
     assert wanted[0].state() == "done"
-    assert setting.located(row) == {
+    assert setting.locate_adapters(row) == {
         0: str(tmp_path / "trained" / "restorekv,seed=0" / "adapter"),
         1: None,
         2: None,
     }
-    assert setting.wanted(row) == wanted[1:]
+    assert setting.list_wanted(row) == wanted[1:]
 
 
 @pytest.mark.slow
@@ -161,7 +171,7 @@ def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
         setting = replace(
             small(tmp_path / name), setup=replace(small(tmp_path / name).setup, settings=config)
         )
-        (wanted,) = setting.wanted(Row("", "kvzip", {}))[:1]
+        (wanted,) = setting.list_wanted(Row("", "kvzip", {}))[:1]
         wanted.setup.folder.mkdir(parents=True)
         if name == "killed":
 
@@ -170,28 +180,30 @@ def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
                     raise KeyboardInterrupt
 
             with pytest.raises(KeyboardInterrupt):
-                training.carry_out(wanted, dies)
+                training.train_ablation(wanted, dies)
             assert wanted.state() == "step 2 of 2"
-        training.carry_out(wanted, lambda text: None)
+        training.train_ablation(wanted, lambda text: None)
         hashes.append(RestoreAdapter.from_pretrained(model, wanted.adapter).identity()["hash"])
     assert hashes[0] == hashes[1]
 
 
 def test_a_held_training_is_left_to_its_holder(tmp_path):
-    wanted = small(tmp_path).wanted(Row("", "kvzip", {}))[0]
+    wanted = small(tmp_path).list_wanted(Row("", "kvzip", {}))[0]
     wanted.setup.folder.mkdir(parents=True)
-    with training.claimed(wanted) as mine, training.claimed(wanted) as again:
+    with training.claim_training(wanted) as mine, training.claim_training(wanted) as again:
         assert mine and not again
-        training.work([wanted], 1)
+        training.train_in_turn([wanted], 1)
         assert not wanted.done
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path):
-    wanted = small(tmp_path).wanted(Row("", "kvzip", {}))[0]
+    wanted = small(tmp_path).list_wanted(Row("", "kvzip", {}))[0]
     wanted.setup.folder.mkdir(parents=True)
-    training.check(wanted.setup)
-    training.check(replace(wanted.setup, settings=replace(SMALL, keep=1, checkpoint_every=9)))
+    training.check_folder(wanted.setup)
+    training.check_folder(
+        replace(wanted.setup, settings=replace(SMALL, keep=1, checkpoint_every=9))
+    )
     with pytest.raises(RestoreKVError, match="other settings"):
-        training.check(replace(wanted.setup, settings=replace(SMALL, lr=1.0)))
+        training.check_folder(replace(wanted.setup, settings=replace(SMALL, lr=1.0)))
     with pytest.raises(RestoreKVError, match="other settings"):
-        training.check(replace(wanted.setup, contexts=9))
+        training.check_folder(replace(wanted.setup, contexts=9))

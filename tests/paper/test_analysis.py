@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from paper.analysis import attention_mass, divergence, restore_attention, survivors
-from paper.analysis.case import Case, DocumentFigures, plain
+from paper.analysis.case import Case, DocumentFigures, to_plain
 from restorekv.compression.eviction import Eviction
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.model import attention
@@ -356,7 +356,7 @@ def test_classes_of_tokens():
         "punctuation",
         "other",
     ]
-    assert survivors.classes(texts) == kinds
+    assert survivors.classify_tokens(texts) == kinds
 
 
 def test_pieces_join_to_the_text(tiny_model, tiny_tokenizer):
@@ -377,7 +377,7 @@ def test_pooled_attention_by_hand():
             "kl_attention": [[0.0, 0.0], [2.0, 0.0]],
         },
     ]
-    caches = attention_mass.pooled(
+    caches = attention_mass.pool_figures(
         DocumentFigures([{"full": full, "base": each} for each in base], [1, 3])
     )["caches"]
     assert caches["full"]["context"] == [0.4, 0.4] and caches["full"]["layers_below"] == 0
@@ -410,7 +410,7 @@ def test_a_layer_without_context_leaves_the_forward_divergence_undefined():
             },
         }
     ]
-    base = attention_mass.pooled(DocumentFigures(documents, [1]))["caches"]["base"]
+    base = attention_mass.pool_figures(DocumentFigures(documents, [1]))["caches"]["base"]
     assert base["kl_profile"] is None and base["kl_profile_interval"] == [None, None]
     assert (
         base["kl_profile_backward"] == pytest.approx(np.log(2), rel=1e-5)
@@ -427,7 +427,7 @@ def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
         pytest.approx(values.mean() - half, abs=0.005),
         pytest.approx(values.mean() + half, abs=0.005),
     )
-    assert plain(np.array([1 / 3, np.inf])) == [0.333333, None]
+    assert to_plain(np.array([1 / 3, np.inf])) == [0.333333, None]
 
 
 def test_the_interval_weighs_as_the_mean_does():

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from paper.analysis.cli import choose
+from paper.analysis.cli import choose_analyses
 from paper.analysis.page import write_analyses
 from paper.analysis.run import ANALYSES, analyze
 from restorekv.compression.eviction import Eviction
@@ -181,9 +181,9 @@ def test_labels_are_names_of_files():
 @pytest.mark.parametrize("what", ["best", "", "restore_attention,best"])
 def test_unknown_analyses_are_refused(what):
     with pytest.raises(RestoreKVError, match="give some of"):
-        choose(what)
-    assert choose("restore_attention, attention") == ["attention", "restore_attention"]
-    assert choose(",".join(ANALYSES)) == list(ANALYSES)
+        choose_analyses(what)
+    assert choose_analyses("restore_attention, attention") == ["attention", "restore_attention"]
+    assert choose_analyses(",".join(ANALYSES)) == list(ANALYSES)
 
 
 def test_the_command_writes_every_file(saved_model, tmp_path):

@@ -11,13 +11,13 @@ import pytest
 from paper import plan
 from paper.analysis.case import DocumentFigures
 from paper.experiment import Comparison, Most, Place
-from paper.experiments import EXPERIMENTS, FURTHER, chosen, facts, mechanism
-from paper.experiments.methods import METHODS, restored
+from paper.experiments import EXPERIMENTS, FURTHER, choose_experiments, facts, mechanism
+from paper.experiments.methods import METHODS, name_restored_row
 from paper.experiments.training_data import MIXTURE
-from paper.scores import of_paper
-from paper.setting import backbone, tiny
+from paper.scores import get_paper_margin
+from paper.setting import make_backbone_setting, make_tiny_setting
 from paper.study import Study
-from paper.write import introduction
+from paper.write import write_introduction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import check_cells
@@ -27,16 +27,16 @@ EVERY = ",".join((*EXPERIMENTS, *FURTHER))
 
 @pytest.fixture
 def setting(tmp_path):
-    return tiny(tmp_path)
+    return make_tiny_setting(tmp_path)
 
 
 @pytest.fixture
 def real(tmp_path):
-    return backbone(tmp_path, "Qwen/Qwen3-4B", None)
+    return make_backbone_setting(tmp_path, "Qwen/Qwen3-4B", None)
 
 
 def experiments(setting):
-    return {experiment.name: experiment for experiment in chosen(EVERY, setting)}
+    return {experiment.name: experiment for experiment in choose_experiments(EVERY, setting)}
 
 
 # ---- the paper
@@ -101,19 +101,19 @@ def test_every_claim_holds_in_the_papers_own_figures(setting, real, name):
         assert {*experiment.against, *experiment.against.values()} <= set(experiment.rows)
         for claim in experiment.claims:
             for other in ("", *experiment.backbones):
-                value = of_paper(claim, experiment, other)
+                value = get_paper_margin(claim, experiment, other)
                 least = claim.least if isinstance(claim, Most) else 0
                 assert value is None or (value >= least and value > 0), claim.text
 
 
 def test_sixty_pairs_of_which_one_does_not_improve(setting):
     methods = experiments(setting)["methods"]
-    assert len(methods.places) == 12 and of_paper(methods.claims[0], methods) == 59
+    assert len(methods.places) == 12 and get_paper_margin(methods.claims[0], methods) == 59
     worse = [
         (method, place.benchmark, place.ratio)
         for method in METHODS
         for place in methods.places
-        if methods.rows[restored(method)].paper[place] <= methods.rows[method].paper[place]
+        if methods.rows[name_restored_row(method)].paper[place] <= methods.rows[method].paper[place]
     ]
     assert worse == [("snapkv", "quality", 0.1)]
 
@@ -167,7 +167,7 @@ def test_every_cell_can_be_asked(setting, real):
         setting,
         replace(real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B")),
     ):
-        cells = plan.cells(chosen(EVERY, each), each)
+        cells = plan.list_cells(choose_experiments(EVERY, each), each)
         check_cells(cells)
         assert len({cell.name for cell in cells}) == len(cells)
 
@@ -176,15 +176,18 @@ def test_experiments_share_cells(setting):
     """KVzip at r = 0.05 stands in nine tables and is asked once; all of KVzip's cells share one
     preparation.
     """
-    made = chosen("", setting)
+    made = choose_experiments("", setting)
     base = Cell(
         "tiny", "tiny:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer"
     )
     assert (
-        sum(base in {need.cell for need in plan.needs(experiment, setting)} for experiment in made)
+        sum(
+            base in {need.cell for need in plan.list_needs(experiment, setting)}
+            for experiment in made
+        )
         == 9
     )
-    cells = plan.cells(made, setting)
+    cells = plan.list_cells(made, setting)
     assert cells.count(base) == 1 and 100 < len(cells) < 160
     # Kvzip on two sets of documents.
     assert len({cell.preparation for cell in cells if cell.evictor != "full"}) == 8
@@ -199,22 +202,26 @@ def test_groups_of_the_suite_stand_for_benchmarks(setting):
 
 
 def test_count_is_of_every_benchmark(tmp_path):
-    assert tiny(tmp_path, 5).benches["ruler"].spec == "tiny:count=5"
-    assert backbone(tmp_path, "m", None, 5).benches["ruler"].spec == "ruler:count=5,source=hub"
-    given = backbone(tmp_path, "m", None, given=["quality:path=dev.jsonl"]).benches
+    assert make_tiny_setting(tmp_path, 5).benches["ruler"].spec == "tiny:count=5"
+    assert (
+        make_backbone_setting(tmp_path, "m", None, 5).benches["ruler"].spec
+        == "ruler:count=5,source=hub"
+    )
+    given = make_backbone_setting(tmp_path, "m", None, given=["quality:path=dev.jsonl"]).benches
     assert (
         given["quality"].spec == "quality:path=dev.jsonl"
         and given["ruler"].spec == "ruler:source=hub"
     )
     with pytest.raises(RestoreKVError, match="does not ask needle"):
-        backbone(tmp_path, "m", None, given=["needle"])
-    assert backbone(tmp_path, "m", None).benches["scbench"].protocol == "kvzip"
+        make_backbone_setting(tmp_path, "m", None, given=["needle"])
+    assert make_backbone_setting(tmp_path, "m", None).benches["scbench"].protocol == "kvzip"
 
 
 def test_generated_samples_stand_in_for_rulers_own(tmp_path):
     spec = "ruler:source=generated,count=13"
     official, made = (
-        backbone(tmp_path, "m", None, given=given).benches["ruler"] for given in ([], [spec])
+        make_backbone_setting(tmp_path, "m", None, given=given).benches["ruler"]
+        for given in ([], [spec])
     )
     assert not official.standing and official.shown == "RULER-4K"
     assert (
@@ -248,9 +255,9 @@ def test_the_page_tells_every_protocol_and_prefix_policy(real):
             "benchmark": {"title": cell.benchmark.upper()},
         }
         results[cell] = SimpleNamespace(done=True, identity=facts)
-    told = introduction(real, dict(list(results.items())[:2]), [])[1]
+    told = write_introduction(real, dict(list(results.items())[:2]), [])[1]
     assert "kvpress protocol, chat prefix counted in the budget, global" in told
-    told = introduction(real, results, [])[1]
+    told = write_introduction(real, results, [])[1]
     assert "kvpress protocol, chat prefix counted in the budget (RULER)" in told
     assert "kvpress protocol, chat prefix kept beside the budget (RULER with AM-fast)" in told
     assert "kvzip protocol, chat prefix kept beside the budget (SCBENCH)" in told
@@ -258,18 +265,18 @@ def test_the_page_tells_every_protocol_and_prefix_policy(real):
 
 
 def test_adapters_of_another_model(tmp_path, real):
-    (methods,) = chosen("methods", real)
-    told = list(plan.missing(methods, real))
+    (methods,) = choose_experiments("methods", real)
+    told = list(plan.list_missing(methods, real))
     assert len(told) == 5 and told[0] == "RestoreKV: no adapter (restorekv,seed=0)"
-    assert not any(need.cell.restored for need in plan.needs(methods, real))
+    assert not any(need.cell.restored for need in plan.list_needs(methods, real))
     place = tmp_path / "adapters" / "kvzip"
     place.mkdir(parents=True)
     (place / "adapter_config.json").write_text("{}")
     given = replace(real, adapters=str(tmp_path / "adapters"))
-    assert len(list(plan.missing(methods, given))) == 4
-    assert {need.cell.adapter for need in plan.needs(methods, given)} == {None, str(place)}
-    (offset,) = chosen("offset", given)
-    assert given.located(offset.rows["full"]) == {0: str(place), 1: None, 2: None}, (
+    assert len(list(plan.list_missing(methods, given))) == 4
+    assert {need.cell.adapter for need in plan.list_needs(methods, given)} == {None, str(place)}
+    (offset,) = choose_experiments("offset", given)
+    assert given.locate_adapters(offset.rows["full"]) == {0: str(place), 1: None, 2: None}, (
         "seed 0 is the method's own"
     )
 
@@ -278,20 +285,20 @@ def test_the_authors_adapters(real):
     published = replace(
         real, adapters="published", setup=replace(real.setup, model="Qwen/Qwen3-8B")
     )
-    (methods,) = chosen("methods", published)
-    assert published.located(methods.rows["kvzip+ restored"]) == {
+    (methods,) = choose_experiments("methods", published)
+    assert published.locate_adapters(methods.rows["kvzip+ restored"]) == {
         0: "higokri/RestoreKV-Qwen3-8B_plus"
     }
-    assert published.located(methods.rows["h2o restored"]) == {0: None}
+    assert published.locate_adapters(methods.rows["h2o restored"]) == {0: None}
 
 
 def test_mistakes_are_told(tmp_path, setting):
     with pytest.raises(RestoreKVError, match="no table or figure 'tabel'"):
-        chosen("tokens,tabel", setting)
+        choose_experiments("tokens,tabel", setting)
     with pytest.raises(RestoreKVError, match="no folder"):
-        backbone(tmp_path, "m", str(tmp_path / "nowhere"))
+        make_backbone_setting(tmp_path, "m", str(tmp_path / "nowhere"))
     with pytest.raises(RestoreKVError, match="at least 0"):
-        tiny(tmp_path, -1)
+        make_tiny_setting(tmp_path, -1)
 
 
 # ---- facts
@@ -305,9 +312,9 @@ def test_training_data_has_the_papers_rows(setting, tmp_path):
 
 
 def test_metrics_and_machine(setting, tmp_path):
-    (metrics,), _ = facts.measures(setting, tmp_path)
+    (metrics,), _ = facts.show_measures(setting, tmp_path)
     assert len(metrics.rows) == 6 and all("letter or token F1" in row[1] for row in metrics.rows)
-    (machine,), _ = facts.machine(setting, tmp_path)
+    (machine,), _ = facts.show_machine(setting, tmp_path)
     assert machine.rows[4][2] == "PyTorch 2.8.0 (CUDA 12.8)"
 
 
@@ -333,7 +340,7 @@ def test_attention_claims_are_paired_by_document():
     predictions = DocumentFigures(
         [{name: {"first": told["first"]} for name, told in document(1).items()}] * 2, [1, 3]
     )
-    taken, back, profile, closer = mechanism.claims(found, predictions)
+    taken, back, profile, closer = mechanism.list_claims(found, predictions)
     assert taken.value == pytest.approx(100 * 0.4 * (1 + 3 * 0.5) / 4) and taken.verdict == "holds"
     assert back.value == pytest.approx(100 * 0.2 * 0.625) and back.paper == (0.74,)
     assert profile.value == pytest.approx(0) and profile.verdict == "within noise"

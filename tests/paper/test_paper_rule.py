@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paper import fidelity, plan, record, shown
+from paper import comparison_tables, fidelity, plan, record
 from paper.experiment import Place
-from paper.experiments import chosen
-from paper.markdown import paragraphs
-from paper.setting import Bench, tiny
+from paper.experiments import choose_experiments
+from paper.markdown import render_blocks
+from paper.setting import Bench, make_tiny_setting
 from restorekv.evaluation.stats import draw_resamples
 from tests.helpers.paper_results import finished
 
@@ -34,7 +34,7 @@ def setting(tmp_path):
     both = Bench(
         "LongBench", "tiny:count=4", parts, "Something.", more=("tiny:count=4,split=long",)
     )
-    made = tiny(tmp_path / "out", 4)
+    made = make_tiny_setting(tmp_path / "out", 4)
     return replace(made, benches={**made.benches, "ruler": ruler, "longbench": both})
 
 
@@ -44,7 +44,7 @@ def measure(setting, tmp_path):
 
     def made(experiment, said):
         found = {}
-        for cell in plan.cells([experiment], setting):
+        for cell in plan.list_cells([experiment], setting):
             key = (cell.evictor, cell.restored, cell.benchmark)
             if key in said:
                 found[cell] = finished(tmp_path / "cells", cell, said[key])
@@ -79,53 +79,55 @@ def answers(full):
 
 
 def texts(blocks):
-    return "\n".join(paragraphs(list(blocks)))
+    return "\n".join(render_blocks(list(blocks)))
 
 
 # ---- tasks with nothing to lose
 
 
 def test_a_task_below_ten_is_left_out_of_means(setting, measure):
-    (fast,) = chosen("fast-kvzip", setting)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
-    scores = plan.scores(fast, setting, results)
+    scores = plan.collect_scores(fast, setting, results)
     assert scores.left_out == {"ruler": ["cwe"]} and scores.points("kvzip", TIGHT) == pytest.approx(
         60
     )
-    text = texts(shown.tables(fast, setting, scores, "ruler"))
+    text = texts(comparison_tables.make_tables(fast, setting, scores, "ruler"))
     assert "Left out of means, because the full cache scores below 10: cwe." in text
     assert "| KVzip | 60.0 (60.0 to 60.0) | *59.0* |" in text and "The suite (for RULER-4K)" in text
 
 
 def test_at_ten_it_counts(setting, measure):
-    (fast,) = chosen("fast-kvzip", setting)
-    scores = plan.scores(fast, setting, measure(fast, answers({"single": 0.8, "cwe": 0.1})))
+    (fast,) = choose_experiments("fast-kvzip", setting)
+    scores = plan.collect_scores(fast, setting, measure(fast, answers({"single": 0.8, "cwe": 0.1})))
     assert scores.left_out == {"ruler": []} and scores.points("kvzip", TIGHT) == pytest.approx(50)
-    assert "below 10" not in texts(shown.tables(fast, setting, scores, "ruler"))
+    assert "below 10" not in texts(comparison_tables.make_tables(fast, setting, scores, "ruler"))
 
 
 def test_where_every_task_is_below_the_mean_is_over_all(setting, measure):
-    (fast,) = chosen("fast-kvzip", setting)
-    scores = plan.scores(fast, setting, measure(fast, answers({"single": 0.01, "cwe": 0.09})))
+    (fast,) = choose_experiments("fast-kvzip", setting)
+    scores = plan.collect_scores(
+        fast, setting, measure(fast, answers({"single": 0.01, "cwe": 0.09}))
+    )
     assert scores.points("kvzip", TIGHT) == pytest.approx(50)
-    text = texts(shown.tables(fast, setting, scores, "ruler"))
+    text = texts(comparison_tables.make_tables(fast, setting, scores, "ruler"))
     assert "below 10 on every task: nothing to lose" in text and "Left out" not in text
 
 
 def test_a_task_of_another_part_is_not_named(setting, measure):
     """The suite has more families than those that stand for RULER."""
-    (fast,) = chosen("fast-kvzip", setting)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     every = {
         key: told | said({"choice4": 0.05})
         for key, told in answers({"single": 0.8, "cwe": 0.5}).items()
     }
-    assert plan.scores(fast, setting, measure(fast, every)).left_out == {"ruler": []}
+    assert plan.collect_scores(fast, setting, measure(fast, every)).left_out == {"ruler": []}
 
 
 def test_without_the_full_cache_everything_counts(setting, measure):
-    (fast,) = chosen("fast-kvzip", setting)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     told = {key: value for key, value in answers({}).items() if key[0] != "full"}
-    scores = plan.scores(fast, setting, measure(fast, told))
+    scores = plan.collect_scores(fast, setting, measure(fast, told))
     assert scores.points("kvzip", TIGHT) == pytest.approx(50)
 
 
@@ -146,9 +148,9 @@ def test_parts_of_several_benchmarks(setting, measure):
     """Documents have the same names in both; Avg leaves out M-QA, on which the full cache scores
     too little.
     """
-    (longbench,) = chosen("longbench", setting)
+    (longbench,) = choose_experiments("longbench", setting)
     results = measure(longbench, several({"qa": 0.5, "freeform": 0.02, "vt": 0.05}))
-    scores = plan.scores(longbench, setting, results)
+    scores = plan.collect_scores(longbench, setting, results)
     assert scores.left_out == {"longbench": ["freeform", "vt"]}
     points = {
         part: scores.points("kvzip", Place("longbench", 0.125, part))
@@ -160,23 +162,25 @@ def test_parts_of_several_benchmarks(setting, measure):
     assert scores.points("kvzip", mean) == pytest.approx((50 + 30) / 2)
     assert scores.points("kvzip", share) == pytest.approx(100 * 40 / 60)
     assert len({answer.document for answer in scores.runs["kvzip", "longbench", 0.125][None]}) == 8
-    text = texts(shown.tables(longbench, setting, scores, "longbench"))
+    text = texts(comparison_tables.make_tables(longbench, setting, scores, "longbench"))
     assert "below 10: freeform." in text and "every task of M-QA, which averages leave out" in text
     assert "LongBench (stand-in), r = 0.125" in text
 
 
 def test_a_row_needs_all_its_benchmarks(setting, measure):
-    (longbench,) = chosen("longbench", setting)
+    (longbench,) = choose_experiments("longbench", setting)
     told = several({"qa": 0.5, "freeform": 0.5, "vt": 0.5})
     del told[(*KVZIP, LONG)]
     results = measure(longbench, told)
-    assert not any(row == "kvzip" for row, *_ in plan.measured(longbench, setting, results))
-    assert plan.scores(longbench, setting, results).has(("full", Place("longbench", 0.125, "S-QA")))
+    assert not any(row == "kvzip" for row, *_ in plan.find_measured(longbench, setting, results))
+    assert plan.collect_scores(longbench, setting, results).has(
+        ("full", Place("longbench", 0.125, "S-QA"))
+    )
 
 
 def test_what_fails_on_any_of_them_is_told(setting):
-    (longbench,) = chosen("longbench", setting)
-    told = plan.unreachable(longbench, setting, {(LONG, "kvzip"): "no data"})
+    (longbench,) = choose_experiments("longbench", setting)
+    told = plan.list_unreachable(longbench, setting, {(LONG, "kvzip"): "no data"})
     assert told == ["LongBench: no data"]
 
 
@@ -191,7 +195,7 @@ def by_hand(kls, tokens):
 
 def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     """Also of the task that means leave out."""
-    (fast,) = chosen("fast-kvzip", setting)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 9, (4, 2))
     kls = {
@@ -208,8 +212,8 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
             for at, task in enumerate(("single", "cwe"))
         }
     results = measure(fast, told)
-    known = fidelity.known(fast, setting, plan.measured(fast, setting, results))
-    rows = {row["row"]: row for row in fidelity.figures(fast, known)}
+    known = fidelity.collect_fidelity(fast, setting, plan.find_measured(fast, setting, results))
+    rows = {row["row"]: row for row in fidelity.list_figures(fast, known)}
     assert set(rows) == {"kvzip", "fastkvzip", "fastkvzip restored"}, (
         "the full cache is what they are compared with"
     )
@@ -227,9 +231,9 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     )
     apart = np.percentile(draws[FAST] - draws[SINGLE_PROCESS], (2.5, 97.5))
     assert (mine["change_low"], mine["change_high"]) == pytest.approx(tuple(apart))
-    text = texts(fidelity.tables(fast, setting, known, "ruler"))
+    text = texts(fidelity.make_tables(fast, setting, known, "ruler"))
     assert f"| KVzip | {rows['kvzip']['kl']:.3f} (" in text and "fidelity to the full cache" in text
-    (summed,) = fidelity.lowered(fast, known)
+    (summed,) = fidelity.count_lowered(fast, known)
     assert (
         summed
         == "Restoring lowers KL(full || cache) in 1 of 1 pairs; the interval is below zero in 1 and "
@@ -247,21 +251,25 @@ def test_seeds_are_alike_in_fidelity():
         )
         for kl, same in ((0.2, True), (0.4, False))
     ]
-    told = fidelity.read({0: results[:1], 1: results[1:]}, ())
+    told = fidelity.load_fidelity({0: results[:1], 1: results[1:]}, ())
     assert told.kl == pytest.approx(0.3) and told.same == 50
 
 
 def test_answers_from_before_have_no_fidelity(setting, measure):
-    (fast,) = chosen("fast-kvzip", setting)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     told = answers({"single": 0.8, "cwe": 0.5})
     told[(*KVZIP, SUITE)] = {"single": [(0.5,)] * 4, "cwe": [(0.5,)] * 4}
-    known = fidelity.known(fast, setting, plan.measured(fast, setting, measure(fast, told)))
+    known = fidelity.collect_fidelity(
+        fast, setting, plan.find_measured(fast, setting, measure(fast, told))
+    )
     assert {row for row, *_ in known} == {"fastkvzip", "fastkvzip restored"}
     assert "| KVzip | not measured | not measured |" in texts(
-        fidelity.tables(fast, setting, known, "ruler")
+        fidelity.make_tables(fast, setting, known, "ruler")
     )
     assert (
-        list(fidelity.tables(fast, setting, {}, "ruler")) == [] == list(fidelity.lowered(fast, {}))
+        list(fidelity.make_tables(fast, setting, {}, "ruler"))
+        == []
+        == list(fidelity.count_lowered(fast, {}))
     )
 
 
@@ -269,14 +277,14 @@ def test_answers_from_before_have_no_fidelity(setting, measure):
 
 
 def test_the_full_cache_by_task_and_what_caches_held(setting, measure):
-    (fast,) = chosen("fast-kvzip", setting)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
-    text = texts(record.section(results).blocks)
+    text = texts(record.make_section(results).blocks)
     assert "| Tiny suite | tiny:count=4 | single | 4 | 80.0 | counts |" in text
     assert "| Tiny suite | tiny:count=4 | cwe | 4 | 9.0 | below 10 |" in text
     assert "| 0.0625 | KVzip, Fast KVzip, Fast KVzip + RestoreKV | 60 | 78 | 9 |" in text
-    held = record.of_cells(list(results.values()))
+    held = record.collect_sizes(list(results.values()))
     assert len(held) == 4 and all(
         each["bytes"] == 9 and each["samples"] == 4 for each in held.values()
     )
-    assert record.section({}) is None
+    assert record.make_section({}) is None

@@ -10,9 +10,9 @@ import pytest
 
 from paper import carry_out, plan, write
 from paper import setting as setting_module
-from paper.carry_out import Clock, spoken
-from paper.experiments import chosen
-from paper.setting import tiny
+from paper.carry_out import Clock, format_seconds
+from paper.experiments import choose_experiments
+from paper.setting import make_tiny_setting
 from restorekv.evaluation.results import CELLS, load_results
 from restorekv.evaluation.stats import bootstrap_score, score_answers
 from tests.helpers.cli_world import cli
@@ -44,7 +44,7 @@ def test_from_nothing(made):
     told = json.loads((out / "report" / "paper.json").read_text())["experiments"]
     assert list(told) == ["fast-kvzip", "metrics"]
     rows = {row["row"]: row for row in told["fast-kvzip"]["rows"]}
-    retrieval = tiny(out).benches["ruler"].parts[""]
+    retrieval = make_tiny_setting(out).benches["ruler"].parts[""]
     answers = {
         key: [answer for answer in one.answers if answer.family in retrieval]
         for key, one in found.items()
@@ -82,9 +82,9 @@ def test_a_second_start_measures_nothing(made):
 def test_a_killed_start_goes_on(made, tmp_path):
     """Without its last line and its summary a cell is finished, and the others are left alone."""
     out, _ = made
-    setting = tiny(out, 2)
-    experiments = chosen("fast-kvzip", setting)
-    cell = plan.needs(experiments[0], setting)[0].cell
+    setting = make_tiny_setting(out, 2)
+    experiments = choose_experiments("fast-kvzip", setting)
+    cell = plan.list_needs(experiments[0], setting)[0].cell
     place = out / CELLS / cell.name
     whole = (place / "answers.jsonl").read_bytes()
     (place / "answers.jsonl").write_bytes(
@@ -102,7 +102,13 @@ def test_a_killed_start_goes_on(made, tmp_path):
 def test_other_documents_have_cells_of_their_own(made):
     out, _ = made
     names = [
-        {need.cell.name for need in plan.needs(chosen("offset", tiny(out, n))[0], tiny(out, n))}
+        {
+            need.cell.name
+            for need in plan.list_needs(
+                choose_experiments("offset", make_tiny_setting(out, n))[0],
+                make_tiny_setting(out, n),
+            )
+        }
         for n in (2, 3)
     ]
     assert names[0].isdisjoint(names[1])
@@ -112,7 +118,7 @@ def test_another_model_goes_on_where_data_is_not_at_hand(tmp_path, tiny_tokenize
     """Tables whose benchmark cannot be fetched say so; the others are measured."""
     build_model("qwen3").save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
-    real = setting_module.backbone
+    real = setting_module.make_backbone_setting
 
     def nearby(out, model, *more, **settings):
         made = real(out, model, *more, **settings)
@@ -123,7 +129,7 @@ def test_another_model_goes_on_where_data_is_not_at_hand(tmp_path, tiny_tokenize
         away = replace(made.benches["longbench"], spec=f"longbench:path={tmp_path / 'away'}")
         return replace(made, benches={**suite, "longbench": away})
 
-    monkeypatch.setattr(setting_module, "backbone", nearby)
+    monkeypatch.setattr(setting_module, "make_backbone_setting", nearby)
     result = cli(
         "paper",
         tmp_path / "out",
@@ -159,9 +165,9 @@ def test_missing_adapters_are_told(tmp_path):
         "would train 5 adapters" in result.out
         and "not trained  restorekv,hidden_weight=1,seed=5" in result.out
     )
-    setting = tiny(tmp_path, 2, seeds=(5,))
-    (offset,) = chosen("offset", setting)
-    page = write.write([offset], setting, carry_out.Done(), tmp_path).read_text()
+    setting = make_tiny_setting(tmp_path, 2, seeds=(5,))
+    (offset,) = choose_experiments("offset", setting)
+    page = write.write_page_of_paper([offset], setting, carry_out.Outcome(), tmp_path).read_text()
     assert "no adapter (restorekv,seed=5)" in page and "not measured" in page
 
 
@@ -186,17 +192,17 @@ def test_the_clock_tells_what_is_left():
         lambda *x: told.append(x),
         lambda: now[0],
     )
-    clock.at(0, 0.0)
+    clock.report_at(0, 0.0)
     now[0] = 60.0
-    clock.at(0, 0.5)
+    clock.report_at(0, 0.5)
     now[0] = 150.0
-    clock.at(1, 0.75)
+    clock.report_at(1, 0.75)
     assert told == [
         ("Table 1 (kvzip)", 0.0),
         ("Table 1 (kvzip), about 2 min to go", 0.375),
         ("Figure 6: Efficiency, about 10 s to go", 0.9375),
     ]
-    assert [spoken(seconds) for seconds in (5, 59, 61, 5400)] == [
+    assert [format_seconds(seconds) for seconds in (5, 59, 61, 5400)] == [
         "5 s",
         "59 s",
         "1 min",
@@ -206,18 +212,18 @@ def test_the_clock_tells_what_is_left():
 
 def test_what_is_done_costs_nothing(made, tmp_path):
     out, _ = made
-    setting = tiny(out, 2)
-    cells = plan.cells(chosen("fast-kvzip", setting), setting)
+    setting = make_tiny_setting(out, 2)
+    cells = plan.list_cells(choose_experiments("fast-kvzip", setting), setting)
     (kvzip, fast) = carry_out.group_jobs(cells)
-    assert carry_out.cost(kvzip, out) == carry_out.cost(fast, out) == 0
-    assert carry_out.cost(fast, tmp_path) == 2 * (10 + 2)
+    assert carry_out.estimate_cost(kvzip, out) == carry_out.estimate_cost(fast, out) == 0
+    assert carry_out.estimate_cost(fast, tmp_path) == 2 * (10 + 2)
 
 
 def test_seconds_of_a_cache_count_what_other_cells_bear(made):
     """Prefill and scores stand with the first cell of a preparation, whichever that is."""
     out, _ = made
-    setting = tiny(out, 2)
-    (fast,) = chosen("fast-kvzip", setting)
+    setting = make_tiny_setting(out, 2)
+    (fast,) = choose_experiments("fast-kvzip", setting)
     results = {result.cell: result for result in load_results(out)}
     base, best = (
         next(one for one in results.values() if (one.cell.evictor, one.cell.restored) == key)
@@ -230,9 +236,9 @@ def test_seconds_of_a_cache_count_what_other_cells_bear(made):
         }
         for one in (base, best)
     ]
-    told = plan.seconds(replace(fast, seconds={"fastkvzip restored": 1.0}), setting, results)[
-        "fastkvzip restored"
-    ]
+    told = plan.collect_seconds(
+        replace(fast, seconds={"fastkvzip restored": 1.0}), setting, results
+    )["fastkvzip restored"]
     for sample, took in told.items():
         first, second = lines[0][sample], lines[1][sample]
         phases = [max(first.get(name, 0), second.get(name, 0)) for name in ("prefill", "score")]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from paper.experiment import Claim, Comparison, Most, Place, Row, above, keeps
-from paper.scores import Scores, judged, margin, ordered, spread
+from paper.experiment import Claim, Comparison, Most, Place, Row, claim_above, claim_kept_share
+from paper.scores import Scores, compare_orders, compute_margin, compute_spread, judge_claim
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.stats import ScoredAnswer, bootstrap_score, draw_resamples
 
@@ -50,7 +50,7 @@ def by_hand(scores: np.ndarray, stream: int) -> np.ndarray:
 def test_a_score_is_the_mean_over_seeds_of_each_question():
     runs = made_runs([0, 1, 2])
     scores, points = scores_of(one=runs), 100 * table(runs).mean((1, 2))
-    mean, low, high = margin(scores, {("one", HERE): 1})
+    mean, low, high = compute_margin(scores, {("one", HERE): 1})
     assert mean == pytest.approx(100 * table(runs).mean())
     assert (low, high) == pytest.approx(tuple(np.percentile(by_hand(table(runs), 0), (2.5, 97.5))))
     assert list(scores.seeds("one", HERE).values()) == pytest.approx(points)
@@ -61,11 +61,11 @@ def test_a_score_is_the_mean_over_seeds_of_each_question():
 def test_a_margin_is_paired():
     one, other = made_runs([0, 1, 2]), made_runs([0])
     scores = scores_of(one=one, other=other, single={1: made_runs([1])[1]})
-    mean, low, high = margin(scores, {("one", HERE): 1, ("other", HERE): -0.4})
+    mean, low, high = compute_margin(scores, {("one", HERE): 1, ("other", HERE): -0.4})
     assert mean == pytest.approx(100 * (table(one).mean() - 0.4 * table(other).mean()))
     draws = by_hand(table(one), 0) - 0.4 * by_hand(table(other), 1)
     assert (low, high) == pytest.approx(tuple(np.percentile(draws, (2.5, 97.5))))
-    apart = margin(scores, {("single", HERE): 1, ("other", HERE): -1})
+    apart = compute_margin(scores, {("single", HERE): 1, ("other", HERE): -1})
     assert apart == pytest.approx(bootstrap_score(made_runs([1])[1], other[0]))
 
 
@@ -75,7 +75,7 @@ def test_the_seeds_of_a_row_are_drawn_alike_at_all_its_places():
     """
     runs, there = made_runs([0, 1, 2]), Place("ruler", 0.2)
     scores = Scores({("one", "ruler", 0.1): runs, ("one", "ruler", 0.2): runs}, {("ruler", ""): ()})
-    assert margin(scores, {("one", HERE): 1, ("one", there): -1}) == (0, 0, 0)
+    assert compute_margin(scores, {("one", HERE): 1, ("one", there): -1}) == (0, 0, 0)
 
 
 def test_seeds_that_differ_widen_the_interval():
@@ -93,12 +93,12 @@ def test_seeds_that_differ_widen_the_interval():
         }
 
     scores = scores_of(one=shifted((3, 3, -3)), other=shifted((-3, -3, 3)))
-    value, low, high = margin(scores, {("one", HERE): 1, ("other", HERE): -1})
+    value, low, high = compute_margin(scores, {("one", HERE): 1, ("other", HERE): -1})
     assert value == pytest.approx(2) and low < -1 and high > 5
 
 
 def test_three_seeds_say_little_of_a_deviation():
-    std, low, high = spread(scores_of(one=made_runs([0, 1, 2])), ("one", HERE))
+    std, low, high = compute_spread(scores_of(one=made_runs([0, 1, 2])), ("one", HERE))
     assert low / std == pytest.approx(0.52, abs=0.01) and high / std == pytest.approx(
         6.28, rel=0.03
     )
@@ -132,9 +132,9 @@ def test_parts_means_and_shares():
     mean, share = Place("ruler", 0.1, parts=parts), Place("ruler", 0.1, parts=parts, relative=True)
     assert scores.points("one", Place("ruler", 0.1, "x")) == pytest.approx(80)
     assert not scores.has(("one", Place("ruler", 0.1, "z")))
-    assert margin(scores, {("one", mean): 1}) == pytest.approx((70, 70, 70))
-    assert margin(scores, {("one", share): 1}) == pytest.approx((100 * 70 / 75,) * 3)
-    assert margin(scores, {("full", share): 1}) == pytest.approx((100,) * 3)
+    assert compute_margin(scores, {("one", mean): 1}) == pytest.approx((70, 70, 70))
+    assert compute_margin(scores, {("one", share): 1}) == pytest.approx((100 * 70 / 75,) * 3)
+    assert compute_margin(scores, {("full", share): 1}) == pytest.approx((100,) * 3)
 
 
 def raised(base, by, seeds=(0, 1)):
@@ -156,13 +156,13 @@ def comparison(paper, claims, rows=None):
 
 def test_claims_are_judged():
     claims = (
-        above("full", "base", HERE, "more"),
-        above("base", "full", HERE, "less"),
-        above("full", "again", HERE, "same"),
-        keeps("part", 0.5, "full", "base", HERE, "half"),
-        keeps("part", 0.9, "full", "base", HERE, "nearly all"),
+        claim_above("full", "base", HERE, "more"),
+        claim_above("base", "full", HERE, "less"),
+        claim_above("full", "again", HERE, "same"),
+        claim_kept_share("part", 0.5, "full", "base", HERE, "half"),
+        claim_kept_share("part", 0.9, "full", "base", HERE, "nearly all"),
         Claim("steady", {}, plus=1, spread=("full", HERE)),
-        above("missing", "base", HERE, "unknown"),
+        claim_above("missing", "base", HERE, "unknown"),
     )
     experiment = comparison(
         {"base": 40, "part": 62, "full": 70, "again": 70, "missing": 70}, claims
@@ -171,7 +171,7 @@ def test_claims_are_judged():
     scores = scores_of(
         base=base, full=raised(base, 0.5), part=raised(base, 0.4), again=raised(base, 0.5)
     )
-    told = [judged(claim, experiment, scores) for claim in claims]
+    told = [judge_claim(claim, experiment, scores) for claim in claims]
     assert [each.verdict for each in told] == [
         "holds",
         "does not hold",
@@ -185,9 +185,9 @@ def test_claims_are_judged():
     assert told[3].value == pytest.approx(40 - 25) and told[3].paper[0] == pytest.approx(22 - 15)
     assert told[4].value == pytest.approx(40 - 45) and told[5].value == pytest.approx(1)
     assert told[5].paper == (0.5,) and told[6].value is None
-    order = ordered(experiment, scores, HERE)
+    order = compare_orders(experiment, scores, HERE)
     assert len(order["as in the paper"]) == 5 and not order["the other way"]
-    turned = ordered(experiment, scores_of(base=raised(base, 0.5), part=base), HERE)
+    turned = compare_orders(experiment, scores_of(base=raised(base, 0.5), part=base), HERE)
     assert turned["the other way"] == [["part", "base"]]
 
 
@@ -199,7 +199,8 @@ def test_a_count_is_judged_by_the_resampled_sets():
         base=base, up=raised(base, 0.2), also=raised(base, 0.1), down=raised(base, -0.2)
     )
     told = {
-        least: judged(Most("most", tuple(gain), least), experiment, scores) for least in (1, 2, 3)
+        least: judge_claim(Most("most", tuple(gain), least), experiment, scores)
+        for least in (1, 2, 3)
     }
     assert [told[least].verdict for least in (1, 2, 3)] == ["holds", "holds", "does not hold"]
     assert (told[2].value, told[2].low, told[2].high, told[2].of, told[2].paper) == (
@@ -214,9 +215,9 @@ def test_a_count_is_judged_by_the_resampled_sets():
         None: [ScoredAnswer(a.document, a.family, a.question, "", 1 - a.score) for a in base[None]]
     }
     mixed = scores_of(base=base, up=other, also=raised(base, 0.1), down=raised(base, -0.2))
-    assert judged(Most("most", tuple(gain), 2), experiment, mixed).verdict == "within noise"
+    assert judge_claim(Most("most", tuple(gain), 2), experiment, mixed).verdict == "within noise"
     assert (
-        judged(Most("most", tuple(gain), 2), experiment, scores_of(base=base)).verdict
+        judge_claim(Most("most", tuple(gain), 2), experiment, scores_of(base=base)).verdict
         == "not measured"
     )
 
@@ -224,7 +225,9 @@ def test_a_count_is_judged_by_the_resampled_sets():
 def test_a_figure_that_the_paper_does_not_give_is_none():
     experiment = comparison({"base": 40}, (), {"other": Row("other", "kvzip")})
     base = made_runs([None])
-    told = judged(
-        above("other", "base", HERE, ""), experiment, scores_of(base=base, other=raised(base, 0.1))
+    told = judge_claim(
+        claim_above("other", "base", HERE, ""),
+        experiment,
+        scores_of(base=base, other=raised(base, 0.1)),
     )
     assert told.paper == (None,) and told.verdict == "holds"

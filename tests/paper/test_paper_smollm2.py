@@ -11,9 +11,9 @@ import pytest
 from paper import plan
 from paper import setting as setting_of_paper
 from paper import smollm2 as module
-from paper.experiments import EXPERIMENTS, FURTHER, chosen, mechanism
+from paper.experiments import EXPERIMENTS, FURTHER, choose_experiments, mechanism
 from paper.setting import ASKED, SEEDS
-from paper.smollm2 import smollm2
+from paper.smollm2 import make_smollm2_setting
 from restorekv import tasks
 from restorekv.compression.adapters import find_shipped_adapter, load_adapter
 from restorekv.compression.eviction import Eviction
@@ -56,7 +56,7 @@ def adapter(folder, evictor="kvzip", restore_tokens=4, **settings):
 
 def test_every_benchmark_ships(tmp_path, package):
     """Each says what it stands for, and reads nothing but the package's own files."""
-    setting = smollm2(tmp_path)
+    setting = make_smollm2_setting(tmp_path)
     assert tuple(setting.benches) == ASKED
     for bench in setting.benches.values():
         assert bench.standing and bench.name and bench.shown == f"{bench.name} (for {bench.title})"
@@ -77,7 +77,7 @@ def test_every_benchmark_ships(tmp_path, package):
 
 def test_the_tasks_of_longbench_are_those_that_are_asked(tmp_path, tiny_tokenizer):
     """The categories name tasks of their benchmarks, and no task is in two categories."""
-    bench = smollm2(tmp_path, 2).benches["longbench"]
+    bench = make_smollm2_setting(tmp_path, 2).benches["longbench"]
     named = [task for of in bench.parts.values() for task in of]
     assert len(set(named)) == len(named)
     ruler, *others = map(tasks.make_benchmark, bench.specs)
@@ -91,29 +91,31 @@ def test_the_tasks_of_longbench_are_those_that_are_asked(tmp_path, tiny_tokenize
 
 
 def test_count_is_of_every_benchmark(tmp_path):
-    specs = {spec for bench in smollm2(tmp_path, 3).benches.values() for spec in bench.specs}
+    specs = {
+        spec for bench in make_smollm2_setting(tmp_path, 3).benches.values() for spec in bench.specs
+    }
     assert all(tasks.make_benchmark(spec).count == 3 for spec in specs) and len(specs) == 6
     with pytest.raises(RestoreKVError, match="at least 0"):
-        smollm2(tmp_path, -1)
+        make_smollm2_setting(tmp_path, -1)
 
 
 def test_table_1_asks_five_methods_alone_and_restored(tmp_path, package):
     for evictor in ("kvzip", "kvzip+", "contrastkv", "snapkv", "h2o"):
         (package / "adapters" / evictor).mkdir(parents=True)
         adapter(package / "adapters" / evictor, evictor)
-    setting = smollm2(tmp_path)
-    (methods,) = chosen("methods", setting)
-    cells = plan.cells([methods], setting)
+    setting = make_smollm2_setting(tmp_path)
+    (methods,) = choose_experiments("methods", setting)
+    cells = plan.list_cells([methods], setting)
     check_cells(cells)
-    assert not list(plan.missing(methods, setting))
+    assert not list(plan.list_missing(methods, setting))
     assert len([cell for cell in cells if cell.evictor != "full"]) == 5 * 2 * 3 * 4
     assert len([cell for cell in cells if cell.evictor == "full"]) == 4
     assert {cell.adapter for cell in cells if cell.restored} == {"auto"}
 
 
 def test_every_cell_can_be_asked(tmp_path, package):
-    setting = smollm2(tmp_path)
-    cells = plan.cells(chosen(EVERY, setting), setting)
+    setting = make_smollm2_setting(tmp_path)
+    cells = plan.list_cells(choose_experiments(EVERY, setting), setting)
     check_cells(cells)
     assert len({cell.name for cell in cells}) == len(cells)
     assert {cell.model for cell in cells} == {"smollm2"} and not any(
@@ -125,14 +127,16 @@ def test_every_cell_can_be_asked(tmp_path, package):
 
 
 def test_without_adapters_everything_restored_is_missing(tmp_path, package):
-    setting = smollm2(tmp_path)
+    setting = make_smollm2_setting(tmp_path)
     assert setting.settings == TrainConfig()
     missing = [
-        line for experiment in chosen(EVERY, setting) for line in plan.missing(experiment, setting)
+        line
+        for experiment in choose_experiments(EVERY, setting)
+        for line in plan.list_missing(experiment, setting)
     ]
     assert "RestoreKV: no adapter (restorekv,seed=0)" in missing
     assert "n = 16: no adapter (restorekv,restore_tokens=16,seed=0)" in missing
-    assert mechanism.label(setting).endswith("-alone"), (
+    assert mechanism.label_run(setting).endswith("-alone"), (
         "not in the way of a later measurement with an adapter"
     )
 
@@ -146,37 +150,39 @@ def test_adapters_that_ship_are_found(tmp_path, package, monkeypatch):
     adapter(package / "adapters" / "kvzip", rank=12, seed=1, evictor="kvzip")
     adapter(package / "adapters" / "snapkv", evictor="snapkv")
     adapter(ablations / "restorekv,rank=12,restore_tokens=1,seed=2", restore_tokens=1, rank=12)
-    setting = smollm2(tmp_path)
+    setting = make_smollm2_setting(tmp_path)
     assert (setting.settings.restore_tokens, setting.settings.rank, setting.settings.seed) == (
         4,
         12,
         0,
     )
-    made = {experiment.name: experiment for experiment in chosen(EVERY, setting)}
-    assert setting.located(made["methods"].rows["kvzip restored"]) == {0: "auto"}
-    assert setting.located(made["methods"].rows["h2o restored"]) == {0: None}
-    assert setting.located(made["tokens"].rows["n4"]) == {0: "auto", 1: None, 2: None}, (
+    made = {experiment.name: experiment for experiment in choose_experiments(EVERY, setting)}
+    assert setting.locate_adapters(made["methods"].rows["kvzip restored"]) == {0: "auto"}
+    assert setting.locate_adapters(made["methods"].rows["h2o restored"]) == {0: None}
+    assert setting.locate_adapters(made["tokens"].rows["n4"]) == {0: "auto", 1: None, 2: None}, (
         "the method's own"
     )
-    assert setting.located(made["mismatch"].rows["mismatched"])[0] == "smollm2:snapkv"
-    one = {experiment.name: experiment for experiment in chosen("tokens", setting)}["tokens"].rows[
-        "n1"
-    ]
-    assert setting.located(one) == dict.fromkeys(SEEDS), "no adapter of these settings"
+    assert setting.locate_adapters(made["mismatch"].rows["mismatched"])[0] == "smollm2:snapkv"
+    one = {experiment.name: experiment for experiment in choose_experiments("tokens", setting)}[
+        "tokens"
+    ].rows["n1"]
+    assert setting.locate_adapters(one) == dict.fromkeys(SEEDS), "no adapter of these settings"
     adapter(ablations / "restorekv,restore_tokens=1,seed=2", restore_tokens=1, rank=12)
-    assert setting.located(one)[2] == str(ablations / "restorekv,restore_tokens=1,seed=2")
-    assert not mechanism.label(setting).endswith("-alone")
+    assert setting.locate_adapters(one)[2] == str(ablations / "restorekv,restore_tokens=1,seed=2")
+    assert not mechanism.label_run(setting).endswith("-alone")
 
 
 def test_given_adapters_come_first(tmp_path, package):
     adapter(package / "adapters" / "kvzip")
     adapter(tmp_path / "mine" / "kvzip", restore_tokens=2)
-    setting = smollm2(tmp_path, adapters=str(tmp_path / "mine"))
-    (methods,) = chosen("methods", setting)
-    assert setting.located(methods.rows["kvzip restored"]) == {0: str(tmp_path / "mine" / "kvzip")}
+    setting = make_smollm2_setting(tmp_path, adapters=str(tmp_path / "mine"))
+    (methods,) = choose_experiments("methods", setting)
+    assert setting.locate_adapters(methods.rows["kvzip restored"]) == {
+        0: str(tmp_path / "mine" / "kvzip")
+    }
     assert setting.settings.restore_tokens == 2
     with pytest.raises(RestoreKVError, match="no folder"):
-        smollm2(tmp_path, adapters=str(tmp_path / "nowhere"))
+        make_smollm2_setting(tmp_path, adapters=str(tmp_path / "nowhere"))
 
 
 def test_a_name_of_the_package_is_an_adapter_wherever_it_lies(tmp_path, package):
@@ -200,7 +206,7 @@ def small(tmp_path, monkeypatch, tiny_tokenizer):
     """A tiny random model in place of smollm2, and short documents in place of its benchmarks."""
     build_model("llama").save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
-    real = module.smollm2
+    real = module.make_smollm2_setting
 
     def nearby(out, *more, **settings):
         made = real(out, *more, **settings)
@@ -212,7 +218,7 @@ def small(tmp_path, monkeypatch, tiny_tokenizer):
             made, benches=benches, setup=replace(made.setup, model=str(tmp_path / "model"))
         )
 
-    monkeypatch.setattr(module, "smollm2", nearby)
+    monkeypatch.setattr(module, "make_smollm2_setting", nearby)
 
 
 def test_tables_charts_and_figures_are_stored(tmp_path, small):

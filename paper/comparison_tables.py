@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from matplotlib.axes import Axes
 
 from paper.experiment import Comparison, Place, Row
-from paper.scores import FAILS, HOLDS, MISSING, NOISE, Judged, Scores, margin, ordered
+from paper.scores import (
+    FAILS,
+    HOLDS,
+    MISSING,
+    NOISE,
+    JudgedClaim,
+    Scores,
+    compare_orders,
+    compute_margin,
+)
 from paper.setting import Setting
 from restorekv.evaluation.charts import (
     HUES,
@@ -45,7 +54,7 @@ NOTE = (
 )
 
 
-def tables(
+def make_tables(
     experiment: Comparison, setting: Setting, scores: Scores, benchmark: str
 ) -> Iterator[Table]:
     """Yield one table for the benchmark, or one for every ratio if the benchmark has parts."""
@@ -57,13 +66,17 @@ def tables(
     for ratio, places in groups.items():
         title = setting.benches[benchmark].shown + (f", r = {ratio:g}" if ratio else "")
         name = f"{experiment.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
-        head, rows, strong = (by_place if ratio else by_row)(experiment, scores, places)
-        notes = " ".join(filter(None, (note(experiment), left_out(setting, scores, benchmark))))
-        data = list(figures(experiment, scores, places))
+        head, rows, strong = (_lay_out_by_place if ratio else _lay_out_by_row)(
+            experiment, scores, places
+        )
+        notes = " ".join(
+            filter(None, (_make_note(experiment), _describe_left_out(setting, scores, benchmark)))
+        )
+        data = list(list_figures(experiment, scores, places))
         yield Table(name, f"{experiment.title}: {title}", head, rows, notes, data, strong=strong)
 
 
-def note(experiment: Comparison) -> str:
+def _make_note(experiment: Comparison) -> str:
     others = {experiment.rows[row].label for row in experiment.against.values()}
     against = next(iter(others)) if len(others) == 1 else "its base"
     words = NOTE.format(against=against) if others else NOTE.split(", or")[0] + "."
@@ -72,7 +85,7 @@ def note(experiment: Comparison) -> str:
     )
 
 
-def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
+def _describe_left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     """Say what the rule on tasks with nothing to lose does to the means of a benchmark."""
     below = scores.left_out.get(benchmark, ())
     whole = [
@@ -94,13 +107,13 @@ def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     return " ".join(words)
 
 
-def by_row(
+def _lay_out_by_row(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> tuple[list[str], list[list[str]], list[int]]:
     """Return columns, rows with methods down and ratios across, and the indices of rows that stand
     out.
     """
-    sources = {place: columns(experiment, [place]) for place in places}
+    sources = {place: _list_columns(experiment, [place]) for place in places}
     head = ["method"]
     for place, titles in sources.items():
         head += [f"r = {place.ratio:g} {title}" for title in titles]
@@ -110,7 +123,7 @@ def by_row(
         values = [
             each
             for place, titles in sources.items()
-            for each in cells(experiment, scores, name, place)[: len(titles)]
+            for each in _format_cells(experiment, scores, name, place)[: len(titles)]
         ]
         if name in experiment.against and row.adapter is not None:
             strong.append(len(rows))
@@ -118,13 +131,13 @@ def by_row(
     return head, rows, strong
 
 
-def by_place(
+def _lay_out_by_place(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> tuple[list[str], list[list[str]], list[int]]:
     """Return columns, rows with a benchmark's parts down and methods across, and the indices of
     means.
     """
-    sources = columns(experiment, places)
+    sources = _list_columns(experiment, places)
     head = ["part"]
     for row in experiment.rows.values():
         head += [" ".join(dict.fromkeys((row.label, title))) for title in sources]
@@ -133,7 +146,9 @@ def by_place(
     for place in places:
         title = place.part or ("Rel., %" if place.relative else "Avg")
         values = [
-            cell for name in experiment.rows for cell in cells(experiment, scores, name, place)
+            cell
+            for name in experiment.rows
+            for cell in _format_cells(experiment, scores, name, place)
         ]
         if place.parts:
             strong.append(len(rows))
@@ -141,7 +156,7 @@ def by_place(
     return head, rows, strong
 
 
-def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
+def _list_columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
     """Return the titles: ours, the paper's, and those of further backbones; ours alone if the paper
     has no figure.
     """
@@ -153,43 +168,43 @@ def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
     ]
 
 
-def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[str]:
+def _format_cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[str]:
     """Return a row's figures at a place: ours, then the paper's."""
     row = experiment.rows[name]
     base = experiment.against.get(name)
-    values = [measured(experiment, scores, name, place)]
+    values = [_format_measured(experiment, scores, name, place)]
     for backbone in ("", *experiment.backbones):
         mine = row.points(backbone).get(place)
         other = experiment.rows[base].points(backbone).get(place) if base else None
         small = f"± {row.paper_std[place]:g}" if place in row.paper_std else ""
         if not small and None not in (mine, other):
-            small = format_number(mine - other, decimals(mine), sign=True)
-        text = UNKNOWN if mine is None else format_number(mine, decimals(mine))
+            small = format_number(mine - other, _count_decimals(mine), sign=True)
+        text = UNKNOWN if mine is None else format_number(mine, _count_decimals(mine))
         values.append(f"*{text}* ({small})" if small else f"*{text}*")
     return values
 
 
-def decimals(points: float) -> int:
+def _count_decimals(points: float) -> int:
     """Return how many the paper gives: one or two."""
     return 1 if round(points, 1) == points else 2
 
 
-def measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> str:
+def _format_measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> str:
     """Return our figure."""
     if not scores.has((name, place)):
         asked = (name, place.benchmark, place.ratio) in scores.runs
         return NOTHING if asked and (place.benchmark, place.part) not in scores.tasks else ABSENT
-    score, low, high = margin(scores, {(name, place): 1})
+    score, low, high = compute_margin(scores, {(name, place): 1})
     std = scores.std(name, place)
     base = experiment.against.get(name)
     text = format_number(score) if std is None else f"{format_number(score)} ± {std:.1f}"
     if base is None or not scores.has((base, place)):
         return f"{text} ({format_range(low, high)})"
-    gain, low, high = margin(scores, {(name, place): 1, (base, place): -1})
+    gain, low, high = compute_margin(scores, {(name, place): 1, (base, place): -1})
     return f"{text} ({format_gain(gain)}, {format_range(low, high, sign=True)})"
 
 
-def figures(
+def list_figures(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> Iterator[dict[str, object]]:
     """Yield the figures for programs."""
@@ -207,7 +222,9 @@ def figures(
             }
             if scores.has((name, place)):
                 line |= zip(
-                    ("score", "low", "high"), margin(scores, {(name, place): 1}), strict=True
+                    ("score", "low", "high"),
+                    compute_margin(scores, {(name, place): 1}),
+                    strict=True,
                 )
                 seeds = {
                     seed: value
@@ -217,7 +234,7 @@ def figures(
                 line |= {"std": scores.std(name, place), "seeds": seeds}
                 base = experiment.against.get(name)
                 if base and scores.has((base, place)):
-                    apart = margin(scores, {(name, place): 1, (base, place): -1})
+                    apart = compute_margin(scores, {(name, place): 1, (base, place): -1})
                     line |= {
                         "against": base,
                         **dict(zip(("gain", "gain_low", "gain_high"), apart, strict=True)),
@@ -228,9 +245,12 @@ def figures(
             }
 
 
-def claims(name: str, claims: Sequence[Judged]) -> Table:
+def make_claims_table(name: str, claims: Sequence[JudgedClaim]) -> Table:
     """Return each claim with its margin in the paper and here."""
-    rows = [[claim.text, in_paper(claim), here(claim), judgement(claim)] for claim in claims]
+    rows = [
+        [claim.text, _format_in_paper(claim), _format_here(claim), _format_verdict(claim)]
+        for claim in claims
+    ]
     data = [
         {
             "claim": claim.text,
@@ -251,41 +271,41 @@ def claims(name: str, claims: Sequence[Judged]) -> Table:
     return Table(f"{name}-claims", "Claims", head, rows, note, data, left=(0, 3))
 
 
-def in_paper(claim: Judged) -> str:
+def _format_in_paper(claim: JudgedClaim) -> str:
     values = [
-        f"{value:.0f} of {claim.of}" if claim.of and value is not None else points(value)
+        f"{value:.0f} of {claim.of}" if claim.of and value is not None else _format_points(value)
         for value in claim.paper
     ]
     return " / ".join(values) or UNKNOWN
 
 
-def digits(value: float | None) -> int:
+def _count_digits(value: float | None) -> int:
     """Return how many decimals a margin needs."""
     return 3 if value and abs(value) < 0.1 else 1
 
 
-def points(value: float | None) -> str:
-    return format_number(value, digits(value), sign=True)
+def _format_points(value: float | None) -> str:
+    return format_number(value, _count_digits(value), sign=True)
 
 
-def here(claim: Judged) -> str:
+def _format_here(claim: JudgedClaim) -> str:
     if claim.value is None:
         return UNKNOWN
     if claim.of:
         return f"{claim.value:.0f} of {claim.of} ({format_range(claim.low, claim.high, 0)})"
     if claim.low == claim.high:  # a single measurement
-        return points(claim.value)
-    return f"{points(claim.value)} ({points(claim.low)} to {points(claim.high)})"
+        return _format_points(claim.value)
+    return f"{_format_points(claim.value)} ({_format_points(claim.low)} to {_format_points(claim.high)})"
 
 
 SIGNS = {HOLDS: "✓", FAILS: "✗", NOISE: "○", MISSING: UNKNOWN}
 
 
-def judgement(claim: Judged) -> str:
+def _format_verdict(claim: JudgedClaim) -> str:
     return f"{SIGNS[claim.verdict]} {claim.verdict}"
 
 
-def summed(claims: Sequence[Judged]) -> str:
+def summarize_claims(claims: Sequence[JudgedClaim]) -> str:
     """Return how many claims hold, to stand next to a heading; nothing without a claim."""
     if not claims:
         return ""
@@ -297,11 +317,11 @@ def summed(claims: Sequence[Judged]) -> str:
     return f"{SIGNS[worst]} {', '.join(parts)}"
 
 
-def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
+def describe_orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
     """Say how many pairs of rows stand in the paper's order, and which do not."""
     items = []
     for place in experiment.places:
-        counted = ordered(experiment, scores, place)
+        counted = compare_orders(experiment, scores, place)
         total = sum(map(len, counted.values()))
         if total:
             kinds = ", ".join(f"{len(pairs)} {kind}" for kind, pairs in counted.items())
@@ -319,7 +339,7 @@ def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
 
 
 @with_style
-def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
+def plot_curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
     """Return a panel for every benchmark: lines over ratios with their intervals, the full cache
     dashed.
     """
@@ -327,7 +347,7 @@ def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
         dict.fromkeys(row.evictor for row in experiment.rows.values() if row.evictor != FULL)
     )
     marks = {
-        name: mark(row, evictors.index(row.evictor))
+        name: _make_mark(row, evictors.index(row.evictor))
         for name, row in experiment.rows.items()
         if row.evictor != FULL
     }
@@ -335,24 +355,24 @@ def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
     titles = [setting.benches[key].shown for key in benchmarks]
     figure, panels = make_figure([(title, NARROW, 3.0) for title in titles])
     for axes, key in zip(panels, benchmarks, strict=True):
-        draw_curves(axes, experiment, scores, marks, key)
+        _draw_curves(axes, experiment, scores, marks, key)
     return Chart(
         name=f"{experiment.name}-chart",
         title=f"{experiment.title} ({setting.model})",
         figure=figure,
         alt=f"Scores in points against the ratio of pairs kept: {', '.join(titles)}",
         note="Bars: 95 % bootstrap intervals over contexts.",
-        figures=list(figures(experiment, scores, experiment.places)),
+        figures=list(list_figures(experiment, scores, experiment.places)),
     )
 
 
-def mark(row: Row, turn: int) -> Mark:
+def _make_mark(row: Row, turn: int) -> Mark:
     """Return one hue for each evictor: dashed and hollow alone, solid and filled restored."""
     alone = row.adapter is None
     return Mark(row.label, HUES[turn], MARKERS[turn], dashed=alone, hollow=alone)
 
 
-def draw_curves(
+def _draw_curves(
     axes: Axes, experiment: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str
 ) -> None:
     """Draw the scores of one benchmark against ratio."""
@@ -360,7 +380,7 @@ def draw_curves(
     known = {name: [place for place in places if scores.has((name, place))] for name in marks}
     for name, own in known.items():
         if own:
-            found = [margin(scores, {(name, place): 1}) for place in own]
+            found = [compute_margin(scores, {(name, place): 1}) for place in own]
             interval = [low for _, low, _ in found], [high for _, _, high in found]
             ratios = [place.ratio for place in own]
             plot_line(axes, marks[name], ratios, [middle for middle, _, _ in found], interval)
