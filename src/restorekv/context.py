@@ -42,7 +42,9 @@ from restorekv.storage.portable import Portable
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CompressedContext:
-    """`cache` never changes: every question gets a fork of it, and the cache itself refuses to be
+    """A small cache of a text, with the model that made it.
+
+    `cache` never changes: every question gets a fork of it, and the cache itself refuses to be
     written to.
     """
 
@@ -217,7 +219,7 @@ class CompressedContext:
         return cache_file.hash_cache(self.cache, self.context)
 
     def chat(self, system: str | None = "") -> Chat:
-        """Starts a conversation; `system` is said between the text and the first question.
+        """Start a conversation; `system` is said between the text and the first question.
 
         >>> chat = small.chat()
         >>> chat.ask("What is the code of the market?")
@@ -235,28 +237,36 @@ class CompressedContext:
         adapter: RestoreAdapter | str | Path | None = "auto",
         evictor: str | None = None,
     ) -> CompressedContext:
-        """Returns a context with a text, or its token ids, behind this one; this one stays as it
-        is.
+        """Return a context with a text at the end of this one, which stays as it is.
 
-        The new part alone is read and scored, by the evictor and with the conventions of before,
-        and evicted to the ratio of the grown whole; see growing.py for what `restore` decides. A
-        cache that was loaded takes `adapter` and `evictor` as `compress` does, those of its record
-        unless others are given.
+        The new part alone is read and scored, with the config of before, and evicted to what the
+        budget of the grown context leaves.
 
-        >>> longer = small.append(" The code of the harbor is 12, and the code of the tower is 31." * 3)
+        >>> text = " The code of the harbor is 12, and the code of the tower is 31." * 3
+        >>> longer = small.append(text)
         >>> longer.manifest.parts[0] == small.manifest.tokens
         True
+
+        Args:
+            text: A text, or its token ids.
+            restore: What becomes of the restore tokens of earlier parts. "last" drops them when the
+                new part has its own, "every" keeps them as ordinary pairs, "none" does without
+                restoring.
+            adapter: As `compress` takes it. "auto" is the adapter that made this cache.
+            evictor: The spec of another evictor than the one that made this cache.
+
+        Raises:
+            RestoreKVError: The text is empty, or the cache was made by a method that cannot grow.
         """
-        ids = (
-            encode_text(self.tokenizer, text)
-            if isinstance(text, str)
-            else check_token_ids(self.tokenizer, text)
-        )
+        if isinstance(text, str):
+            ids = encode_text(self.tokenizer, text)
+        else:
+            ids = check_token_ids(self.tokenizer, text)
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
-        return self.grown(ids, restore, adapter, evictor)
+        return self.append_ids(ids, restore, adapter, evictor)
 
-    def grown(
+    def append_ids(
         self,
         ids: Tensor,
         restore: str = "last",
@@ -264,36 +274,52 @@ class CompressedContext:
         evictor: str | None = None,
         between: str | None = None,
     ) -> CompressedContext:
-        """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands
-        before questions.
+        """Return a context with the tokens `ids` (1, t) at its end, whoever wrote them.
+
+        Args:
+            ids: The tokens of the new part.
+            restore: As in `append`.
+            adapter: As in `append`.
+            evictor: As in `append`.
+            between: What separates the text from questions afterwards; None leaves it as it is.
         """
-        m = self.manifest
-        how = self.grower(None if restore == "none" else adapter, evictor)
-        size = ids, Fraction(m.ratio)
-        more = "append more at once" if between is None else "fold when more was said"
+        old = self.manifest
+        if restore == "none":
+            adapter = None
+        eviction = self._eviction_for_append(adapter, evictor)
         growth = Growth(
-            self.model, self.tokenizer, self.context, self.cache, how, restore, *size, more
+            model=self.model,
+            tokenizer=self.tokenizer,
+            context=self.context,
+            cache=self.cache,
+            eviction=eviction,
+            restore=restore,
+            ids=ids,
+            ratio=Fraction(old.ratio),
+            fix="append more at once" if between is None else "fold when more was said",
         )
         cache = growth.run()
-        context = growth.whole if between is None else replace(growth.whole, between=between)
-        attention.store_context(cache, m.storage, CacheShape.from_model(self.model).groups)
-        seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
-        manifest = m.for_other_cache(
+        context = growth.grown_context
+        if between is not None:
+            context = replace(context, between=between)
+        attention.store_context(cache, old.storage, CacheShape.from_model(self.model).groups)
+        manifest = old.for_other_cache(
             context,
             cache,
-            seconds=seconds,
-            parts=[*(m.parts or [m.tokens]), ids.shape[-1]],
+            seconds={name: round(value, 4) for name, value in growth.seconds.items()},
+            parts=[*(old.parts or [old.tokens]), ids.shape[-1]],
             earlier=growth.carried,
             between=context.between,
             streaming=None,
-            adapter=how.adapter and how.adapter.identity(),
-            evictor=how.identity(self.model),
+            adapter=eviction.adapter and eviction.adapter.identity(),
+            evictor=eviction.identity(self.model),
         )
-        return CompressedContext(self.model, self.tokenizer, context, cache, manifest, how)
+        return CompressedContext(self.model, self.tokenizer, context, cache, manifest, eviction)
 
-    def grower(self, adapter: RestoreAdapter | str | Path | None, evictor: str | None) -> Eviction:
-        """Returns the eviction that made this cache, or one like it for a cache that was loaded."""
-        m = self.manifest
+    def _eviction_for_append(
+        self, adapter: RestoreAdapter | str | Path | None, evictor: str | None
+    ) -> Eviction:
+        """Return the eviction that made this cache, or one like it for a cache that was loaded."""
         made = self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
             return replace(
@@ -302,36 +328,40 @@ class CompressedContext:
                 scoring=True,
                 adapter=made.adapter if adapter == "auto" else None,
             )
-        name = evictor or drop_gate(m.evictor)
-        how = make_compressor(name)
-        if not isinstance(how, Eviction):
+        manifest = self.manifest
+        name = evictor or drop_gate(manifest.evictor)
+        eviction = make_compressor(name)
+        if not isinstance(eviction, Eviction):
             raise RestoreKVError(
                 f"{name} makes a cache that cannot grow; compress the whole text with an evictor."
             )
         config = CompressionConfig(
-            prefix_policy=m.prefix_policy,
-            on_small_budget=m.on_small_budget,
-            allocation=m.allocation,
-            restore_from=m.restore_from,
-            offset=m.offset,
+            prefix_policy=manifest.prefix_policy,
+            on_small_budget=manifest.on_small_budget,
+            allocation=manifest.allocation,
+            restore_from=manifest.restore_from,
+            offset=manifest.offset,
         )
-        how = replace(how, config=config)
-        if how.identity(self.model) != m.evictor:
-            warn(
-                f"The cache was made with {m.evictor}, and {how.identity(self.model)} goes on with it."
-            )
-        if adapter is None or (adapter == "auto" and m.adapter is None):
-            return how
-        loaded = load_adapter(self.model, adapter, how, None, m.between)
-        if loaded is None and m.adapter:
+        eviction = replace(eviction, config=config)
+        identity = eviction.identity(self.model)
+        if identity != manifest.evictor:
+            warn(f"The cache was made with {manifest.evictor}, and {identity} continues it.")
+        recorded = manifest.adapter
+        if adapter is None or (adapter == "auto" and recorded is None):
+            return eviction
+        loaded = load_adapter(self.model, adapter, eviction, None, manifest.between)
+        if recorded is None:
+            return replace(eviction, adapter=loaded)
+        if loaded is None:
             raise RestoreKVError(
-                "The adapter that made this cache is not at hand; give its folder, or adapter=None."
+                "The adapter that made this cache is not available; pass its folder, or "
+                "adapter=None."
             )
-        if loaded and m.adapter and m.adapter["restore_tokens"] < loaded.restore_tokens:
-            loaded = loaded.first(m.adapter["restore_tokens"])
-        if loaded and m.adapter and loaded.identity()["hash"] != m.adapter["hash"]:
-            warn("The cache was made with another adapter than the one that goes on with it.")
-        return replace(how, adapter=loaded)
+        if recorded["restore_tokens"] < loaded.restore_tokens:
+            loaded = loaded.first(recorded["restore_tokens"])
+        if loaded.identity()["hash"] != recorded["hash"]:
+            warn("The cache was made with another adapter than the one that continues it.")
+        return replace(eviction, adapter=loaded)
 
     @property
     def kept(self) -> Tensor:
@@ -341,46 +371,55 @@ class CompressedContext:
     def inputs(
         self, question: str, answer_prefix: str = "", plain: bool = False
     ) -> dict[str, Tensor]:
-        """Returns inputs for model.generate(**compressed.inputs(question),
+        """Return inputs for model.generate(**compressed.inputs(question),
         past_key_values=compressed.cache.fork()).
 
         With plain=True they go with compressed.cache.to_dynamic_cache(), which does not know how
         many tokens were seen. The answer is result[:, input_ids.shape[1]:].
         """
-        asked = self.tokenizer, self.context, self.cache, question, answer_prefix, plain
-        return {
-            name: x.to(self.model.device)
-            for name, x in answers.make_generate_inputs(*asked).items()
-        }
+        inputs = answers.make_generate_inputs(
+            self.tokenizer, self.context, self.cache, question, answer_prefix, plain
+        )
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
-        """Returns the answer of transformers' own `generate` with its options.
+        """Return the answer of transformers' own `generate` with its options.
 
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
         otherwise.
         """
-        inputs = self.inputs(question, answer_prefix)
-        stops = decoding.get_stop_ids(self.model, self.tokenizer)
         config = options.get("generation_config")
-        usual = {} if config else {"do_sample": False, "max_new_tokens": 128}
-        own = LogitsProcessorList([*(options.pop("logits_processor", None) or ()), FiniteLogits()])
-        ends = {"eos_token_id": sorted(stops), "pad_token_id": self.tokenizer.pad_token_id or 0}
-        options = {**usual, **ends, **options, "logits_processor": own}
-        rows, several, detailed = (
-            options.get(name) or getattr(config, name, None) or 1
-            for name in ("num_beams", "num_return_sequences", "return_dict_in_generate")
-        )
-        if several > 1 or detailed is True:
+
+        def find_option(name: str) -> Any:
+            return options.get(name) or getattr(config, name, None) or 1
+
+        if (
+            find_option("num_return_sequences") > 1
+            or find_option("return_dict_in_generate") is True
+        ):
             raise RestoreKVError(
                 "generate returns one text; for more, call model.generate with `inputs` yourself."
             )
+        inputs = self.inputs(question, answer_prefix)
+        stops = decoding.get_stop_ids(self.model, self.tokenizer)
+        defaults: dict[str, Any] = {
+            "eos_token_id": sorted(stops),
+            "pad_token_id": self.tokenizer.pad_token_id or 0,
+        }
+        if config is None:
+            defaults |= {"do_sample": False, "max_new_tokens": 128}
+        processors = [*(options.get("logits_processor") or ()), FiniteLogits()]
         with torch.no_grad():
-            result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
+            result = self.model.generate(
+                **inputs,
+                past_key_values=self.cache.fork(find_option("num_beams")),
+                **{**defaults, **options, "logits_processor": LogitsProcessorList(processors)},
+            )
         written = result[0, inputs["input_ids"].shape[1] :].tolist()
         return decoding.decode_answer(self.tokenizer, written, stops).lstrip()
 
     def portable(self) -> Portable:
-        """Returns the cache as an ordinary prefix of m tokens for other engines; needs
+        """Return the cache as an ordinary prefix of m tokens for other engines; needs
         allocation="per-head".
         """
         return portable.make_portable(self.model, self.context, self.cache, self.manifest)
@@ -393,10 +432,15 @@ class CompressedContext:
     def load(
         cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer
     ) -> CompressedContext:
-        """Read a cache file, or take one that was read.
+        """Load a cache file.
 
-        Refuses a damaged one, one that contradicts itself, and a model that is not the one it was
-        made with.
+        Args:
+            file: The path of a cache file, or a `CacheFile` that was read.
+            model: The model that the cache was made with.
+            tokenizer: Its tokenizer.
+
+        Raises:
+            CacheFileError: The file is damaged, contradicts itself, or was made with another model.
         """
         stored = file if isinstance(file, CacheFile) else cache_file.read_cache(file)
         check_fit(stored, model, tokenizer)
@@ -405,11 +449,14 @@ class CompressedContext:
 
     def __repr__(self) -> str:
         m = self.manifest
-        what = m.evictor + (f" + {m.restore_tokens} restore tokens" if m.restore_tokens else "")
+        method = m.evictor
+        if m.restore_tokens:
+            method += f" + {m.restore_tokens} restore tokens"
+        ratio = f"r = {float(Fraction(m.ratio)):g}"
         full = (m.tokens + m.prefix) * m.shape["layers"] * m.shape["heads"]
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in m.seconds.items())
         return (
-            f"CompressedContext({what}, r = {float(Fraction(m.ratio)):g}, prefix {m.prefix_policy})\n"
+            f"CompressedContext({method}, {ratio}, prefix {m.prefix_policy})\n"
             f"  tokens   T = {m.tokens:,}, chat prefix S = {m.prefix:,}\n"
             f"  pairs    {m.pairs:,} budgeted, {m.pairs_held:,} held of {full:,}\n"
             f"  bytes    {format_bytes(m.bytes_held)} held of {format_bytes(m.bytes_full)}\n"
@@ -418,43 +465,48 @@ class CompressedContext:
 
 
 def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Refuses a model other than the one that the cache was computed with."""
+    """Refuse a model other than the one that the cache was computed with."""
     path = stored.path
     manifest = stored.manifest
-    ids = (stored.context.ids, stored.context.suffix)
     check_model(path, manifest, model)
-    if (
-        max(int(each.max()) for each in ids if each.numel())
-        >= model.get_input_embeddings().weight.shape[0]
-    ):
-        raise CacheFileError(
-            f"{path} has token ids that the model's vocabulary lacks; compress the context again."
-        )
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for ids in (stored.context.ids, stored.context.suffix):
+        if ids.numel() and int(ids.max()) >= vocabulary:
+            raise CacheFileError(
+                f"{path} has token ids that the model's vocabulary lacks; compress the context "
+                "again."
+            )
+    # `compress` makes no cache that reaches beyond the positions, but a file can say anything.
     reach = stored.context.positions + manifest.offset
     limit = count_positions(model.config)
-    if manifest.offset and reach > limit:  # compress makes none
+    if manifest.offset and reach > limit:
         raise CacheFileError(
-            f"{path} moves questions to position {reach:,}, and the model has {limit:,}; compress the context again."
+            f"{path} moves questions to position {reach:,}, and the model has {limit:,}; compress "
+            "the context again."
         )
     if manifest.template != hash_template(tokenizer):
         warn(f"{path} was made with another chat template; answers may suffer.")
 
 
 def drop_gate(spec: str) -> str:
-    """Returns an evictor's spec as a file may choose it: without a gate, whose file only the user
+    """Return an evictor's spec as a file may choose it: without a gate, whose file only the user
     names.
     """
     name, _, settings = spec.partition(":")
-    kept = [
-        item for item in settings.split(",") if item.partition("=")[0].strip() not in ("gate", "")
-    ]
+    kept = []
+    for setting in settings.split(","):
+        key = setting.partition("=")[0].strip()
+        if key not in ("gate", ""):
+            kept.append(setting)
     return f"{name}:{','.join(kept)}" if kept else name
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KB'."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1024 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    """Return a number of bytes for people: 1536 -> '1.5 KB'."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KB", "MB"):
         count /= 1024
-    raise AssertionError
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GB"

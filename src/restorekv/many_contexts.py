@@ -106,7 +106,7 @@ def ask_many(
 
 
 def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[str]]]:
-    """Returns pairs of a compressed context and its questions as a list; refuses anything else."""
+    """Return pairs of a compressed context and its questions as a list; refuse anything else."""
     pairs = list(asked) if isinstance(asked, Iterable) else [asked]
     for each in pairs:
         if (
@@ -121,7 +121,7 @@ def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[
 
 
 def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
-    """Returns one context of several that were compressed apart, as if their texts stood one behind
+    """Return one context of several that were compressed apart, as if their texts stood one behind
     the other.
 
     No text is read again: keys are rotated to their new positions, and every context keeps its
@@ -175,7 +175,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
 
 
 def _check_one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
-    """Returns the first of them; refuses several models or chat templates."""
+    """Return the first of them; refuse several models or chat templates."""
     first = contexts[0]
     for each in contexts:
         if not isinstance(each, CompressedContext):

@@ -98,7 +98,8 @@ def compress(
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
     kept_share = choose_ratio(ratio, compression_ratio)
-    budget = make_budget(CacheShape.from_model(model), parsed, config, kept_share, tokens_per_head)
+    shape = CacheShape.from_model(model)
+    budget = make_budget(shape, parsed, config, kept_share, tokens_per_head)
     restore_tokens = config.restore_tokens
     if budget.ratio == 1 and adapter == "auto":
         adapter = None
@@ -118,7 +119,7 @@ def compress(
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with time_phase(seconds, "evict"):
-            attention.store_context(cache, config.storage, CacheShape.from_model(model).groups)
+            attention.store_context(cache, config.storage, shape.groups)
         seconds = prepared.seconds | seconds
         manifest = make_manifest(
             identity, compressor, prepared, budget, cache, seconds, cut, system
@@ -213,7 +214,7 @@ def make_manifest(
     cut: int,
     system: str,
 ) -> Manifest:
-    """Returns the record of a compression: everything that a reader of the cache file needs to
+    """Return the record of a compression: everything that a reader of the cache file needs to
     know.
     """
     model = prepared.model

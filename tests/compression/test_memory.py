@@ -104,7 +104,7 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
         stream.scores = torch.rand(4, 2, 500_003)
         held = Held(stream.scores)
         with held:
-            stream.kept(ending)
+            stream.choose_kept(ending)
         assert held.most / pairs == pytest.approx(expected, abs=0.1)
 
 

@@ -89,7 +89,7 @@ def test_a_loaded_cache_goes_on_as_its_record_says(tiny, tmp_path):
     own = RestoreAdapter.from_pretrained(tiny[0], find_shipped_adapter("tiny", "snapkv"))
     small(tiny, evictor="knorm", adapter=own).save(tmp_path / "a.rkv")
     loaded = CompressedContext.load(tmp_path / "a.rkv", *tiny)
-    with pytest.raises(RestoreKVError, match="not at hand; give its folder, or adapter=None"):
+    with pytest.raises(RestoreKVError, match="not available; pass its folder, or adapter=None"):
         loaded.append(TEXT)
     assert loaded.append(TEXT, adapter=None).manifest.adapter is None
     with pytest.warns(RestoreKVWarning):

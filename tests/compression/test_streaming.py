@@ -157,14 +157,14 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
 def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evictor, allocation):
     """Nothing that was dropped on the way could have stayed."""
     model, context = build_model("qwen3"), make_context(tiny_tokenizer, TEXT)
-    scores, read = [], Stream.read
+    scores, read = [], Stream._read_part
 
     def reading(self, cache, part):
         full = read(self, cache, part)
-        scores.append(self.scores[..., part.start : part.settled].clone())
+        scores.append(self.scores[..., part.start : part.scored_end].clone())
         return full
 
-    monkeypatch.setattr(Stream, "read", reading)
+    monkeypatch.setattr(Stream, "_read_part", reading)
     made, cache = stream(
         model, evictor, 0.3, 24, context=context, tokenizer=tiny_tokenizer, allocation=allocation
     )
@@ -180,12 +180,12 @@ def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evict
 def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch, evictor, prefix):
     model, context = build_model("qwen3"), make_text(400, prefix)
     evictor = evictor.format(save_gate(tmp_path / "gate", "fastkvzip", model)) + "sinks=5"
-    above, starts, read = [], [], Stream.read
+    above, starts, read = [], [], Stream._read_part
 
     def reading(self, cache, part):
         full = read(self, cache, part)
         starts.append(part.start - prefix)
-        found = self.scores[..., part.start : part.settled]
+        found = self.scores[..., part.start : part.scored_end]
         above.append(
             (found[..., :pinned].amin((-2, -1)) > found[..., pinned:].amax((-2, -1))).all().item()
         )
@@ -193,7 +193,7 @@ def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch,
 
     # SnapKV counts from the prefix, the others from 0.
     pinned = 5 if evictor.startswith("snapkv") else 5 - prefix
-    monkeypatch.setattr(Stream, "read", reading)
+    monkeypatch.setattr(Stream, "_read_part", reading)
     cache = stream(model, evictor, 0.2, 40, context=context)[1]
     assert above == [True] + [False] * (len(above) - 1) and len(above) >= 10
     always = marks(cache, context.positions)[..., prefix:].flatten(0, 1).all(0)
@@ -236,21 +236,21 @@ def test_later_parts_read_what_is_kept_at_their_own_positions(
     before its part.
     """
     model, context = tiny_model.double(), make_text()
-    steps, settle = [], Stream.settle
+    steps, settle = [], Stream._evict_part
 
     def settling(self, cache, part, restored, last):
         settle(self, cache, part, restored, last)
         steps.append((part, marks(cache, context.positions)))
 
-    monkeypatch.setattr(Stream, "settle", settling)
+    monkeypatch.setattr(Stream, "_evict_part", settling)
     cache = stream(model, evictor, 0.4, 25, prefix_policy=policy)[1]
     assert len(steps) > 3
     shape, columns = CacheShape.from_model(model), context.positions
     for layer in range(shape.layers):
         hidden = torch.zeros(shape.heads, columns, columns, dtype=torch.bool)
         for part, kept in steps[:-1]:
-            hidden[:, part.settled :, PREFIX : part.settled] |= ~kept[
-                layer, :, None, PREFIX : part.settled
+            hidden[:, part.scored_end :, PREFIX : part.scored_end] |= ~kept[
+                layer, :, None, PREFIX : part.scored_end
             ]
         visible[layer] = hidden
     model.set_attn_implementation("visible")
@@ -303,10 +303,11 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
         evictor = evictors.make_evictor(spec)
         pieces = split_context(evictor, context, chunk)
         assert (
-            pieces[0].start == PREFIX and pieces[-1].settled == pieces[-1].end == context.positions
+            pieces[0].start == PREFIX
+            and pieces[-1].scored_end == pieces[-1].end == context.positions
         )
         for one, two in pairwise(pieces):
-            assert one.settled == two.start == one.end - again
+            assert one.scored_end == two.start == one.end - again
         sizes = [part.end - part.start for part in pieces]
         assert max(sizes) <= chunk and max(sizes) - min(sizes) <= 1
         assert len(pieces) == -(-(1000 - again) // (chunk - again))

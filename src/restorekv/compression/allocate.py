@@ -41,7 +41,7 @@ class Allocation(ABC):
 
     @abstractmethod
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        """Returns a mask of the shape of scores (L, H, T) with exactly `pairs` set."""
+        """Return a mask of the shape of scores (L, H, T) with exactly `pairs` set."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class PerLayer(Allocation):
 
 @dataclass(frozen=True)
 class PerHead(Allocation):
-    """Ranks each head alone, as SnapKV and H2O were published; a rectangle when the count divides."""
+    """Ranks each head alone, as SnapKV and H2O were published; a rectangle when the count
+    divides.
+    """
 
     name: ClassVar[str] = "per-head"
     rectangular: ClassVar[bool] = True
@@ -102,7 +104,7 @@ class AdaKV(Allocation):
         )
 
     def layer(self, scores: Tensor, pairs: int) -> Tensor:
-        """Keeps floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the
+        """Keep floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the
         whole layer.
         """
         safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
@@ -129,7 +131,7 @@ class HeadShares(Allocation):
 
     @classmethod
     def of(cls, heads: str, layers: int, kv_heads: int) -> "HeadShares":
-        """Makes the allocation for "uniform" or a file, which must name exactly the heads of the
+        """Make the allocation for "uniform" or a file, which must name exactly the heads of the
         model.
         """
         if heads == UNIFORM:
@@ -165,19 +167,19 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
 
 
 def make_allocation(text: str) -> Allocation:
-    """Makes an allocation from its spec: "global", "adakv:safeguard=0.3"."""
+    """Make an allocation from its spec: "global", "adakv:safeguard=0.3"."""
     return spec.parse_spec(text, ALLOCATIONS, "allocation")
 
 
 def split_evenly(pairs: int, parts: int, all_pairs: int) -> list[int]:
-    """Splits `pairs` as evenly as whole numbers allow, larger parts first."""
+    """Split `pairs` as evenly as whole numbers allow, larger parts first."""
     _check_count(pairs, all_pairs)
     whole, rest = divmod(pairs, parts)
     return [whole + (part < rest) for part in range(parts)]
 
 
 def split_by_shares(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
-    """Returns numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly,
+    """Return numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly,
     first heads first.
     """
     whole = sum(shares)
@@ -190,7 +192,7 @@ def split_by_shares(pairs: int, shares: tuple[Fraction, ...], most: int) -> list
 
 
 def load_shares(path: str) -> dict[str, Fraction]:
-    """Returns shares by the names of the heads; refuses whatever is not the published form."""
+    """Return shares by the names of the heads; refuse whatever is not the published form."""
     shares = read_json(Path(path), f"The file of head budgets {path}")
     values = list(shares.values()) if isinstance(shares, dict) else [None]
     if (
@@ -204,18 +206,18 @@ def load_shares(path: str) -> dict[str, Fraction]:
 
 
 def _check_count(pairs: int, all_pairs: int) -> None:
-    """Refuses to keep more than there is."""
+    """Refuse to keep more than there is."""
     if not 0 <= pairs <= all_pairs:
         raise ValueError(f"cannot keep {pairs} of {all_pairs} pairs")
 
 
 def mark_highest_of_each(rows: Tensor, counts: list[int]) -> Tensor:
-    """Returns a mask of the highest scores of each row (N, ...), as many as its count."""
+    """Return a mask of the highest scores of each row (N, ...), as many as its count."""
     return torch.stack([mark_highest(row, count) for row, count in zip(rows, counts, strict=True)])
 
 
 def mark_highest(scores: Tensor, pairs: int) -> Tensor:
-    """Returns a mask of the `pairs` highest scores, of any shape; ties go to the lower index."""
+    """Return a mask of the `pairs` highest scores, of any shape; ties go to the lower index."""
     flat = scores.reshape(-1)
     _check_count(pairs, flat.numel())
     if flat.isnan().any():
@@ -232,7 +234,7 @@ def mark_highest(scores: Tensor, pairs: int) -> Tensor:
 
 
 def find_nth_highest(flat: Tensor, count: int) -> Tensor:
-    """Returns the `count`-th highest of values (N,) without NaN: of many float32 ones by digits,
+    """Return the `count`-th highest of values (N,) without NaN: of many float32 ones by digits,
     without a copy.
     """
     if flat.numel() <= BLOCK or flat.dtype != torch.float32:
@@ -244,7 +246,7 @@ def find_nth_highest(flat: Tensor, count: int) -> Tensor:
 
 
 def _find_digit(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
-    """Returns the upper 16 bits of the `count`-th highest key, or the lower ones among keys that
+    """Return the upper 16 bits of the `count`-th highest key, or the lower ones among keys that
     begin with `first`, and its rank among the keys that share them.
     """
     tally = torch.zeros(DIGIT, dtype=torch.long, device=flat.device)
@@ -260,7 +262,7 @@ def _find_digit(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
 
 
 def _to_sortable(bits: Tensor) -> Tensor:
-    """Turns the int32 bits of float32 values into keys that are ordered as the values are; its own
+    """Turn the int32 bits of float32 values into keys that are ordered as the values are; its own
     inverse.
     """
     return bits ^ (bits >> 31 & 0x7FFFFFFF)

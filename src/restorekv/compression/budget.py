@@ -51,7 +51,7 @@ class Budget:
         on_small_budget: OnSmallBudget = "error",
         whole_tokens: bool = False,
     ) -> "Budget":
-        """Returns the budget of a share of the T_b * L * H pairs."""
+        """Return the budget of a share of the T_b * L * H pairs."""
         if on_small_budget not in ON_SMALL_BUDGET:
             raise BudgetError(
                 f"on_small_budget is one of {', '.join(ON_SMALL_BUDGET)}, not {on_small_budget!r}."
@@ -71,7 +71,7 @@ class Budget:
         restore_tokens: int = 0,
         on_small_budget: OnSmallBudget = "error",
     ) -> "Budget":
-        """Returns the budget of an absolute number of pairs per head, on average: B = count * L *
+        """Return the budget of an absolute number of pairs per head, on average: B = count * L *
         H.
         """
         if (
@@ -123,7 +123,7 @@ class Budget:
 
 
 def parse_ratio(ratio: float | str | Fraction) -> Fraction:
-    """Returns the decimal that was written, not the nearest double: 0.1 -> 1/10."""
+    """Return the decimal that was written, not the nearest double: 0.1 -> 1/10."""
     text = str(ratio)[:60]
     try:
         # Takes long to compute.
@@ -137,7 +137,9 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
 
 
 def _explain_small_budget(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
-    """Says why n restore tokens do not fit, with the smallest ratio at which they do: r >= n / T_b."""
+    """Return why n restore tokens do not fit, with the smallest ratio at which they do, r = n / T_b
+    rounded up.
+    """
     if restore_tokens > tokens:
         return (
             f"The context has {tokens} tokens, fewer than the {restore_tokens} restore tokens; "
@@ -145,7 +147,7 @@ def _explain_small_budget(ratio: Fraction, tokens: int, restore_tokens: int) -> 
         )
     smallest = ceil(Fraction(restore_tokens, tokens) * 10_000) / 10_000
     return (
-        f"{restore_tokens} restore tokens do not fit into ratio {float(ratio):g} of {tokens} tokens; "
-        f"the smallest workable ratio is {smallest:g} "
+        f"{restore_tokens} restore tokens do not fit into ratio {float(ratio):g} of {tokens} "
+        f"tokens; the smallest workable ratio is {smallest:g} "
         "(or use fewer of them with on_small_budget='fewer', in the shell --on-small-budget fewer)."
     )

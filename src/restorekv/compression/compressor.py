@@ -77,7 +77,10 @@ class Compressor(ABC):
 
 
 class PreparedContext(ABC):
-    """A context that is ready for every budget. `seconds` holds what each phase of preparing took."""
+    """A context that is ready for every budget.
+
+    `seconds` holds what each phase of preparing it took.
+    """
 
     model: PreTrainedModel
     context: Context

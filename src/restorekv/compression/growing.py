@@ -42,175 +42,190 @@ RESTORE = ("last", "every", "none")
 
 @dataclass
 class Growth:
-    """A text being appended to a cache of a context, by an eviction with the adapter that `restore`
-    calls for.
+    """A text being appended to the cache of a context.
+
+    Args:
+        model: The model that made the cache.
+        tokenizer: Its tokenizer.
+        context: The text so far.
+        cache: Its cache, which does not change.
+        eviction: What scores and evicts the new part, with the adapter that `restore` calls for.
+        restore: What becomes of the restore tokens of earlier parts: "last", "every" or "none".
+        ids: The ids (1, t) of the new part.
+        ratio: The share of the pairs of the grown whole to hold.
+        fix: What the user can do if the part is too short or the budget too small.
+        seconds: Gets the seconds of each phase.
     """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
     context: Context
     cache: RaggedCache
-    how: Eviction
+    eviction: Eviction
     restore: str
-    ids: Tensor  # (1, t), of the text
+    ids: Tensor
     ratio: Fraction
-    more: str = "append more at once"  # what to do if the text is too short
+    fix: str = "append more at once"
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        evictor = self.how.evictor
-        config = self.how.config
+        evictor = self.eviction.evictor
         check_choice("restore", self.restore, RESTORE)
         if not evictor.streams:
-            why = f"The evictor {evictor.name} scores a context as a whole"
-            raise RestoreKVError(f"{why}; compress the whole text again.")
-        if config.offset or any(layer.bias is not None for layer in self.cache.layers):
             raise RestoreKVError(
-                "Only a cache of an evictor without an offset can grow; compress the text in another way."
+                f"The evictor {evictor.name} scores a context as a whole; compress the whole text "
+                "again."
+            )
+        has_bias = any(layer.bias is not None for layer in self.cache.layers)
+        if self.eviction.config.offset or has_bias:
+            raise RestoreKVError(
+                "Only a cache of an evictor without an offset can grow; compress the text in "
+                "another way."
             )
 
     @cached_property
-    def whole(self) -> Context:
-        """The context with the text at its end."""
+    def grown_context(self) -> Context:
+        """The context with the new part at its end."""
         return replace(self.context, ids=torch.cat([self.context.ids, self.ids], -1))
 
     @cached_property
     def budget(self) -> Budget:
-        """What the whole may hold, with the new part's restore tokens."""
+        """What the grown context may hold, with the new part's restore tokens."""
         shape = CacheShape.from_model(self.model)
-        adapter = self.how.adapter
+        adapter = self.eviction.adapter
         tokens = adapter.restore_tokens if adapter else 0
-        return self.how.config.make_budget(
-            self.ratio, self.whole, shape.layers, shape.heads, tokens
+        return self.eviction.config.make_budget(
+            self.ratio, self.grown_context, shape.layers, shape.heads, tokens
         )
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
-        """Returns the cache of the whole, evicted to its budget."""
-        warn_if_beyond_positions(self.model, self.whole.positions, "The grown context")
-        part = replace(
-            self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], self.ids], -1)
-        )
-        evictor = self.how.evictor.for_later_part(part)
-        if (again := evictor.count_pinned_tail(part)) >= self.ids.shape[-1]:
-            kept = f"{evictor.spec} always keeps the latest {again} tokens"
-            raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
+        """Return the cache of the grown context, evicted to its budget."""
+        config = self.eviction.config
+        adapter = self.eviction.adapter
+        warn_if_beyond_positions(self.model, self.grown_context.positions, "The grown context")
+        prefix = self.context.ids[:, : self.context.prefix]
+        part = replace(self.context, ids=torch.cat([prefix, self.ids], -1))
+        evictor = self.eviction.evictor.for_later_part(part)
+        pinned = evictor.count_pinned_tail(part)
+        if pinned >= part.tokens:
+            raise RestoreKVError(
+                f"{evictor.spec} always keeps the latest {pinned} tokens, and the new text has "
+                f"{part.tokens}; {self.fix}."
+            )
         support.prepare_model(self.model)
-        room = self.room()
+        room = self._count_room()
         tokens = self.budget.restore_tokens
-        restored = []
-        reading, scores = prefill_and_score(
-            self.model, self.tokenizer, evictor, part, self.opened(), self.seconds
+        # The part is read over all that is kept, scored as a context of its own, and evicted to
+        # what the budget leaves. The restore pass comes before or after that, as the config says.
+        read, scores = prefill_and_score(
+            self.model, self.tokenizer, evictor, part, self._open_cache(), self.seconds
         )
-        if tokens and self.how.config.restore_from == "full":
-            restored = run_restore_pass(self.how.adapter, reading, tokens, self.seconds)
+        restored: list[Pairs] = []
+        if tokens and config.restore_from == "full":
+            restored = run_restore_pass(adapter, read, tokens, self.seconds)
         with time_phase(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
-            cache = self.gathered(
-                reading,
-                self.how.config.allocation(scores, min(room, scores.numel())),
-                restored,
-            )
+            keep = config.allocation(scores, min(room, scores.numel()))
+            cache = self._gather(read, keep, restored)
         if tokens and not restored:
             with time_phase(self.seconds, "restore"):
-                self.how.adapter.append(cache, tokens)
+                adapter.append(cache, tokens)
                 cache.commit_tail()
         return cache
 
     @property
     def earlier(self) -> int:
-        """The restore pairs of earlier parts among the rows of every head."""
+        """The restore pairs of earlier parts among the context pairs of every head."""
         layer = self.cache.layers[0]
         return int((layer.positions >= self.context.positions).sum()) // layer.heads
 
     @property
     def carried(self) -> int:
-        """The restore pairs that every head goes on holding among its rows."""
-        return self.earlier + self.cache.restore_length if self.keeps else 0
+        """The restore pairs of earlier parts that every head will hold among its context pairs."""
+        if not self.keeps_restore_pairs:
+            return 0
+        return self.earlier + self.cache.restore_length
 
     @property
-    def keeps(self) -> bool:
+    def keeps_restore_pairs(self) -> bool:
         """Whether restore pairs of earlier parts stay: also under "last" where the new part has
         none of its own.
         """
-        return self.restore == "every" or (
-            self.restore == "last" and not self.budget.restore_tokens
-        )
+        if self.restore == "last":
+            return not self.budget.restore_tokens
+        return self.restore == "every"
 
-    def room(self) -> int:
-        """Returns how many pairs of the new part may stay: what the budget leaves after all that is
+    def _count_room(self) -> int:
+        """Return how many pairs of the new part may stay: what the budget leaves after all that is
         kept.
         """
         budget = self.budget
-        first = self.context.prefix if self.how.config.prefix_policy == "free" else 0
-        held = sum(
-            int(((layer.positions >= first) & (layer.positions < self.context.positions)).sum())
-            for layer in self.cache.layers
-        )
+        first = self.context.prefix if self.eviction.config.prefix_policy == "free" else 0
+        held = 0
+        for layer in self.cache.layers:
+            of_text = (layer.positions >= first) & (layer.positions < self.context.positions)
+            held += int(of_text.sum())
         room = budget.retained - held - self.carried * budget.layers * budget.heads
         if room < 0:
+            other_fix = ", or with restore='last'" if self.restore == "every" else ""
             raise BudgetError(
-                f"The budget has no room for the new text: {-room:,} pairs too many are held; {self.more}"
-                + (", or with restore='last'." if self.restore == "every" else ".")
+                f"The budget has no room for the new text: {-room:,} pairs too many are held; "
+                f"{self.fix}{other_fix}."
             )
         return room
 
-    def opened(self) -> RaggedCache:
-        """Returns a cache whose context is all that is kept, restore pairs included, and whose tail
+    def _open_cache(self) -> RaggedCache:
+        """Return a cache whose context is all that is kept, restore pairs included, and whose tail
         is the prefix.
         """
         prefix = self.context.prefix
         layers = []
         with time_phase(self.seconds, "prefill"):
-            first = (
-                prefill(self.model, self.context.ids[:, :prefix]).layers
-                if prefix
-                else self.cache.layers
-            )
-            for layer, dense in zip(self.cache.layers, first, strict=True):
+            # The tail gets all pairs of the prefix, of which some may have been evicted.
+            dense = prefill(self.model, self.context.ids[:, :prefix]).layers if prefix else None
+            for index, layer in enumerate(self.cache.layers):
+                keys, values = _make_empty_pairs(layer)
+                if dense is not None:
+                    keys = dense[index].keys
+                    values = dense[index].values
                 restored = ContextPairs.from_restore_cache(
                     layer, self.context.positions + self.earlier
                 )
-                rows = ContextPairs.concatenate([ContextPairs.from_layer(layer), restored])
-                pair = (dense.keys, dense.values) if prefix else _make_empty_pairs(layer)
-                layers.append(
-                    rows.select(rows.positions >= prefix).to_layer(
-                        layer.heads, self.context.tokens, *pair
-                    )
-                )
+                pairs = ContextPairs.concatenate([ContextPairs.from_layer(layer), restored])
+                pairs = pairs.select(pairs.positions >= prefix)
+                layers.append(pairs.to_layer(layer.heads, self.context.tokens, keys, values))
         return RaggedCache(layers)
 
-    def gathered(self, reading: RaggedCache, keep: Tensor, restored: list[Pairs]) -> RaggedCache:
-        """Returns what was kept, what `keep` (L, H, t) marks of the new part, and the restore
+    def _gather(self, read: RaggedCache, keep: Tensor, restored: list[Pairs]) -> RaggedCache:
+        """Return what was kept, what `keep` (L, H, t) marks of the new part, and the restore
         cache.
         """
         layers = []
         prefix = self.context.prefix
-        seen = self.whole.positions
-        for index, (old, new, kept) in enumerate(
-            zip(self.cache.layers, reading.layers, keep, strict=True)
+        seen = self.grown_context.positions
+        for index, (old, new, keep_layer) in enumerate(
+            zip(self.cache.layers, read.layers, keep, strict=True)
         ):
-            rows = ContextPairs.from_layer(old)
-            parts = [rows.select(rows.positions < self.context.positions)]
-            if self.keeps:
-                # Restore pairs are numbered behind the text, wherever that ends.
-                grown = seen - self.context.positions
-                earlier = rows.select(rows.positions >= self.context.positions)
-                parts.append(replace(earlier, positions=earlier.positions + grown))
+            pairs = ContextPairs.from_layer(old)
+            parts = [pairs.select(pairs.positions < self.context.positions)]
+            if self.keeps_restore_pairs:
+                # Restore pairs have the numbers after the text, wherever that ends.
+                moved_by = seen - self.context.positions
+                earlier = pairs.select(pairs.positions >= self.context.positions)
+                parts.append(replace(earlier, positions=earlier.positions + moved_by))
                 parts.append(ContextPairs.from_restore_cache(old, seen + self.earlier))
-            heads, slots = kept.to(new.device).nonzero(as_tuple=True)
-            tail = (x[0, heads, prefix + slots] for x in new.pair)
-            parts.append(ContextPairs(*tail, heads, self.context.positions + slots))
-            layers.append(
-                ContextPairs.concatenate(parts).to_layer(
-                    old.heads, seen, *(restored[index] if restored else _make_empty_pairs(old))
-                )
-            )
+            heads, slots = keep_layer.to(new.device).nonzero(as_tuple=True)
+            keys, values = (tail[0, heads, prefix + slots] for tail in new.pair)
+            parts.append(ContextPairs(keys, values, heads, self.context.positions + slots))
+            tail_keys, tail_values = restored[index] if restored else _make_empty_pairs(old)
+            gathered = ContextPairs.concatenate(parts)
+            layers.append(gathered.to_layer(old.heads, seen, tail_keys, tail_values))
         return RaggedCache(layers)
 
 
 def _make_empty_pairs(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
-    """Returns keys and values (1, H, 0, D)."""
+    """Return keys and values (1, H, 0, D)."""
     return layer.restore_keys[:, :, :0], layer.restore_values[:, :, :0]
 
 
@@ -218,37 +233,36 @@ def _make_empty_pairs(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
 def compose_caches(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]]
 ) -> tuple[Context, RaggedCache]:
-    """Returns contexts with one chat prefix as one, and their caches as one; the first alone keeps
+    """Return contexts with one chat prefix as one, and their caches as one; the first alone keeps
     its prefix.
     """
-    first = parts[0][0]
-    prefix = parts[0][0].prefix
-    before = [context.ids[:, : context.prefix] for context, _ in parts]
-    if any(not each.equal(before[0]) for each in before):
-        raise RestoreKVError(
-            "Only contexts with the same chat prefix can be composed; compress them with one system text."
-        )
-    if any(
-        layer.bias is not None or cache.positions != context.positions
-        for context, cache in parts
-        for layer in cache.layers
-    ):
-        raise RestoreKVError(
-            "Only caches of evictors without an offset can be composed; compress the texts in another way."
-        )
-    whole = replace(
-        first, ids=torch.cat([before[0], *(context.ids[:, prefix:] for context, _ in parts)], -1)
-    )
+    first, first_cache = parts[0]
+    prefix = first.ids[:, : first.prefix]
+    ids = [prefix]
+    for context, cache in parts:
+        if not context.ids[:, : context.prefix].equal(prefix):
+            raise RestoreKVError(
+                "Only contexts with the same chat prefix can be composed; compress them with one "
+                "system text."
+            )
+        has_bias = any(layer.bias is not None for layer in cache.layers)
+        if has_bias or cache.positions != context.positions:
+            raise RestoreKVError(
+                "Only caches of evictors without an offset can be composed; compress the texts in "
+                "another way."
+            )
+        ids.append(context.ids[:, context.prefix :])
+    whole = replace(first, ids=torch.cat(ids, -1))
     warn_if_beyond_positions(model, whole.positions, "The composed context")
     support.prepare_model(model)
-    layers = [
-        _compose_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))
-    ]
+    layers = []
+    for index in range(len(first_cache.layers)):
+        layers.append(_compose_layer(model, parts, index, whole))
     return whole, RaggedCache(layers)
 
 
 def _move_pairs(model: PreTrainedModel, rows: ContextPairs, distance: int) -> ContextPairs:
-    """Returns the rows as if their text stood `distance` positions later."""
+    """Return the rows as if their text stood `distance` positions later."""
     keys = shift_keys(model, rows.keys, distance) if distance else rows.keys
     return replace(rows, keys=keys, positions=rows.positions + distance)
 
@@ -256,32 +270,32 @@ def _move_pairs(model: PreTrainedModel, rows: ContextPairs, distance: int) -> Co
 def _compose_layer(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]], index: int, whole: Context
 ) -> RaggedLayer:
-    """Returns one layer of all caches; restore pairs but the last cache's become context, behind
+    """Return one layer of all caches; all restore pairs but the last cache's become context, after
     the text.
     """
-    rows = []
+    pairs = []
     start = 0
     end = whole.positions
     for number, (context, cache) in enumerate(parts):
         layer = cache.layers[index]
-        own = ContextPairs.from_layer(cache.layers[index])
-        text = own.select(
-            (own.positions < context.positions)
-            & (own.positions >= (context.prefix if number else 0))
-        )
-        rows.append(_move_pairs(model, text, start))
+        own = ContextPairs.from_layer(layer)
+        first = context.prefix if number else 0
+        text = own.select((own.positions < context.positions) & (own.positions >= first))
+        pairs.append(_move_pairs(model, text, start))
         restored = [own.select(own.positions >= context.positions)]
         if number < len(parts) - 1:
             restored.append(ContextPairs.from_restore_cache(layer, 0))
+        # Each head holds the same number of restore pairs; they get the numbers after the text.
         for each in restored:
             count = len(each.heads) // layer.heads
             turned = _move_pairs(model, each, start)
             numbers = torch.arange(count, device=turned.heads.device).repeat(layer.heads)
-            rows.append(replace(turned, positions=end + numbers))
+            pairs.append(replace(turned, positions=end + numbers))
             end += count
-        last = start
+        last_start = start
         start += context.tokens
-    keys = shift_keys(model, layer.restore_keys, last) if last else layer.restore_keys
-    return ContextPairs.concatenate(rows).to_layer(
-        layer.heads, whole.positions, keys, layer.restore_values
-    )
+    keys = layer.restore_keys
+    if last_start:
+        keys = shift_keys(model, keys, last_start)
+    composed = ContextPairs.concatenate(pairs)
+    return composed.to_layer(layer.heads, whole.positions, keys, layer.restore_values)

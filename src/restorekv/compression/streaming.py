@@ -8,8 +8,9 @@ allocation would choose among all scores at once: nothing that is dropped on the
 stayed. It still only approximates compressing at once:
 
 - the keys and values of later parts come from a model that reads the kept pairs instead of all;
-- a pair is scored once, when its part is the newest, by the evictor as if prefix and part were the whole text: what
-  earlier parts keep is read by the model and takes no share of the softmax, and later parts do not ask for anything.
+- a pair is scored once, when its part is the newest, by the evictor as if prefix and part were the
+  whole text: what earlier parts keep is read by the model and takes no share of the softmax, and
+  later parts do not ask for anything.
 
 Where an evictor always keeps the latest columns (the window of SnapKV), those of a part get no
 scores: they are read again with the next part. First columns that it always keeps are those of the
@@ -47,43 +48,46 @@ Pairs = tuple[Tensor, Tensor]  # keys and values (1, H, n, D)
 
 @dataclass(frozen=True)
 class Part:
-    """Columns [start, end) of the whole sequence, of which those before `settled` are scored with
-    this part.
+    """Columns [start, end) of the whole sequence. Those before `scored_end` get their scores with
+    this part, the others with the next one.
     """
 
     start: int
-    settled: int
+    scored_end: int
     end: int
 
 
 def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
-    """Returns parts of up to `chunk` tokens, all alike; each but the first repeats the latest
-    columns before it.
+    """Return parts of up to `chunk` tokens, all of one size; each but the first repeats the columns
+    that the evictor always keeps at the end of the part before it.
     """
     tokens = context.tokens
     first = context.prefix
     if tokens <= chunk:
         return [Part(first, context.positions, context.positions)]
-    again = evictor.count_pinned_tail(_select_part(context, Part(first, first, first + chunk)))
-    if again >= chunk:
+    pinned = evictor.count_pinned_tail(_select_part(context, Part(first, first, first + chunk)))
+    if pinned >= chunk:
         raise RestoreKVError(
-            f"{evictor.spec} always keeps the latest {again} tokens; stream more than that at a time."
+            f"{evictor.spec} always keeps the latest {pinned} tokens; stream more than that at a "
+            "time."
         )
-    count = -((again - tokens) // (chunk - again))
-    edges = [first + (tokens - again) * number // count for number in range(count + 1)]
-    pieces = [Part(start, end, end + again) for start, end in pairwise(edges)]
-    return [*pieces[:-1], replace(pieces[-1], settled=context.positions)]
+    # ceil((tokens - pinned) / (chunk - pinned)), in whole numbers
+    count = -((pinned - tokens) // (chunk - pinned))
+    edges = [first + (tokens - pinned) * number // count for number in range(count + 1)]
+    parts = [Part(start, end, end + pinned) for start, end in pairwise(edges)]
+    parts[-1] = replace(parts[-1], scored_end=context.positions)
+    return parts
 
 
 def _select_part(context: Context, part: Part) -> Context:
-    """Returns what the evictor takes for the whole text: the chat prefix and the part."""
-    ids = torch.cat([context.ids[:, : context.prefix], context.ids[:, part.start : part.end]], -1)
-    return replace(context, ids=ids)
+    """Return what the evictor takes for the whole text: the chat prefix and the part."""
+    prefix = context.ids[:, : context.prefix]
+    return replace(context, ids=torch.cat([prefix, context.ids[:, part.start : part.end]], -1))
 
 
 @dataclass(frozen=True)
 class StreamedContext(PreparedContext):
-    """A context of which nothing is prepared: `evict` reads it anew for every budget, `streaming`
+    """A context of which nothing is prepared: `evict` reads it again for every budget, `streaming`
     tokens at a time.
     """
 
@@ -99,32 +103,35 @@ class StreamedContext(PreparedContext):
     full: ClassVar[None] = None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
-        """Leaves the restore pass to `evict`."""
+        """Leave the restore pass to `evict`."""
         return replace(self, adapter=adapter)
 
     def evict(
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
-        """Reads the context; there is nothing to consume."""
+        """Read the context part by part; there is nothing to consume."""
         return self.evict_timed(budget, restore_tokens)[0]
 
     def evict_timed(
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
-        """Times every phase."""
+        """Return the cache and the seconds of every phase of reading."""
         shape = CacheShape.from_model(self.model)
-        available = self.adapter.restore_tokens if self.adapter else 0
-        tokens = available if restore_tokens is None else restore_tokens
-        stream = Stream(
-            self, self.config.make_budget(budget, self.context, shape.layers, shape.heads, tokens)
+        if restore_tokens is None:
+            restore_tokens = self.adapter.restore_tokens if self.adapter else 0
+        budget = self.config.make_budget(
+            budget, self.context, shape.layers, shape.heads, restore_tokens
         )
+        stream = Stream(self, budget)
         return stream.run(), stream.seconds
 
 
 @dataclass
 class Stream:
-    """A pass over a context to one budget. `most` is the largest number of pairs held at once, in
-    all heads.
+    """One pass over a context to one budget.
+
+    `most` is the largest number of pairs held at once, in all heads. `scores` (L, H, S + T) holds
+    GONE for every pair that was dropped or has not been read yet.
     """
 
     source: StreamedContext
@@ -139,79 +146,99 @@ class Stream:
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
-        """Returns the cache at the budget."""
+        """Return the cache at the budget."""
         support.prepare_model(self.model)
         shape = CacheShape.from_model(self.model)
-        pieces = split_context(self.source.evictor, self.context, self.source.streaming)
-        size = shape.layers, shape.heads, self.context.positions
-        self.scores = torch.full(size, GONE, device=self.model.device)
-        reads_full = self.budget.restore_tokens and self.config.restore_from == "full"
-        if reads_full and len(pieces) > 1:
-            learned = "The adapter learned to read full caches; with streaming it reads what is held at the end"
-            warn(f"{learned}; expect worse answers.")
-        cache = None
-        for number, part in enumerate(pieces, 1):
-            self.source.progress(f"part {number} of {len(pieces)}")
-            cache = self.read(cache, part)
-            self.most = max(
-                self.most,
-                sum(layer.bounds[-1] + layer.keys[0, ..., 0].numel() for layer in cache.layers),
+        parts = split_context(self.source.evictor, self.context, self.source.streaming)
+        self.scores = torch.full(
+            (shape.layers, shape.heads, self.context.positions), GONE, device=self.model.device
+        )
+        tokens = self.budget.restore_tokens
+        reads_before_eviction = tokens > 0 and self.config.restore_from == "full"
+        if reads_before_eviction and len(parts) > 1:
+            warn(
+                "The adapter learned to read full caches; with streaming it reads what is held at "
+                "the end; expect worse answers."
             )
-            restored = []
-            if reads_full and part is pieces[-1]:
-                restored = run_restore_pass(
-                    self.source.adapter, cache, self.budget.restore_tokens, self.seconds
-                )
+        # Each part is read over what is held and scored, then all that is held competes anew. The
+        # restore pass comes before the last eviction, or after it where it reads evicted caches.
+        cache = None
+        for number, part in enumerate(parts, 1):
+            last = number == len(parts)
+            self.source.progress(f"part {number} of {len(parts)}")
+            cache = self._read_part(cache, part)
+            self._note_most(cache)
+            restored: list[Pairs] = []
+            if last and reads_before_eviction:
+                restored = run_restore_pass(self.source.adapter, cache, tokens, self.seconds)
             with time_phase(self.seconds, "evict"):
-                self.settle(cache, part, restored, part is pieces[-1])
-        if self.budget.restore_tokens and not reads_full:
+                self._evict_part(cache, part, restored, last)
+        if tokens and not reads_before_eviction:
             with time_phase(self.seconds, "restore"):
-                self.source.adapter.append(cache, self.budget.restore_tokens)
+                self.source.adapter.append(cache, tokens)
                 cache.commit_tail()
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
 
-    def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
-        """Prefills a part over what is held and writes its scores; the tail is then prefix and
+    def _note_most(self, cache: RaggedCache) -> None:
+        """Keep the largest number of pairs that was ever held."""
+        held = 0
+        for layer in cache.layers:
+            held += layer.bounds[-1] + layer.keys[0, ..., 0].numel()
+        self.most = max(self.most, held)
+
+    def _read_part(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
+        """Prefill a part over what is held and write its scores; the tail is then prefix and
         part.
         """
         seen = _select_part(self.context, part)
-        evictor = self.source.evictor if cache is None else self.source.evictor.for_later_part(seen)
-        full, scores = prefill_and_score(
+        evictor = self.source.evictor
+        if cache is not None:
+            evictor = evictor.for_later_part(seen)
+        read, scores = prefill_and_score(
             self.model, self.source.tokenizer, evictor, seen, cache, self.seconds
         )
-        columns = self.scores[..., part.start : part.settled]
+        columns = self.scores[..., part.start : part.scored_end]
+        # A score of -inf would read as GONE.
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.config.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix)
-        return (
-            full if cache is not None else RaggedCache([_to_tail(layer) for layer in full.layers])
-        )
+        if cache is None:
+            return RaggedCache([_to_tail(layer) for layer in read.layers])
+        return read
 
-    def settle(self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool) -> None:
-        """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
+    def _evict_part(
+        self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool
+    ) -> None:
+        """Drop what does not stay, layer by layer; at the end the prefix joins the rest."""
         prefix = self.context.prefix
-        keep = self.kept(last)
-        seen = self.context.positions + self.config.offset if last else part.settled - prefix
+        keep = self.choose_kept(last)
+        seen = part.scored_end - prefix
+        if last:
+            seen = self.context.positions + self.config.offset
         device = self.scores.device
         columns = torch.cat(
             [torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)]
         )
-        for index, (layer, kept) in enumerate(zip(cache.layers, keep, strict=True)):
-            heads, slots = kept[:, columns].nonzero(as_tuple=True)
+        for index, (layer, keep_layer) in enumerate(zip(cache.layers, keep, strict=True)):
+            heads, slots = keep_layer[:, columns].nonzero(as_tuple=True)
             new = ContextPairs(
                 layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots]
             )
             old = ContextPairs.from_layer(layer)
-            rows = ContextPairs.concatenate([old.select(kept[old.heads, old.positions]), new])
-            tail = (x[:, :, : 0 if last else prefix].clone() for x in (layer.keys, layer.values))
-            cache.layers[index] = rows.to_layer(
-                layer.heads, seen, *(restored[index] if restored else tail)
-            )
+            rows = ContextPairs.concatenate([old.select(keep_layer[old.heads, old.positions]), new])
+            if restored:
+                keys, values = restored[index]
+            else:
+                # The prefix stays in the tail until the last part has been read.
+                end = 0 if last else prefix
+                keys = layer.keys[:, :, :end].clone()
+                values = layer.values[:, :, :end].clone()
+            cache.layers[index] = rows.to_layer(layer.heads, seen, keys, values)
         self.scores.masked_fill_(~keep, GONE)
 
-    def kept(self, last: bool) -> Tensor:
-        """Returns what stays, (L, H, S + T) bool: the best of what has a score; until the end
+    def choose_kept(self, last: bool) -> Tensor:
+        """Return what stays, (L, H, S + T) bool: the best of what has a score; until the end
         without the prefix.
         """
         prefix = self.context.prefix
@@ -226,18 +253,18 @@ class Stream:
 def run_restore_pass(
     adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]
 ) -> list[Pairs]:
-    """Returns the restore cache of a pass over all that is held, layer by layer."""
+    """Return the restore cache of a pass over all that is held, layer by layer."""
     with time_phase(seconds, "restore"):
-        reading = read_only_view(cache)
-        adapter.append(reading, tokens)
-    return [
-        (layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone())
-        for layer in reading.layers
-    ]
+        view = read_only_view(cache)
+        adapter.append(view, tokens)
+    restored = []
+    for layer in view.layers:
+        restored.append((layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()))
+    return restored
 
 
 def _to_tail(dense: DynamicLayer) -> RaggedLayer:
-    """Returns a ragged layer without a context, whose tail is all pairs of the dense one."""
+    """Return a ragged layer without a context, whose tail is all pairs of the dense one."""
     heads = dense.keys.shape[1]
     nothing = dense.keys[0, 0, :0]
     offsets = torch.zeros(heads + 1, dtype=torch.int32, device=nothing.device)

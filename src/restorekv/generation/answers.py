@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Answer:
 
 
 def list_questions(question: str | Sequence[str]) -> list[str]:
-    """Returns one question, or a list of them, as a list."""
+    """Return one question, or a list of them, as a list."""
     if not isinstance(question, str | list | tuple):
         raise RestoreKVError(
             f"A question is text, or a list of texts, not {type(question).__name__}."
@@ -68,7 +69,7 @@ def answer_greedily(
     answer_prefix: str = "",
     graph: bool = False,
 ) -> list[str]:
-    """Returns one greedy answer per question; `cache` itself does not change."""
+    """Return one greedy answer per question; `cache` itself does not change."""
     asked = [(context, cache, question) for question in questions]
     return [
         each[0].text
@@ -88,57 +89,84 @@ def answer_questions(
     graph: bool = False,
     sampling: SamplingConfig = GREEDY,
 ) -> list[list[Answer]]:
-    """Returns the answers to each question, as many as `sampling` asks samples of, from its context
-    and cache.
+    """Answer questions to one context or to several in one batch.
 
-    `max_new_tokens` is one limit or one per question; `graph` makes every token's step the same
-    work, on a GPU a CUDA graph, and is for greedy answers.
+    Args:
+        model: The model that made the caches.
+        tokenizer: Its tokenizer.
+        asked: A context, its cache and a question each.
+        max_new_tokens: How long an answer may be: one limit, or one for each question.
+        answer_prefix: What every answer begins with.
+        graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone.
+        sampling: How tokens are chosen.
+
+    Returns:
+        For each question, as many answers as `sampling` has samples.
     """
     if graph and not sampling.plain:
         raise RestoreKVError(
             "graph=True takes the likeliest token alone; leave it or the other options out."
         )
     limits = decoding.parse_limits(max_new_tokens, len(asked))
-    samples = sampling.samples
-    prompts = [
-        encode_question(tokenizer, context, question, answer_prefix)[0]
-        for context, _, question in asked
-    ]
-    repeated = [number for number in range(len(asked)) for _ in range(samples)]
-    read = (torch.cat([asked[number][0].ids[0], prompts[number]])[None] for number in repeated)
     stops = decoding.get_stop_ids(model, tokenizer)
-    seeds = [sampling.seed + place % samples for place in range(len(repeated))]
-    rows = make_choosers(sampling, tokenizer, read, seeds, stops)
-    caches = [asked[number][1] for number in repeated]
-    own = [limits[number] for number in repeated]
+    # One row of the batch for every sample of every question.
+    prompts = []
+    caches = []
+    row_limits = []
+    seeds = []
+    read = []
+    for (context, cache, question), limit in zip(asked, limits, strict=True):
+        prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
+        for sample in range(sampling.samples):
+            prompts.append(prompt)
+            caches.append(cache)
+            row_limits.append(limit)
+            seeds.append(sampling.seed + sample)
+            read.append(torch.cat([context.ids[0], prompt])[None])
+    choosers = make_choosers(sampling, tokenizer, read, seeds, stops)
     ids = decoding.generate_ids(
-        model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows
+        model, tokenizer, caches, prompts, row_limits, graph=graph, rows=choosers
     )
-    answers = [
-        make_answer(tokenizer, written.tolist(), stops, len(prompts[number]), rows and rows[place])
-        for place, (number, written) in enumerate(zip(repeated, ids, strict=True))
-    ]
+    answers = []
+    for row, written in enumerate(ids):
+        chooser = choosers[row] if choosers else None
+        answers.append(make_answer(tokenizer, written.tolist(), stops, len(prompts[row]), chooser))
+    samples = sampling.samples
     return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
 
 def make_answer(
     tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: TokenChooser | None
 ) -> Answer:
-    """Returns what was written as an Answer, whose text starts with no space and ends before any
+    """Return what was written as an Answer, whose text starts with no space and ends before any
     stop string.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        ids: What was written, at least one id.
+        stops: The EOS ids.
+        read: How many tokens the question has, with the template around it.
+        row: What chose the ids, None where the likeliest ones were taken.
     """
     text = decoding.decode_answer(tokenizer, ids, stops)
-    cut = find_first_stop(row.sampling.stop, text) if row else None
-    finish = "stop" if ids[-1] in stops or cut is not None or (row and row.ends()) else "length"
-    wants = row is not None and row.sampling.logprobs is not None
-    more = (tuple(row.logprobs), tuple(row.top)) if wants else ()
-    return Answer(text[:cut].lstrip(), tuple(ids), finish, read, *more)
+    cut = None
+    logprobs = None
+    top = None
+    ended = ids[-1] in stops
+    if row is not None:
+        cut = find_first_stop(row.sampling.stop, text)
+        ended = ended or cut is not None or row.ends()
+        if row.sampling.logprobs is not None:
+            logprobs = tuple(row.logprobs)
+            top = tuple(row.top)
+    finish = "stop" if ended else "length"
+    return Answer(text[:cut].lstrip(), tuple(ids), finish, read, logprobs, top)
 
 
-def to_result(written: list[Answer], details: bool, samples: int) -> str | Answer | list:
-    """Returns the answers to one question as the caller wants them."""
-    said = written if details else [each.text for each in written]
-    return said if samples > 1 else said[0]
+def to_result(written: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
+    """Return the answers to one question as the caller wants them."""
+    results = written if details else [each.text for each in written]
+    return results if samples > 1 else results[0]
 
 
 def stream_answer(
@@ -149,7 +177,7 @@ def stream_answer(
     answer_prefix: str = "",
     sampling: SamplingConfig = GREEDY,
 ) -> Iterator[str]:
-    """Returns an iterator over the pieces of an answer, which together are its text."""
+    """Return an iterator over the pieces of an answer, which together are its text."""
     context, cache, question = asked
     if sampling.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
@@ -167,7 +195,7 @@ def stream_answer(
 def stream_text(
     tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yields the text of a growing answer as soon as it is certain."""
+    """Yield the text of a growing answer as soon as it is certain."""
     text = GrowingText(tokenizer, stops, stop)
     for token in written:
         if piece := text.push(token):
@@ -193,7 +221,7 @@ class GrowingText:
         self.sent = 0  # characters
 
     def push(self, token: int) -> str:
-        """Returns what has become certain with this token."""
+        """Return what has become certain with this token."""
         if self.end is not None:
             self.stream.push(self.end)
         self.end = token if token in self.stops else None
@@ -203,25 +231,29 @@ class GrowingText:
         return self.upto(text, len(text) - count_uncertain(text, self.stop))
 
     def rest(self) -> str:
-        """Returns what is left at the end."""
+        """Return what is left at the end."""
         text = self.shorten(self.stream.get_text())
         return self.upto(text, len(text))
 
     def shorten(self, text: str) -> str:
-        """Returns a text without spaces at its start, up to the first stop string."""
+        """Return a text without spaces at its start, up to the first stop string."""
         return text[: find_first_stop(self.stop, text)].lstrip()
 
     def upto(self, text: str, end: int) -> str:
-        """Returns what was not returned before of the first `end` characters."""
+        """Return what was not returned before of the first `end` characters."""
         start = self.sent
         self.sent = max(start, end)
         return text[start : self.sent]
 
 
 def count_uncertain(text: str, stop: Sequence[str]) -> int:
-    """Returns how many characters at the end of a text may be the start of a stop string."""
-    lengths = (size for each in stop for size in range(1, len(each)) if text.endswith(each[:size]))
-    return max(lengths, default=0)
+    """Return how many characters at the end of a text may be the start of a stop string."""
+    longest = 0
+    for each in stop:
+        for size in range(1, len(each)):
+            if text.endswith(each[:size]):
+                longest = max(longest, size)
+    return longest
 
 
 def make_generate_inputs(
@@ -232,7 +264,7 @@ def make_generate_inputs(
     answer_prefix: str = "",
     plain: bool = False,
 ) -> dict[str, Tensor]:
-    """Returns inputs for model.generate(..., past_key_values=cache.fork()), or
+    """Return inputs for model.generate(..., past_key_values=cache.fork()), or
     cache.to_dynamic_cache() if `plain`.
 
     As always with a filled cache, ids and mask span everything seen: context, one placeholder per

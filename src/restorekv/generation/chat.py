@@ -72,7 +72,7 @@ class ChatContext(Protocol):
         """16 hex digits that identify the contents."""
         ...
 
-    def grown(self, ids: Tensor, **options: Any) -> Self:
+    def append_ids(self, ids: Tensor, **options: Any) -> Self:
         """Return this context with the tokens `ids` appended."""
         ...
 
@@ -108,7 +108,7 @@ class Chat:
         self.running = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        with self.alone():
+        with self._hold_turn():
             return {name: value for name, value in vars(self).items() if name != "running"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class Chat:
         constraint = Constraint.make(
             document.tokenizer, sampling.json_schema, sampling.regex, stops
         )
-        pieces = self.answered(question, limit, sampling, stops, constraint)
+        pieces = self._generate_or_undo(question, limit, sampling, stops, constraint)
         if stream:
             return pieces
         for _ in pieces:
@@ -206,18 +206,19 @@ class Chat:
         return await decoding.run_in_thread(partial(self.ask, question, max_new_tokens, **options))
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lets the block change the conversation; refuses while a turn is being written."""
+    def _hold_turn(self) -> Iterator[None]:
+        """Let the block change the conversation; refuse while a turn is being written."""
         if not self.running.acquire(blocking=False):
             raise RestoreKVError(
-                "A turn of this conversation is still being written; end its stream, or fork before."
+                "A turn of this conversation is still being written; end its stream, or fork "
+                "before."
             )
         try:
             yield
         finally:
             self.running.release()
 
-    def answered(
+    def _generate_or_undo(
         self,
         question: str,
         limit: int,
@@ -225,16 +226,18 @@ class Chat:
         stops: set[int],
         constraint: Constraint | None,
     ) -> Iterator[str]:
-        """Yields the pieces of an answer and adds the turn at the end."""
-        with self.alone():
+        """Yield the pieces of an answer and add the turn at the end; on error, or if the caller
+        leaves the iterator, the conversation is as it was before.
+        """
+        with self._hold_turn():
             columns = self.columns
             try:
-                yield from self.written(question, limit, sampling, stops, constraint)
+                yield from self._generate_turn(question, limit, sampling, stops, constraint)
             except BaseException:
-                self.cut_to(columns)
+                self._cut_to(columns)
                 raise
 
-    def written(
+    def _generate_turn(
         self,
         question: str,
         limit: int,
@@ -242,50 +245,63 @@ class Chat:
         stops: set[int],
         constraint: Constraint | None,
     ) -> Iterator[str]:
-        """Does so without putting anything back."""
+        """Generate one turn. On error the partial turn stays; the caller rolls it back."""
         document = self.document
+        tokenizer = document.tokenizer
         ids = self.question_ids(question)
-        written = []
+        seen = self.cache.get_seq_length() + len(ids)
+        warn_if_beyond_positions(document.model, seen, "The conversation")
+        refuse_beyond(
+            document.model, seen + limit, "The conversation with the longest answer allowed"
+        )
+        chooser = None
+        if not sampling.plain:
+            read = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
+            chooser = TokenChooser(sampling, tokenizer, read, sampling.seed, constraint)
         start = time.perf_counter()
-        times = []
-        warn_if_beyond_positions(
-            document.model, self.cache.get_seq_length() + len(ids), "The conversation"
-        )
-        ends = self.cache.get_seq_length() + len(ids) + limit
-        refuse_beyond(document.model, ends, "The conversation with the longest answer allowed")
-        said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
-        rows = (
-            None
-            if sampling.plain
-            else [TokenChooser(sampling, document.tokenizer, said, sampling.seed, constraint)]
-        )
         batch = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
-        steps = decoding.decode_batch(document.model, self.cache, batch, [limit], stops, rows=rows)
+        steps = decoding.decode_batch(
+            document.model, self.cache, batch, [limit], stops, rows=[chooser] if chooser else None
+        )
+        written: list[int] = []
+        times: list[float] = []
 
-        def tokens() -> Iterator[int]:
+        def record_tokens() -> Iterator[int]:
             for _, token in steps:
                 times.append(time.perf_counter() - start)
                 written.append(token)
                 yield token
 
-        yield from stream_text(document.tokenizer, tokens(), stops, sampling.stop)
+        yield from stream_text(tokenizer, record_tokens(), stops, sampling.stop)
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
-        answer = make_answer(document.tokenizer, written, stops, len(ids), rows and rows[0])
-        if (
-            sampling.stop
-            and (cut := find_first_stop(sampling.stop, document.tokenizer.decode(written)))
-            is not None
-        ):
-            end = max(len(written) - 1, 1)
-            while end > 1 and len(document.tokenizer.decode(written[:end])) > cut:
-                end -= 1  # a stop string is not part of the turn; it is among the last few tokens
-            parts = {name: getattr(answer, name) for name in ("ids", "logprobs", "top")}
-            answer = replace(answer, **{name: part and part[:end] for name, part in parts.items()})
-            self.cut_to(self.columns - len(written) + len(answer.ids))
+        answer = make_answer(tokenizer, written, stops, len(ids), chooser)
+        answer = self._drop_stop_string(answer, sampling)
+        if len(answer.ids) < len(written):
+            self._cut_to(self.columns - len(written) + len(answer.ids))
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
 
+    def _drop_stop_string(self, answer: Answer, sampling: SamplingConfig) -> Answer:
+        """Return an answer without the tokens of the stop string that ended it: the next turn does
+        not read them.
+        """
+        decode = self.document.tokenizer.decode
+        ids = list(answer.ids)
+        cut = find_first_stop(sampling.stop, decode(ids)) if sampling.stop else None
+        if cut is None:
+            return answer
+        # The stop string is among the last few tokens; at least one token stays.
+        end = max(len(ids) - 1, 1)
+        while end > 1 and len(decode(ids[:end])) > cut:
+            end -= 1
+        return replace(
+            answer,
+            ids=answer.ids[:end],
+            logprobs=answer.logprobs and answer.logprobs[:end],
+            top=answer.top and answer.top[:end],
+        )
+
     def question_ids(self, question: str) -> list[int]:
-        """Returns what the model reads next: what it wrote last and has not read, the template's
+        """Return what the model reads next: what it wrote last and has not read, the template's
         text, the question.
         """
         document = self.document
@@ -296,12 +312,12 @@ class Chat:
         if len(self.turns) == self.folded:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return encode_conversation(tokenizer, context, [], question, system).tolist()
-        return self.after_answer(
+        return self._follow_answer(
             encode_text(tokenizer, question, render_between_turns(tokenizer), context.suffix_text)
         )
 
-    def after_answer(self, ids: Tensor) -> list[int]:
-        """Returns ids (1, q) behind the last id of the latest answer, which has not been read
+    def _follow_answer(self, ids: Tensor) -> list[int]:
+        """Return ids (1, q) after the last id of the latest answer, which has not been read
         unless it is an EOS.
         """
         last = self.turns[-1].answer.ids[-1]
@@ -309,14 +325,14 @@ class Chat:
         return ids[0].tolist() if last in stops else [last, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
-        """Returns the ids that the tail holds: all that was read and written, but the last id of
+        """Return the ids that the tail holds: all that was read and written, but the last id of
         every answer.
         """
-        return [
-            each
-            for turn in self.turns[self.folded :]
-            for each in (*turn.read, *turn.answer.ids[:-1])
-        ]
+        ids: list[int] = []
+        for turn in self.turns[self.folded :]:
+            ids += turn.read
+            ids += turn.answer.ids[:-1]
+        return ids
 
     @property
     def columns(self) -> int:
@@ -326,42 +342,46 @@ class Chat:
     @property
     def nbytes(self) -> int:
         """Bytes of the conversation's own keys and values, without the document's."""
-        return sum(
-            x[:, :, layer.restore_length :].nbytes
-            for layer in self.cache.layers
-            for x in layer.pair
-        )
+        total = 0
+        for layer in self.cache.layers:
+            keys, values = layer.pair
+            total += keys[:, :, layer.restore_length :].nbytes
+            total += values[:, :, layer.restore_length :].nbytes
+        return total
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The turns as a list of messages with role and content."""
-        pairs = ((("user", turn.question), ("assistant", turn.answer.text)) for turn in self.turns)
-        return [{"role": role, "content": content} for pair in pairs for role, content in pair]
+        messages = []
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.answer.text})
+        return messages
 
-    def cut_to(self, columns: int) -> None:
-        """Drops all but the first columns of every layer's tail, some of which may have grown
+    def _cut_to(self, columns: int) -> None:
+        """Drop all but the first columns of every layer's tail, some of which may have grown
         further than others.
         """
         for layer in self.cache.layers:
             layer.crop(layer.seen + columns)
 
     def undo(self, turns: int = 1) -> None:
-        """Takes back the latest turns."""
-        with self.alone():
+        """Take back the latest turns."""
+        with self._hold_turn():
             most = len(self.turns) - self.folded
             if type(turns) is not int or not 1 <= turns <= most:
                 raise RestoreKVError(
                     f"The number of turns that can be taken back is at most {most}, not {turns}."
                 )
             dropped = self.turns[-turns:]
-            self.cut_to(
+            self._cut_to(
                 self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped)
             )
             del self.turns[-turns:]
 
     def fork(self) -> Self:
-        """Returns a conversation that goes on from here by itself."""
-        with self.alone():
+        """Return a conversation that goes on from here by itself."""
+        with self._hold_turn():
             other = type(self)(self.document, self.system, list(self.turns), self.folded)
             other.cache = self.cache.fork()
             for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
@@ -371,24 +391,24 @@ class Chat:
     __copy__ = fork
 
     def fold(self, **options: Any) -> None:
-        """Compresses the turns so far as `document.append` does, whose options these are; they
+        """Compress the turns so far as `document.append` does, whose options these are; they
         cannot be undone.
 
         The document then ends where the user goes on, so that it can be saved and asked by itself.
         """
-        with self.alone():
+        with self._hold_turn():
             if not self.ids():
                 return
             opening = encode_text(
                 self.document.tokenizer, before=render_between_turns(self.document.tokenizer)
             )
-            ids = torch.tensor([[*self.ids(), *self.after_answer(opening)]])
-            document = self.document.grown(ids, between="", **options)
+            ids = torch.tensor([[*self.ids(), *self._follow_answer(opening)]])
+            document = self.document.append_ids(ids, between="", **options)
             cache = document.cache.fork()  # before anything changes, since Ctrl-C may come
             self.document, self.cache, self.folded = document, cache, len(self.turns)
 
     def save(self, path: str | Path) -> None:
-        """Writes the turns as JSON, all or nothing; `load` reads them once more over the same
+        """Write the turns as JSON, all or nothing; `load` reads them once more over the same
         document.
         """
         if self.folded:
@@ -418,7 +438,7 @@ class Chat:
 
     @classmethod
     def load(cls, path: str | Path, document: ChatContext) -> Self:
-        """Goes on with a conversation that was saved; refuses one over another document and damaged
+        """Go on with a conversation that was saved; refuse one over another document and damaged
         files.
         """
         content = read_json(Path(path), str(path))
@@ -445,7 +465,7 @@ def encode_conversation(
     system: str = "",
     answer_prefix: str = "",
 ) -> Tensor:
-    """Returns what follows the context (q,): earlier turns, as questions and answers, the question,
+    """Return what follows the context (q,): earlier turns, as questions and answers, the question,
     an answer's start.
 
     `system` stands between the context and the first question, as in `Chat`.
@@ -464,14 +484,15 @@ def encode_conversation(
 
 
 def check_saved_turns(path: str | Path, content: object, document: ChatContext) -> None:
-    """Refuses what `save` did not write for this document."""
+    """Refuse what `save` did not write for this document."""
     if (
         not isinstance(content, dict)
         or content.get("format") != FORMAT
         or content.get("version") != VERSION
     ):
         raise CacheFileError(
-            f"{path} is no conversation of this restorekv; give a file that /save or chat.save wrote."
+            f"{path} is no conversation of this restorekv; give a file that /save or chat.save "
+            "wrote."
         )
     if content.get("document") != document.digest:
         raise CacheFileError(
@@ -494,14 +515,16 @@ def check_saved_turns(path: str | Path, content: object, document: ChatContext) 
 
 
 def check_length(path: str | Path, chat: Chat) -> None:
-    """Refuses a conversation that the model would have to read beyond its positions, of which a
+    """Refuse a conversation that the model would have to read beyond its positions, of which a
     file can have any.
     """
     first = chat.document.cache.get_seq_length()
     limit = count_positions(chat.document.model.config)
     most = min(limit, POSITIONS) - first
-    if (tokens := len(chat.ids())) > most:
+    tokens = len(chat.ids())
+    if tokens > most:
         raise CacheFileError(
-            f"The conversation of {path} has {tokens:,} tokens, and the model's {limit:,} positions have room for "
-            f"{max(most, 0):,} after the document; take turns back or fold them before it is saved."
+            f"The conversation of {path} has {tokens:,} tokens, and the model's {limit:,} "
+            f"positions have room for {max(most, 0):,} after the document; take turns back or fold "
+            "them before it is saved."
         )

@@ -34,7 +34,7 @@ class Constraint:
     def make(
         cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stops: set[int]
     ) -> Self | None:
-        """Returns a constraint by a schema or an expression, None without either; refuses wrong
+        """Return a constraint by a schema or an expression, None without either; refuse wrong
         ones.
         """
         if schema is None and regex is None:
@@ -73,7 +73,7 @@ class Constraint:
         return self.matcher.is_stopped()
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Returns logits (1, V) with -inf for every token that may not come next."""
+        """Return logits (1, V) with -inf for every token that may not come next."""
         tokens = import_module("llguidance.torch")
         mask = tokens.allocate_token_bitmask(1, self.size)
         tokens.fill_next_token_bitmask(self.matcher, mask)
@@ -98,7 +98,7 @@ class Constraint:
 
 
 def _drop_anchors(regex: str) -> str:
-    """Returns an expression, which an answer matches as a whole, without ^ at its start and $ at
+    """Return an expression, which an answer matches as a whole, without ^ at its start and $ at
     its end.
     """
     regex = regex.removeprefix("^")
@@ -106,5 +106,5 @@ def _drop_anchors(regex: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Returns the start of a library's message, as one line."""
+    """Return the start of a library's message, as one line."""
     return " ".join(text.replace(" ?(?:", "").split())[:200]

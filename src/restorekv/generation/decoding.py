@@ -54,7 +54,7 @@ def generate_ids(
     rows: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
-    """Returns the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
+    """Return the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
 
     `caches` is one for all prompts or one for each; neighbors with one cache share its context.
     """
@@ -77,7 +77,7 @@ def generate_tokens(
     rows: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
-    """Yields the answers token by token, as (row, id), `batch` rows at a time.
+    """Yield the answers token by token, as (row, id), `batch` rows at a time.
 
     `rows` choose their tokens; without them, the likeliest one is taken. A consumer may raise or
     stop at any token.
@@ -105,7 +105,7 @@ def generate_tokens(
 
 
 def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
-    """Returns a limit for each of so many answers."""
+    """Return a limit for each of so many answers."""
     several = isinstance(max_new_tokens, list | tuple)
     limits = list(max_new_tokens) if several else [max_new_tokens] * count
     if len(limits) != count or any(type(limit) is not int or limit < 1 for limit in limits):
@@ -116,7 +116,7 @@ def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
 
 
 async def run_in_thread(ask: Callable[[], T]) -> T:
-    """Returns what `ask` returns, while other tasks of the event loop go on.
+    """Return what `ask` returns, while other tasks of the event loop go on.
 
     A task that is cancelled ends what `ask` generates at the next token, and waits for that.
     """
@@ -145,7 +145,7 @@ def decode_batch(
     graph: bool = False,
     rows: Sequence[TokenChooser] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yields (row, id) for every row of a batch that `padded` made; `cache` grows by all but each
+    """Yield (row, id) for every row of a batch that `padded` made; `cache` grows by all but each
     row's last token.
 
     `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
@@ -191,7 +191,7 @@ class ActiveRow:
     ended: bool = False
 
     def count_token(self, token: int, stops: set[int], first_may_stop: bool = True) -> None:
-        """Notes that a token was written, and whether it ended the answer."""
+        """Note that a token was written, and whether it ended the answer."""
         self.count += 1
         stopped = token in stops and (first_may_stop or self.count > 1)
         self.ended = (
@@ -208,7 +208,8 @@ class Group:
         parts: the layer of the context for every layer of the model, with a tail for every row.
         rows: the answers.
         ids, positions: what is read next, (B, q).
-        visible: (B, columns + q) bool marks what each row sees of its tail, what is read next included; None for all.
+        visible: (B, columns + q) bool marks what each row sees of its tail, what is read next
+            included; None for all.
         unfinished: more of the prompt follows what is read next, so no token is chosen after it.
     """
 
@@ -220,7 +221,7 @@ class Group:
     unfinished: bool = False
 
     def block(self) -> Block:
-        """Returns what the next pass reads."""
+        """Return what the next pass reads."""
         count, queries = self.ids.shape
         if self.visible is None:
             return Block(count, queries, None)
@@ -230,14 +231,14 @@ class Group:
         return Block(count, queries, mask)
 
     def advance(self, ids: Tensor) -> None:
-        """Goes on to the chosen ids (B, 1), after what was read."""
+        """Go on to the chosen ids (B, 1), after what was read."""
         self.ids = ids
         self.positions = self.positions[:, -1:] + 1
         if self.visible is not None:
             self.visible = torch.nn.functional.pad(self.visible, (0, 1), value=True)
 
     def drop_ended(self) -> bool:
-        """Drops the rows that have ended; returns whether any is left."""
+        """Drop the rows that have ended; return whether any is left."""
         going = [place for place, row in enumerate(self.rows) if not row.ended]
         if going and len(going) < len(self.rows):
             places = torch.tensor(going)
@@ -257,7 +258,7 @@ def make_groups(
     limits: Sequence[int],
     rows: Sequence[TokenChooser] | None,
 ) -> list[Group]:
-    """Returns the rows of a batch that `padded` made, a group for each context; `cache` is what
+    """Return the rows of a batch that `padded` made, a group for each context; `cache` is what
     `fork_caches` returned.
     """
     ids, positions, visible = batch
@@ -289,7 +290,7 @@ def write_tokens(
     first_may_stop: bool = True,
     keep_logits: Callable[[Group, Tensor], None] | None = None,
 ) -> list[tuple[ActiveRow, int]]:
-    """Runs one pass of the model and returns the next token of every row whose prompt has been
+    """Run one pass of the model and return the next token of every row whose prompt has been
     read.
 
     `keep_logits` is called with each group that writes and its logits (B, V).
@@ -312,7 +313,7 @@ def write_tokens(
 
 
 def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Reads what comes next in every group in one pass; returns the logits (rows, V) of those that
+    """Read what comes next in every group in one pass; return the logits (rows, V) of those that
     are not unfinished.
 
     The tokens of all groups are laid end to end, so that a row with one token and one with many
@@ -345,7 +346,7 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
 
 
 def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
-    """Returns whether steps of fixed work have proven themselves on a device."""
+    """Return whether steps of fixed work have proven themselves on a device."""
     if not proofs.needs_proof(device):
         return True
     shape = CacheShape.from_model(model)
@@ -355,7 +356,7 @@ def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
 def pad_prompts(
     model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Returns ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q)
+    """Return ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q)
     of the tails.
     """
     width = max(len(prompt) for prompt in prompts)
@@ -373,7 +374,7 @@ def pad_prompts(
 def compute_next_logits(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache
 ) -> Tensor:
-    """Returns the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns), causal for None."""
+    """Return the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns); None is causal."""
     output = model(
         input_ids=ids,
         attention_mask=mask,
@@ -388,7 +389,7 @@ def compute_next_logits(
 def choose_ids(
     logits: Tensor, running: list[int], rows: Sequence[TokenChooser] | None
 ) -> tuple[Tensor, list[int]]:
-    """Returns the next ids as a tensor (B, 1) and as numbers."""
+    """Return the next ids as a tensor (B, 1) and as numbers."""
     if rows is None:
         ids, marked = find_likeliest(logits)
         return ids, to_finite_ids(marked)
@@ -397,7 +398,7 @@ def choose_ids(
 
 
 def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
+    """Return the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
     or infinite.
 
     `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing
@@ -408,7 +409,7 @@ def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_finite_ids(marked: Tensor) -> list[int]:
-    """Returns the ids (B, 1) that `likeliest` marked as numbers; refuses a row without one."""
+    """Return the ids (B, 1) that `likeliest` marked as numbers; refuse a row without one."""
     chosen = marked[:, 0].tolist()
     if min(chosen) < 0:
         refuse_not_finite()
@@ -416,12 +417,12 @@ def to_finite_ids(marked: Tensor) -> list[int]:
 
 
 def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
-    """Returns the text of an answer, without the EOS that ended it."""
+    """Return the text of an answer, without the EOS that ended it."""
     return tokenizer.decode(ids[:-1] if ids and ids[-1] in stops else ids, skip_special_tokens=True)
 
 
 def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
-    """Returns every EOS id of the generation config, or else the tokenizer's."""
+    """Return every EOS id of the generation config, or else the tokenizer's."""
     ids = model.generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
     return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
@@ -472,7 +473,7 @@ class FixedSteps:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Returns the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next
+        """Return the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next
         step overwrites.
         """
         if self.taken and self.can_capture:
@@ -483,7 +484,7 @@ class FixedSteps:
         return self.marked
 
     def step(self) -> None:
-        """Decodes one token of every row."""
+        """Decode one token of every row."""
         self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
         output = self.model(
             input_ids=self.ids,
@@ -501,7 +502,7 @@ class FixedSteps:
         self.moved += 1
 
     def replay(self) -> None:
-        """Decodes one token of every row with the graph, which is captured first if need be, and
+        """Decode one token of every row with the graph, which is captured first if need be, and
         checked at first.
         """
         try:
@@ -538,13 +539,13 @@ class FixedSteps:
             GRAPHED.add(self.model)
 
     def state(self) -> tuple[Tensor, ...]:
-        """Returns what a step advances; it also writes a column of the tails, which a second step
+        """Return what a step advances; it also writes a column of the tails, which a second step
         writes again.
         """
         return self.ids, self.positions, self.visible, self.moved
 
     def capture(self) -> None:
-        """Captures a step, once the first one has compiled and allocated everything; nothing is
+        """Capture a step, once the first one has compiled and allocated everything; nothing is
         computed.
         """
         graph = torch.cuda.CUDAGraph()
@@ -562,28 +563,29 @@ class FixedSteps:
         self.graph = graph
 
     def give_up(self, reason: str) -> None:
-        """Computes all further steps of this model as usual."""
+        """Compute all further steps of this model as usual."""
         self.graph = None
         self.can_capture = False
         NEVER_GRAPHED.add(self.model)
+        device = proofs.describe_device(self.ids.device)
         warn(
-            f"{type(self.model).__name__} is not run as a CUDA graph on {proofs.describe_device(self.ids.device)}: {reason}. "
+            f"{type(self.model).__name__} is not run as a CUDA graph on {device}: {reason}. "
             f"Steps are computed one by one, more slowly. Please {proofs.REPORT}."
         )
 
 
 def can_record(device: torch.device) -> bool:
-    """Returns whether steps can be captured as a CUDA graph there."""
+    """Return whether steps can be captured as a CUDA graph there."""
     return device.type == "cuda"
 
 
 def agree_on_ids(logits: Tensor, ids: Tensor) -> bool:
-    """Returns whether ids (B, 1) have the highest of the logits (B, V)."""
+    """Return whether ids (B, 1) have the highest of the logits (B, V)."""
     return bool((logits.gather(-1, ids) == logits.amax(-1, keepdim=True)).all())
 
 
 def locate_last_logits(ids: Tensor) -> Tensor | int:
-    """Returns `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
+    """Return `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
     slice, with which the LM head is fifty times slower in bfloat16. An index would have to be
     copied to a GPU in every step.
     """

@@ -184,7 +184,7 @@ class SamplingConfig:
         return self == SamplingConfig(seed=self.seed, samples=self.samples)
 
     def warpers(self) -> LogitsProcessorList:
-        """Returns transformers' processors, in the order in which its `generate` applies them."""
+        """Return transformers' processors, in the order in which its `generate` applies them."""
         chosen: list[LogitsProcessor] = []
         if self.repetition_penalty != 1:
             chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
@@ -206,7 +206,7 @@ GREEDY = SamplingConfig()
 
 
 def read_generation_config(config: GenerationConfig) -> dict[str, object]:
-    """Returns the options that a GenerationConfig sets; refuses what this loop does not do.
+    """Return the options that a GenerationConfig sets; refuse what this loop does not do.
 
     Which ids end an answer is up to the model's own config, and how long it may be up to
     max_new_tokens.
@@ -242,13 +242,14 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
 
 
 NOT_FINITE = (
-    "The model computes numbers that are not finite over this cache, so no answer can be chosen: its keys or values, "
-    "or the model's weights, are damaged or too large; compress the context again, or load the model in float32."
+    "The model computes numbers that are not finite over this cache, so no answer can be chosen: "
+    "its keys or values, or the model's weights, are damaged or too large; compress the context "
+    "again, or load the model in float32."
 )
 
 
 def refuse_not_finite() -> NoReturn:
-    """Raises the error for logits that are NaN or infinite, of which argmax and sampling make wrong
+    """Raise the error for logits that are NaN or infinite, of which argmax and sampling make wrong
     tokens.
     """
     raise RestoreKVError(NOT_FINITE)
@@ -294,7 +295,7 @@ class TokenChooser:
         )
 
     def choose(self, logits: Tensor) -> int:
-        """Returns the next id; logits (V,) are the model's."""
+        """Return the next id; logits (V,) are the model's."""
         logits = logits.detach().cpu().float()[None]
         if not math.isfinite(logits.max()):
             refuse_not_finite()
@@ -318,7 +319,7 @@ class TokenChooser:
         return token
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """Returns logits (1, V) after the bias and the penalties of what the answer has already."""
+        """Return logits (1, V) after the bias and the penalties of what the answer has already."""
         sampling = self.sampling
         frequency = sampling.frequency_penalty
         presence = sampling.presence_penalty
@@ -359,18 +360,19 @@ class TokenChooser:
         return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
 
     def text(self) -> str:
-        """Returns the text of the answer, control tokens included."""
+        """Return the text of the answer, control tokens included."""
         for token in self.answer[len(self.stream.ids) :]:
             self.stream.push(token)
         return self.stream.get_text()
 
 
 def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
-    """Refuses ids that no token has."""
+    """Refuse ids that no token has."""
     strange = [token for token in bias or () if not 0 <= token < len(tokenizer)]
     if strange:
         raise RestoreKVError(
-            f"logit_bias names the token {strange[0]}, and this model's run from 0 to {len(tokenizer) - 1}; give those."
+            f"logit_bias names the token {strange[0]}, and this model's run from 0 to "
+            f"{len(tokenizer) - 1}; give those."
         )
 
 
@@ -382,7 +384,7 @@ def make_choosers(
     stops: set[int],
     always: bool = False,
 ) -> list[TokenChooser] | None:
-    """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest
+    """Return a chooser for each row, which has read ids (1, length), or None where the likeliest
     token is chosen.
 
     `always` returns choosers for these, too.
@@ -397,5 +399,5 @@ def make_choosers(
 
 
 def find_first_stop(stop: Sequence[str], text: str) -> int | None:
-    """Returns where the first of the strings starts in a text, None where there is none."""
+    """Return where the first of the strings starts in a text, None where there is none."""
     return min((place for each in stop if (place := text.find(each)) >= 0), default=None)

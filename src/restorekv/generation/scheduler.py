@@ -155,7 +155,7 @@ class Scheduler:
         self.longest_wait = 0  # steps before a question's first token in which none of it was read
 
     def admit(self, task: AnswerTask) -> None:
-        """Puts a task in line."""
+        """Put a task in line."""
         task.arrived = self.steps
         task.prompt = task.prompt.flatten().cpu()
         self.line.append(task)
@@ -175,7 +175,7 @@ class Scheduler:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Runs one pass and returns what it wrote, in the order of the rows."""
+        """Run one pass and return what it wrote, in the order of the rows."""
         events: list[Event] = []
         self.drop_cancelled(events)
         while self.line and len(self.tasks) < self.most:
@@ -190,7 +190,7 @@ class Scheduler:
         return events
 
     def begin(self, task: AnswerTask) -> None:
-        """Gives a task a tail of its own."""
+        """Give a task a tail of its own."""
         fork = task.cache.fork()
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
         row = self.row_of(task, 0)
@@ -204,13 +204,13 @@ class Scheduler:
         )
 
     def drop_cancelled(self, events: list[Event]) -> None:
-        """Ends the tasks that nobody waits for."""
+        """End the tasks that nobody waits for."""
         for task in [each for each in (*self.line, *self.tasks) if each.cancelled()]:
             self.end(task)
             events.append(Event(task, done=True))
 
     def end(self, task: AnswerTask) -> None:
-        """Takes a task out, and its rows out of the next pass."""
+        """Take a task out, and its rows out of the next pass."""
         if task in self.line:
             self.line.remove(task)
         if task in self.tasks:
@@ -222,7 +222,7 @@ class Scheduler:
         task.group = task.logits = None
 
     def give_rows(self, events: list[Event]) -> None:
-        """Gives every task that has been read a row, then the free rows to those that have fewest."""
+        """Give every task that has been read a row, then the free rows to those with fewest."""
         for task in list(self.tasks):
             while task.waiting and not task.active:
                 self.resume(task, events)
@@ -235,7 +235,7 @@ class Scheduler:
             self.resume(min(waiting, key=lambda task: task.active), events)
 
     def resume(self, task: AnswerTask, events: list[Event]) -> None:
-        """Goes on with a paused sample of a task, or begins one."""
+        """Go on with a paused sample of a task, or begin one."""
         if task.paused:
             block = task.paused.popleft()
             for row in block.rows:
@@ -261,7 +261,7 @@ class Scheduler:
         self.note(row, token, events)
 
     def pause_one(self) -> None:
-        """Takes the latest sample of the task with most rows out of the next pass."""
+        """Take the latest sample of the task with most rows out of the next pass."""
         rows = self.active_rows
         task = max(self.tasks, key=lambda each: each.active)
         chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
@@ -278,7 +278,7 @@ class Scheduler:
         task.active -= 1
 
     def regroup(self) -> None:
-        """Makes the groups of the next pass: rows that have ended or pause leave, others join those
+        """Make the groups of the next pass: rows that have ended or pause leave, others join those
         of their context.
 
         A group whose rows are all the same stays as it is; any other is copied once.
@@ -302,7 +302,7 @@ class Scheduler:
         self.running = [_join_rows(bucket) for bucket in buckets]
 
     def take_pieces(self) -> list[AnswerTask]:
-        """Chooses what is read in the next pass; returns the tasks whose groups it belongs to."""
+        """Choose what is read in the next pass; return the tasks whose groups it belongs to."""
         readers = [task for task in self.tasks if not task.is_read]
         if not readers:
             return []
@@ -327,7 +327,7 @@ class Scheduler:
         return list(sizes)
 
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
-        """Runs a pass over the answers that are written and the questions that are read.
+        """Run a pass over the answers that are written and the questions that are read.
 
         Where it fails, for want of memory say, it is run again without the questions, whose failure
         it then was; if it fails again, nothing that runs can go on.
@@ -369,7 +369,7 @@ class Scheduler:
             self.note(row, token, events)
 
     def note_read(self, task: AnswerTask) -> None:
-        """Notes that a piece of a question was read; after the last one its first sample goes on as
+        """Note that a piece of a question was read; after the last one its first sample goes on as
         a row.
         """
         task.passes += 1
@@ -392,7 +392,7 @@ class Scheduler:
             self.joining.append(Selection(group, [0]))
 
     def note(self, row: SampleRow, token: int, events: list[Event]) -> None:
-        """Notes a token, and the end of its sample or task."""
+        """Note a token, and the end of its sample or task."""
         task = row.task
         if task.error:
             if task in self.tasks:
@@ -411,7 +411,7 @@ class Scheduler:
 
 
 def _can_join(bucket: Sequence[Selection], block: Selection) -> bool:
-    """Returns whether a row may join a bucket: it has the same context, and padding is no more than
+    """Return whether a row may join a bucket: it has the same context, and padding is no more than
     what is held.
     """
     if bucket[0].group.parts[0].context_keys is not block.group.parts[0].context_keys:
@@ -421,7 +421,7 @@ def _can_join(bucket: Sequence[Selection], block: Selection) -> bool:
 
 
 def _join_rows(blocks: Sequence[Selection]) -> Group:
-    """Returns a group of the chosen rows of groups over one context."""
+    """Return a group of the chosen rows of groups over one context."""
     first = blocks[0].group
     if len(blocks) == 1 and len(blocks[0].places) == len(first.rows):
         return first

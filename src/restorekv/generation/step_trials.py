@@ -58,7 +58,7 @@ class SmallDecoder:
         self.frequencies = (100.0**-powers).to(target.device)
 
     def draw(self, *shape: int, size: float = 1.0) -> Tensor:
-        """Returns random numbers on the device."""
+        """Return random numbers on the device."""
         numbers = (
             torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu") * size
         )
@@ -98,7 +98,7 @@ class SmallDecoder:
         return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def make_cache(self, restored: int, first: int) -> RaggedCache:
-        """Returns a compressed context whose heads keep unequal numbers of pairs."""
+        """Return a compressed context whose heads keep unequal numbers of pairs."""
         target = self.target
         layers = []
         for number in range(LAYERS):
@@ -119,7 +119,7 @@ class SmallDecoder:
 
 
 def _rotate(states: Tensor, angles: Tensor) -> Tensor:
-    """Applies RoPE to (B, heads, q, D); the last number of an odd D stays."""
+    """Apply RoPE to (B, heads, q, D); the last number of an odd D stays."""
     half = angles.shape[-1]
     first, second, rest = states.float().split([half, half, states.shape[-1] - 2 * half], -1)
     cos = angles.cos()
@@ -130,7 +130,7 @@ def _rotate(states: Tensor, angles: Tensor) -> Tensor:
 
 
 def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iterator[Measurement]:
-    """Compares the logits of every step with those of a plain pass, and the ids with those logits."""
+    """Compare the logits of every step with those of a plain pass, and ids with those logits."""
     decoder = SmallDecoder(target)
     one, two = (decoder.make_cache(count, first) for first, count in enumerate(RESTORED))
     with attention.suspend_overrides():
@@ -145,7 +145,7 @@ def _measure_rows(
     make_steps: MakeSteps,
     padded: Padded,
 ) -> Iterator[Measurement]:
-    """Compares steps for a batch of rows, of which row i asks caches[i]."""
+    """Compare steps for a batch of rows, of which row i asks caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
     ids, positions, visible = padded(decoder, caches, prompts)
     plain = fork_caches(caches)
@@ -177,21 +177,21 @@ def _measure_rows(
 
 
 def measure_distance(found: Tensor, wanted: Tensor) -> float:
-    """Returns the largest difference of logits, relative to the largest logit."""
+    """Return the largest difference of logits, relative to the largest logit."""
     return float(
         (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-9)
     )
 
 
 def get_tolerance(dtype: torch.dtype) -> float:
-    """Returns the difference that rounding explains after a few layers: some units in the last
+    """Return the difference that rounding explains after a few layers: some units in the last
     place of `dtype`.
     """
     return 8 * max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
 
 
 def register_all(make_steps: MakeSteps, padded: Padded) -> None:
-    """Makes the component known."""
+    """Make the component known."""
     register_component(
         Component(
             "graph",

@@ -87,7 +87,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Checks types and ranges of every field."""
+    """Check types and ranges of every field."""
     for name, hint in get_type_hints(type(manifest)).items():
         value = getattr(manifest, name)
         require(matches_type(value, hint), f"records something that is no {hint} as its {name}")
@@ -141,7 +141,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_adapter(adapter: dict[str, Any] | None) -> None:
-    """Checks what a file says of the adapter that it was made with, if there was one."""
+    """Check what a file says of the adapter that it was made with, if there was one."""
     if adapter is None:
         return
     require(
@@ -156,14 +156,14 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
 
 
 def check_around(text: str, ids: Tensor) -> None:
-    """Checks the length of what follows every question; `text` and `ids` (1, P) are the same."""
+    """Check the length of what follows every question; `text` and `ids` (1, P) are the same."""
     most = f"more than {AROUND_LETTERS:,} characters or {AROUND_TOKENS:,} tokens"
     fits = len(text) <= AROUND_LETTERS and ids.shape[-1] <= AROUND_TOKENS
     require(fits, f"has {most} after every question")
 
 
 def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> None:
-    """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file
+    """Refuse a model whose weights, shape, dtype or rotation of keys are not those that the file
     was made with.
     """
     identity = identify_model(model)
@@ -187,7 +187,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
 
 
 def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
-    """Checks names, dtypes, shapes and contents of all tensors against the manifest."""
+    """Check names, dtypes, shapes and contents of all tensors against the manifest."""
     layers, heads, dim = (manifest.shape[name] for name in ("layers", "heads", "head_dim"))
     columns = manifest.prefix + manifest.tokens
     dtype = getattr(torch, manifest.dtype)
@@ -208,7 +208,7 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
 def check_layer(
     tensors: Mapping[str, Tensor], layer: str, offsets: list[int], manifest: Manifest, columns: int
 ) -> set[str]:
-    """Checks the context of one layer; returns the names of its tensors."""
+    """Check the context of one layer; return the names of its tensors."""
     lengths = [end - start for start, end in pairwise(offsets)]
     require(
         offsets[0] == 0 and min(lengths) >= 0 and max(lengths) <= columns,
@@ -244,7 +244,7 @@ def check_layer(
 def check_tensor(
     tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> None:
-    """Checks that a tensor is there, has a dtype and a shape (None: any size), and holds numbers
+    """Check that a tensor is there, has a dtype and a shape (None: any size), and holds numbers
     that models compute.
 
     They are finite, and none is larger than LARGEST_NUMBER.
@@ -267,7 +267,7 @@ def check_tensor(
 
 
 def check_scales(scales: Tensor, storage: str) -> None:
-    """Checks that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has
+    """Check that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has
     the scale 0.
     """
     if not scales.numel():
@@ -279,7 +279,7 @@ def check_scales(scales: Tensor, storage: str) -> None:
 
 
 def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None:
-    """Checks that each head's positions grow and lie inside the context."""
+    """Check that each head's positions grow and lie inside the context."""
     require(
         bool(((positions >= 0) & (positions < columns)).all()),
         "has positions outside of its context",
@@ -292,7 +292,7 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
 def count_pairs_and_bytes(
     cache: RaggedCache, prefix: int, columns: int, prefix_policy: str
 ) -> dict[str, int]:
-    """Returns what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
+    """Return what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
     + T `columns`.
     """
     first = cache.layers[0]
@@ -308,7 +308,7 @@ def count_pairs_and_bytes(
 
 
 def check_counts(manifest: Manifest, cache: RaggedCache) -> None:
-    """Checks that the recorded pairs and bytes are those of the cache."""
+    """Check that the recorded pairs and bytes are those of the cache."""
     columns = manifest.prefix + manifest.tokens
     for name, value in count_pairs_and_bytes(
         cache, manifest.prefix, columns, manifest.prefix_policy

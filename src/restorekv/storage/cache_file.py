@@ -75,11 +75,11 @@ class Manifest:
     earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
 
     def to_json(self) -> dict:
-        """Returns the manifest as files hold it."""
+        """Return the manifest as files hold it."""
         return asdict(self)
 
     def for_other_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
-        """Returns the record of a cache that was made from this one's; `changed` are fields that
+        """Return the record of a cache that was made from this one's; `changed` are fields that
         nothing else tells.
         """
         counted = count_pairs_and_bytes(
@@ -94,7 +94,7 @@ class Manifest:
 
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
-    """Returns 16 hex digits that stand for everything that a cache file would hold of the text."""
+    """Return 16 hex digits that stand for everything that a cache file would hold of the text."""
     sha256 = hashlib.sha256(context.suffix_text.encode())
     for name, tensor in sorted(pack_cache(cache, context).items()):
         sha256.update(name.encode())
@@ -112,7 +112,7 @@ class CacheFile:
     tensors: dict[str, Tensor]
 
     def cache(self, device: str | torch.device = "cpu") -> RaggedCache:
-        """Returns the cache on a device."""
+        """Return the cache on a device."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
 
@@ -139,7 +139,7 @@ def read_cache(path: str | Path) -> CacheFile:
 
 @contextmanager
 def refuse_contradictions(path: str | Path, fix: str) -> Iterator[None]:
-    """Raises whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in
+    """Raise whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in
     `fix`.
     """
     try:
@@ -220,7 +220,7 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
 def unpack_context(
     tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest
 ) -> tuple:
-    """Returns keys and values of a layer's context."""
+    """Return keys and values of a layer's context."""
     names = [f"layers.{index}.keys", f"layers.{index}.values"]
     rows = tuple(tensors[name] for name in names)
     if manifest.storage == "model":

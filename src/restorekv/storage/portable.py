@@ -52,7 +52,8 @@ class Portable:
     vocabulary: int  # ids that the model embeds, from which the placeholders are drawn
 
     def __repr__(self) -> str:
-        return f"Portable({self.name}, m = {self.tokens} for T = {self.manifest.tokens:,}, {self.manifest.evictor})"
+        size = f"m = {self.tokens} for T = {self.manifest.tokens:,}"
+        return f"Portable({self.name}, {size}, {self.manifest.evictor})"
 
     @property
     def tokens(self) -> int:
@@ -81,7 +82,7 @@ class Portable:
         return torch.tensor((make_mark(self.vocabulary) + contents)[: self.tokens])
 
     def cache(self) -> DynamicCache:
-        """Returns a plain cache; `model.generate(**portable.inputs(...),
+        """Return a plain cache; `model.generate(**portable.inputs(...),
         past_key_values=portable.cache())` works.
         """
         plain = DynamicCache()
@@ -96,7 +97,7 @@ class Portable:
         answer_prefix: str = "",
         turns: Sequence[tuple[str, str]] = (),
     ) -> dict[str, Tensor]:
-        """Returns input_ids and attention_mask (1, m + q); the answer is result[:,
+        """Return input_ids and attention_mask (1, m + q); the answer is result[:,
         input_ids.shape[1]:].
 
         `turns` are earlier questions with their answers.
@@ -114,7 +115,7 @@ class Portable:
         questions: str | Sequence[str],
         max_new_tokens: int = 128,
     ) -> str | list[str]:
-        """Returns the answer to a question, or those to several, in batches, as
+        """Return the answer to a question, or those to several, in batches, as
         `CompressedContext.ask` gives them.
         """
         support.prepare_model(model)
@@ -126,7 +127,7 @@ class Portable:
         return said[0] if isinstance(questions, str) else said
 
     def save(self, path: str | Path) -> None:
-        """Writes one safetensors file, or nothing."""
+        """Write one safetensors file, or nothing."""
         beside = {"suffix_text": self.context.suffix_text, "vocabulary": self.vocabulary}
         described = {**self.manifest.to_json(), **beside}
         tensors = {
@@ -142,7 +143,7 @@ class Portable:
 def make_portable(
     model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest
 ) -> Portable:
-    """Returns the cache as a prefix of m tokens; refuses heads of different lengths, a bias and
+    """Return the cache as a prefix of m tokens; refuse heads of different lengths, a bias and
     other kinds of RoPE.
     """
     plain = cache.to_dynamic_cache()
@@ -161,12 +162,12 @@ def make_portable(
 
 
 def make_mark(vocabulary: int) -> list[int]:
-    """Returns the MARK ids with which the placeholders of every document begin."""
+    """Return the MARK ids with which the placeholders of every document begin."""
     return make_placeholders(KIND.format.encode(), MARK, vocabulary)
 
 
 def make_placeholders(seed: bytes, count: int, vocabulary: int) -> list[int]:
-    """Returns `count` ids that follow from a seed."""
+    """Return `count` ids that follow from a seed."""
     raw = hashlib.shake_256(seed).digest(4 * count)
     first = min(FIRST_ID, vocabulary // 2)
     numbers = (int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
@@ -174,7 +175,7 @@ def make_placeholders(seed: bytes, count: int, vocabulary: int) -> list[int]:
 
 
 def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Portable:
-    """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another
+    """Read what `Portable.save` wrote, onto the model's device; refuse anything else, and another
     model.
     """
     with refuse_contradictions(path, "export it again"):
@@ -199,7 +200,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
 def check_contents(
     tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int, suffix_text: str
 ) -> None:
-    """Checks the tensors of a file against each other and against the manifest."""
+    """Check the tensors of a file against each other and against the manifest."""
     shape = manifest.shape
     dtype = getattr(torch, manifest.dtype)
     require(

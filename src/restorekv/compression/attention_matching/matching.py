@@ -10,7 +10,8 @@ head,
 are the mass y, the output Y and the score of the full cache. For kept keys c_1 ... c_t, which stay
 as they are,
 
-    bias    min_B |M B - y|^2,  M_is = exp(q_i c_s * scale - m_i),  e^-box <= B_s <= e^box,     bias = log B
+    bias    min_B |M B - y|^2,  M_is = exp(q_i c_s * scale - m_i),  bias = log B,
+            e^-box <= B_s <= e^box
     values  min_C |X C - Y|^2,  X = softmax_s(q_i c_s * scale + bias_s)
 
 Everything is float32 of model-dtype queries and keys. On the tiny model double precision changes
@@ -45,7 +46,7 @@ class Targets:
 def observe_layer(
     query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK
 ) -> tuple[Targets, Tensor]:
-    """Returns targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits
+    """Return targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits
     at a time.
     """
     heads, count, _ = query.shape
@@ -69,7 +70,7 @@ def observe_layer(
 def fit_head(
     targets: Targets, head: int, key: Tensor, steps: int, box: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns bias (t,) and values (t, D) for kept keys (t, D) of one head, both in the keys'
+    """Return bias (t,) and values (t, D) for kept keys (t, D) of one head, both in the keys'
     dtype.
 
     The values are fitted to the bias as it is stored, so rounding the bias costs them nothing.
@@ -82,7 +83,7 @@ def fit_head(
 
 
 def solve_in_box(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
-    """Returns B (t,), about the minimum of |M B - y| with e^-box <= B <= e^box, for M (n, t) and y
+    """Return B (t,), about the minimum of |M B - y| with e^-box <= B <= e^box, for M (n, t) and y
     (n,).
 
     The unconstrained solution is clamped, then improved by projected gradient steps of length 1 /
@@ -101,7 +102,7 @@ def solve_in_box(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tens
 
 
 def solve_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """Returns the C (t, d) of min |X C - Y|, X (n, t), Y (n, d), by QR; by `ridge` where X has not
+    """Return the C (t, d) of min |X C - Y|, X (n, t), Y (n, d), by QR; by `ridge` where X has not
     full rank.
     """
     try:
@@ -112,7 +113,7 @@ def solve_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
 
 
 def _solve_ridge(matrix: Tensor, target: Tensor) -> Tensor:
-    """Returns (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost
+    """Return (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost
     below float64.
     """
     exact = matrix.double()

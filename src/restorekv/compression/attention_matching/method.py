@@ -11,11 +11,13 @@ AM-HighestAttnKeys-fast: repetition queries of the full cache ("repeat", not on-
 attention, two projected-gradient steps in the box [-3, 3], least squares without ridge, the whole
 context at once. Where this differs from the authors' conversation:
 
-- They close the user's turn after the article and ask in a second one. A context here leaves its turn open, since
-  questions follow in it, so the instruction does too: article, "\\n\\n", instruction, end of turn, assistant's opener,
-  article. All tokens after the article are reference queries, as theirs are.
+- They close the user's turn after the article and ask in a second one. A context here leaves its
+  turn open, since questions follow in it, so the instruction does too: article, "\\n\\n",
+  instruction, end of turn, assistant's opener, article. All tokens after the article are reference
+  queries, as theirs are.
 - With more reference queries than `queries`, one random subset (`seed`) serves all heads.
-- Matrix products are float32; the bias is stored in the model's dtype like theirs, but before the values are fitted.
+- Matrix products are float32; the bias is stored in the model's dtype like theirs, but before the
+  values are fitted.
 - Totals are exact: B = floor(r T L H) pairs, where they round each head.
 """
 
@@ -165,7 +167,7 @@ class MatchedContext(ScoredContext):
     method: AttentionMatching = AttentionMatching()
 
     def with_config(self, config: CompressionConfig) -> MatchedContext:
-        """Returns the same context: its allocation is the method's own."""
+        """Return the same context: its allocation is the method's own."""
         return self
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> MatchedContext:
@@ -176,7 +178,7 @@ class MatchedContext(ScoredContext):
     def evict(
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
-        """Returns the kept keys of each head with bias and fitted values; a head that loses nothing
+        """Return the kept keys of each head with bias and fitted values; a head that loses nothing
         is unchanged.
         """
         cache = super().evict(budget, restore_tokens, consume)
@@ -185,7 +187,7 @@ class MatchedContext(ScoredContext):
         return cache
 
     def match(self, layer: RaggedLayer, targets: Targets) -> None:
-        """Writes bias and values; a loop over heads, because least squares of different sizes do
+        """Write bias and values; a loop over heads, because least squares of different sizes do
         not batch.
         """
         bias = layer.context_keys.new_zeros(len(layer.context_keys))
@@ -198,7 +200,8 @@ class MatchedContext(ScoredContext):
                 bias[rows], layer.context_values[rows] = fitted
         if not layer.context_values.isfinite().all():
             raise RestoreKVError(
-                "The fitted values are too large for float16; load the model in bfloat16 or float32."
+                "The fitted values are too large for float16; load the model in bfloat16 or "
+                "float32."
             )
         layer.bias = bias if bias.any() else None
 
@@ -206,7 +209,7 @@ class MatchedContext(ScoredContext):
 def collect_reference_queries(
     model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor
 ) -> list[tuple[Tensor, float]]:
-    """Reads ids (1, Q) over `full`, which stays as it is; returns each layer's queries (H, n, D)
+    """Read ids (1, Q) over `full`, which stays as it is; return each layer's queries (H, n, D)
     after RoPE and scale.
 
     Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q *
@@ -231,7 +234,7 @@ def collect_reference_queries(
 
 
 def sample_numbers(count: int, most: int, seed: int) -> Tensor:
-    """Returns up to `most` of the numbers below `count`, ascending, the same on every device."""
+    """Return up to `most` of the numbers below `count`, ascending, the same on every device."""
     if count <= most:
         return torch.arange(count)
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].sort().values
