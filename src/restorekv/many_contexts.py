@@ -19,6 +19,17 @@ from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
 
 Questions = list[str] | tuple[str, ...]
+# What composed contexts must have in common besides the model.
+ALIKE = (
+    "evictor",
+    "adapter",
+    "prefix_policy",
+    "allocation",
+    "restore_from",
+    "offset",
+    "storage",
+    "between",
+)
 
 
 @overload
@@ -121,16 +132,18 @@ def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[
 
 
 def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
-    """Return one context of several that were compressed apart, as if their texts stood one behind
-    the other.
+    """Join contexts that were compressed apart, as if their texts followed each other.
 
     No text is read again: keys are rotated to their new positions, and every context keeps its
     restore cache. The texts do not know of each other, as those of a context that was compressed at
-    once do. The model must be the same, and so must conventions and chat prefix.
+    once do.
 
     >>> both = compose([small, small])
     >>> both.manifest.tokens == 2 * small.manifest.tokens
     True
+
+    Raises:
+        RestoreKVError: The contexts differ in model, chat prefix or config.
     """
     if not isinstance(contexts, Iterable):
         raise RestoreKVError(
@@ -141,33 +154,31 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     if not contexts:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
     first = _check_one_model(contexts)
-    records = [each.manifest for each in contexts]
-    for name in (
-        "evictor",
-        "adapter",
-        "prefix_policy",
-        "allocation",
-        "restore_from",
-        "offset",
-        "storage",
-        "between",
-    ):
-        if any(getattr(record, name) != getattr(records[0], name) for record in records):
+    manifests = [each.manifest for each in contexts]
+    for name in ALIKE:
+        if any(getattr(each, name) != getattr(manifests[0], name) for each in manifests):
             raise RestoreKVError(
                 f"The contexts differ in {name}; compress them alike to compose them."
             )
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
-    attention.store_context(cache, records[0].storage, CacheShape.from_model(first.model).groups)
-    ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
-    seconds = {"compose": round(time.perf_counter() - start, 4)}
-    manifest = records[0].for_other_cache(
+    shape = CacheShape.from_model(first.model)
+    attention.store_context(cache, manifests[0].storage, shape.groups)
+    # The ratio of the whole is the mean of the ratios, each weighted by its text's length.
+    parts: list[int] = []
+    held = Fraction(0)
+    restored = 0
+    for each in manifests:
+        parts += each.parts or [each.tokens]
+        held += Fraction(each.ratio) * each.tokens
+        restored += each.earlier + each.restore_tokens
+    manifest = manifests[0].for_other_cache(
         context,
         cache,
-        ratio=str(ratio),
-        seconds=seconds,
-        cut=sum(m.cut for m in records),
-        parts=[part for m in records for part in m.parts or [m.tokens]],
-        earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore_length,
+        ratio=str(held / context.tokens),
+        seconds={"compose": round(time.perf_counter() - start, 4)},
+        cut=sum(each.cut for each in manifests),
+        parts=parts,
+        earlier=restored - cache.restore_length,
     )
     return CompressedContext(
         first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor

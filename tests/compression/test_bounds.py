@@ -12,7 +12,7 @@ import torch
 from restorekv import CompressedContext, compress, load_model
 from restorekv.bounds import LARGEST_NUMBER
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.generation import decoding
+from restorekv.generation import decoding, fixed_steps
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.model.prompt import make_context
 from restorekv.storage.cache_checks import ContradictionError, check_scales
@@ -237,7 +237,7 @@ def test_logits_that_are_no_numbers_give_a_sentence_and_no_token(broken, way):
 
 def test_a_step_of_fixed_work_marks_what_it_cannot_choose(opened):
     logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [1.0, float("inf")]])
-    ids, marked = decoding.find_likeliest(logits)
+    ids, marked = fixed_steps.find_likeliest(logits)
     assert marked.tolist() == [[1], [-1], [-1]] and ids.min() >= 0
     with pytest.raises(RestoreKVError, match="not finite"):
         decoding.to_finite_ids(marked)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.generation.answers import answer_greedily, answer_questions
-from restorekv.generation.decoding import FixedSteps
+from restorekv.generation.fixed_steps import FixedSteps
 from restorekv.model import attention
 from restorekv.model.prompt import encode_question, make_context
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache

@@ -10,7 +10,7 @@ import torch
 from restorekv import CompressionConfig
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import attend, pass_trials
-from restorekv.generation import decoding, step_trials
+from restorekv.generation import decoding, fixed_steps, step_trials
 from restorekv.generation.answers import answer_greedily
 from restorekv.model import attention, offload
 from restorekv.model.attention import blocked, naive, proofs, trials
@@ -88,7 +88,7 @@ def test_graphs_that_are_right_are_used(fake, case):
     plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20])
     assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
     assert FakeGraph.captured == 3  # two trials, and the model
-    assert case[0] in decoding.GRAPHED
+    assert case[0] in fixed_steps.GRAPHED
     assert answer_greedily(*case, QUESTIONS[:2], 9, graph=True) == answer_greedily(
         *case, QUESTIONS[:2], 9
     )
@@ -119,7 +119,7 @@ def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
         RestoreKVWarning, match="Qwen3ForCausalLM is not run as a CUDA graph"
     ) as told:
         assert answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
-    assert len(told) == 1 and case[0] in decoding.NEVER_GRAPHED
+    assert len(told) == 1 and case[0] in fixed_steps.NEVER_GRAPHED
     captured = FakeGraph.captured
     assert (
         answer_greedily(*case, QUESTIONS[:3], 20, graph=True) == plain
@@ -150,7 +150,7 @@ def test_a_model_that_cannot_be_captured_steps_as_usual(fake, case):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     with fake.context() as capturing:
-        capturing.setattr(decoding.FixedSteps, "capture", refused)
+        capturing.setattr(fixed_steps.FixedSteps, "capture", refused)
         with pytest.warns(
             RestoreKVWarning, match=r"cannot be captured \(RuntimeError: CUDA error: operation not"
         ) as told:

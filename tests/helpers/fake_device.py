@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from restorekv.generation import decoding
+from restorekv.generation import fixed_steps
 from restorekv.model import offload
 from restorekv.model.attention import proofs
 
@@ -129,7 +129,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
         "code": "0",
     }
     monkeypatch.setattr(proofs, "identify_device", Identity(known))
-    monkeypatch.setattr(decoding, "can_record", lambda device: device.type == "cpu")
+    monkeypatch.setattr(fixed_steps, "can_record", lambda device: device.type == "cpu")
     monkeypatch.setattr(offload, "_uses_streams", lambda device: True)
     current = FakeStream()
     empty = torch.empty
@@ -144,8 +144,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     FakeGraph.captured = 0
-    decoding.GRAPHED.clear()
-    decoding.NEVER_GRAPHED.clear()
+    fixed_steps.GRAPHED.clear()
+    fixed_steps.NEVER_GRAPHED.clear()
     proofs.forget_proofs()
 
 

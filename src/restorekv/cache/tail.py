@@ -5,7 +5,7 @@ While gradients are recorded, every append makes new tensors, as autograd requir
 and values are the start of larger buffers, an append writes only its own columns, and `reset`
 writes only the restore cache: a step costs what it adds, and addresses stay while the buffers
 suffice. A static tail shows its whole buffer and a tensor says where to write, so that every step
-is the same work (see `FixedSteps` in generation/decoding.py).
+is the same work (see `FixedSteps` in generation/fixed_steps.py).
 """
 
 # Keys and values are properties here and attributes in transformers.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,23 +23,22 @@ from transformers.cache_utils import Cache
 from restorekv.cache.flat import Block, FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.errors import RestoreKVError, summarize_error, warn
+from restorekv.errors import RestoreKVError
 from restorekv.generation import step_trials
+from restorekv.generation.fixed_steps import (
+    FixedSteps,
+    can_graph,
+    find_likeliest,
+    locate_last_logits,
+)
 from restorekv.generation.sampling import TokenChooser, refuse_not_finite
-from restorekv.model.attention import proofs
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.prompt import warn_if_beyond_positions
-from restorekv.model.shape import CacheShape
 
 BATCH = 16
 # Of the task that asks.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 T = TypeVar("T")
-# Of a model's first graph: a second one shows whether positions and masks have moved.
-CHECKED_REPLAYS = 2
-GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
-# Models that cannot be captured, or whose replays were wrong.
-NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def generate_ids(
@@ -77,30 +75,41 @@ def generate_tokens(
     rows: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the answers token by token, as (row, id), `batch` rows at a time.
+    """Yield the answers token by token, as (row, id). A consumer may raise or stop at any token.
 
-    `rows` choose their tokens; without them, the likeliest one is taken. A consumer may raise or
-    stop at any token.
+    Args:
+        model: The model that made the caches.
+        tokenizer: Its tokenizer.
+        caches: One cache for all prompts, or one for each.
+        prompts: The ids (q,) or (1, q) of the questions.
+        max_new_tokens: How long an answer may be: one limit, or one for each prompt.
+        first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
+        graph: Make every step the same work, on a GPU a CUDA graph.
+        rows: What chooses the tokens of each answer; None takes the likeliest ones.
+        batch: How many answers are written at once.
     """
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = parse_limits(max_new_tokens, len(prompts))
-    caches = [caches] * len(prompts) if isinstance(caches, RaggedCache) else list(caches)
-    ends = [
-        each.get_seq_length() + len(ids) + limit
-        for each, ids, limit in zip(caches, prompts, limits, strict=True)
-    ]
-    warn_if_beyond_positions(
-        model, max(ends, default=0), "A question with the longest answer allowed"
-    )
+    if isinstance(caches, RaggedCache):
+        caches = [caches] * len(prompts)
+    furthest = 0
+    for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
+        furthest = max(furthest, cache.get_seq_length() + len(prompt) + limit)
+    warn_if_beyond_positions(model, furthest, "A question with the longest answer allowed")
     stops = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)
-        own = rows[part] if rows else None
-        cache = fork_caches(caches[part])
-        ready = pad_prompts(model, caches[part], prompts[part])
-        for row, token in decode_batch(
-            model, cache, ready, limits[part], stops, first_may_stop, graph, own
-        ):
+        written = decode_batch(
+            model,
+            fork_caches(caches[part]),
+            pad_prompts(model, caches[part], prompts[part]),
+            limits[part],
+            stops,
+            first_may_stop,
+            graph,
+            rows[part] if rows else None,
+        )
+        for row, token in written:
             yield start + row, token
 
 
@@ -320,55 +329,53 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     share the pass.
     """
     blocks = [group.block() for group in groups]
-    layers = [
-        FlatLayer(parts, blocks) for parts in zip(*(group.parts for group in groups), strict=True)
-    ]
+    layers = []
+    for parts in zip(*(group.parts for group in groups), strict=True):
+        layers.append(FlatLayer(parts, blocks))
     ids = torch.cat([group.ids.flatten() for group in groups])[None]
     positions = torch.cat([group.positions.flatten() for group in groups])[None]
-    last = []
+    # Logits are wanted at the last token of every row whose prompt has been read. Where there is no
+    # such row, those of one token are computed and dropped.
+    last: list[int] = []
     first = 0
     for group, block in zip(groups, blocks, strict=True):
-        ends = range(first + block.queries - 1, first + block.tokens, block.queries)
-        last += [] if group.unfinished else ends
+        if not group.unfinished:
+            last += range(first + block.queries - 1, first + block.tokens, block.queries)
         first += block.tokens
+    wanted: int | Tensor = 0  # all of them
+    if len(last) < first:
+        wanted = torch.tensor(last or [first - 1], device=ids.device)
     output = model(
-        # The blocks have the masks.
         input_ids=ids,
-        attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
+        attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # the blocks have the masks
         position_ids=positions,
         past_key_values=Cache(layers=layers),
         use_cache=True,
-        logits_to_keep=0
-        if len(last) == first
-        else torch.tensor(last or [first - 1], device=ids.device),
+        logits_to_keep=wanted,
     )
     return output.logits[0, : len(last)]
 
 
-def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether steps of fixed work have proven themselves on a device."""
-    if not proofs.needs_proof(device):
-        return True
-    shape = CacheShape.from_model(model)
-    return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
-
-
 def pad_prompts(
     model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q)
     of the tails.
     """
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.stack(
-        [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
-    )
+    padded = []
+    for prompt in prompts:
+        padded.append(torch.nn.functional.pad(prompt, (width - len(prompt), 0)))
+    ids = torch.stack(padded)
     pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
-    first = torch.tensor([[each.get_seq_length()] for each in caches])
+    first = torch.tensor([[cache.get_seq_length()] for cache in caches])
     columns = torch.arange(width)
-    before = max(each.layers[0].columns for each in caches)
-    visible = torch.cat([pad.new_ones(len(pad), before, dtype=torch.bool), columns >= pad], -1)
-    return tuple(x.to(model.device) for x in (ids, first + (columns - pad).clamp(min=0), visible))
+    positions = first + (columns - pad).clamp(min=0)
+    # The tail holds the restore cache before the question, which every row sees.
+    before = max(cache.layers[0].columns for cache in caches)
+    sees_restore = pad.new_ones(len(pad), before, dtype=torch.bool)
+    visible = torch.cat([sees_restore, columns >= pad], -1)
+    return ids.to(model.device), positions.to(model.device), visible.to(model.device)
 
 
 def compute_next_logits(
@@ -397,17 +404,6 @@ def choose_ids(
     return torch.tensor(chosen, device=logits.device)[:, None], chosen
 
 
-def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
-    or infinite.
-
-    `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing
-    waits for a GPU.
-    """
-    best = logits.max(-1, keepdim=True)
-    return best.indices, torch.where(best.values.isfinite(), best.indices, -1)
-
-
 def to_finite_ids(marked: Tensor) -> list[int]:
     """Return the ids (B, 1) that `likeliest` marked as numbers; refuse a row without one."""
     chosen = marked[:, 0].tolist()
@@ -426,170 +422,6 @@ def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     ids = model.generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
     return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
-
-
-class FixedSteps:
-    """At most `count` one-token steps of a batch that are the same work every time, which
-    torch.compile traces once.
-
-    Ids, positions, mask and the place in the tails are tensors on the device, which a step reads
-    and advances; tails are buffers of one size, and the mask hides what is not written yet. Rows
-    that have ended continue with the others. On a GPU the second step is captured as a CUDA graph
-    and later ones replay it. The first replays of a model are compared with steps that are computed
-    as usual; a model that cannot be captured, or whose replays differ, gets such steps only.
-
-    The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible`
-    (B, columns) bool marks what each row sees of the tails. `strict` raises what a capture raises
-    and compares nothing, for a trial that compares every step itself.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: Cache,
-        ids: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        count: int,
-        strict: bool = False,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.graph = None
-        self.taken = 0
-        self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
-        self.width = visible.shape[1]
-        for layer in cache.layers:
-            layer.make_static(count, self.moved)
-        self.ids = ids.clone()
-        self.positions = positions.clone()
-        self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
-        self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
-        self.last = locate_last_logits(ids)
-        self.logits = None  # (B, V) of the latest step; a replay writes to the same memory
-        self.can_capture = can_record(ids.device) and model not in NEVER_GRAPHED
-        self.unchecked = 0 if strict or model in GRAPHED else CHECKED_REPLAYS
-        self.strict = strict
-
-    @torch.no_grad()
-    def __call__(self) -> Tensor:
-        """Return the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next
-        step overwrites.
-        """
-        if self.taken and self.can_capture:
-            self.replay()
-        else:
-            self.step()
-        self.taken += 1
-        return self.marked
-
-    def step(self) -> None:
-        """Decode one token of every row."""
-        self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
-        output = self.model(
-            input_ids=self.ids,
-            attention_mask=self.visible[:, None, None],
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=self.last,
-        )
-        self.logits = output.logits[:, -1]
-        ids, marked = find_likeliest(self.logits)
-        self.ids.copy_(ids)
-        self.marked.copy_(marked)
-        self.positions += 1
-        self.moved += 1
-
-    def replay(self) -> None:
-        """Decode one token of every row with the graph, which is captured first if need be, and
-        checked at first.
-        """
-        try:
-            if self.graph is None:
-                self.capture()
-        except Exception as error:  # what a capture cannot hold differs from model to model
-            if self.strict:
-                raise
-            self.give_up(
-                f"its steps cannot be captured ({type(error).__name__}: {summarize_error(error)})"
-            )
-            self.step()
-            return
-        if not self.unchecked:
-            self.graph.replay()
-            return
-        before = [x.clone() for x in self.state()]
-        graphed = self.logits  # of the capture; a usual step will put other memory in its place
-        self.graph.replay()
-        found = graphed.clone()
-        ids = self.ids.clone()
-        for state, value in zip(self.state(), before, strict=True):
-            state.copy_(value)
-        self.step()
-        error = step_trials.measure_distance(found, self.logits)
-        if not error <= step_trials.get_tolerance(self.logits.dtype) or not agree_on_ids(
-            found, ids
-        ):
-            self.give_up(f"a replay's logits are off by {error:.1e} of the highest")
-            return
-        self.logits = graphed
-        self.unchecked -= 1
-        if not self.unchecked:
-            GRAPHED.add(self.model)
-
-    def state(self) -> tuple[Tensor, ...]:
-        """Return what a step advances; it also writes a column of the tails, which a second step
-        writes again.
-        """
-        return self.ids, self.positions, self.visible, self.moved
-
-    def capture(self) -> None:
-        """Capture a step, once the first one has compiled and allocated everything; nothing is
-        computed.
-        """
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self.ids.device)
-        try:
-            # Work of other threads must not end the capture; checks of theirs would.
-            with (
-                proofs.exclude_checks(),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
-                self.step()
-        except BaseException:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream in place
-            raise
-        self.graph = graph
-
-    def give_up(self, reason: str) -> None:
-        """Compute all further steps of this model as usual."""
-        self.graph = None
-        self.can_capture = False
-        NEVER_GRAPHED.add(self.model)
-        device = proofs.describe_device(self.ids.device)
-        warn(
-            f"{type(self.model).__name__} is not run as a CUDA graph on {device}: {reason}. "
-            f"Steps are computed one by one, more slowly. Please {proofs.REPORT}."
-        )
-
-
-def can_record(device: torch.device) -> bool:
-    """Return whether steps can be captured as a CUDA graph there."""
-    return device.type == "cuda"
-
-
-def agree_on_ids(logits: Tensor, ids: Tensor) -> bool:
-    """Return whether ids (B, 1) have the highest of the logits (B, V)."""
-    return bool((logits.gather(-1, ids) == logits.amax(-1, keepdim=True)).all())
-
-
-def locate_last_logits(ids: Tensor) -> Tensor | int:
-    """Return `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
-    slice, with which the LM head is fifty times slower in bfloat16. An index would have to be
-    copied to a GPU in every step.
-    """
-    return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1
 
 
 step_trials.register_all(FixedSteps, pad_prompts)

@@ -216,29 +216,29 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
             f"config is a SamplingConfig or transformers' GenerationConfig, not "
             f"{type(config).__name__}."
         )
-    usual = GenerationConfig().to_dict()
+    defaults = GenerationConfig().to_dict()
     own = config.to_dict()
-    changed = {name for name, value in own.items() if value not in (None, False, usual.get(name))}
-    if strange := sorted(name for name in changed - TAKEN - IDLE if not name.startswith("_")):
-        fix = (
-            "give it to ask itself"
-            if strange[0] == "max_new_tokens"
-            else "use generate, transformers' own"
-        )
-        raise RestoreKVError(f"ask takes no {strange[0]} from a GenerationConfig; {fix}.")
-    given = {name: value for name, value in own.items() if name in TAKEN and value is not None}
-    names = (
-        {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
-        if given.get("do_sample")
-        else {}
-    )
-    options = {name: given.get(name, default) for name, default in names.items()}
-    renamed = {
+    for name, value in sorted(own.items()):
+        is_set = value not in (None, False, defaults.get(name))
+        if is_set and name not in TAKEN | IDLE and not name.startswith("_"):
+            fix = "use generate, transformers' own"
+            if name == "max_new_tokens":
+                fix = "give it to ask itself"
+            raise RestoreKVError(f"ask takes no {name} from a GenerationConfig; {fix}.")
+    options: dict[str, object] = {}
+    if own.get("do_sample"):
+        # What transformers takes where the config leaves them out.
+        for name, default in {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}.items():
+            options[name] = default if own.get(name) is None else own[name]
+    our_names = {
         "repetition_penalty": "repetition_penalty",
         "stop_strings": "stop",
         "num_return_sequences": "samples",
     }
-    return options | {ours: given[theirs] for theirs, ours in renamed.items() if theirs in given}
+    for name, our_name in our_names.items():
+        if own.get(name) is not None:
+            options[our_name] = own[name]
+    return options
 
 
 NOT_FINITE = (

@@ -85,12 +85,14 @@ class Manifest:
         counted = count_pairs_and_bytes(
             cache, context.prefix, context.positions, self.prefix_policy
         )
-        size = {
-            "prefix": context.prefix,
-            "tokens": context.tokens,
-            "restore_tokens": cache.restore_length,
-        }
-        return replace(self, **size, **counted, **changed)
+        return replace(
+            self,
+            prefix=context.prefix,
+            tokens=context.tokens,
+            restore_tokens=cache.restore_length,
+            **counted,
+            **changed,
+        )
 
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
@@ -104,7 +106,7 @@ def hash_cache(cache: RaggedCache, context: Context) -> str:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """A cache file that was read and checked, before a model is at hand."""
+    """A cache file that was read and checked, before a model is loaded."""
 
     path: Path
     manifest: Manifest
@@ -118,14 +120,14 @@ class CacheFile:
 
 
 def write_cache(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
-    """Write all or nothing; see seal.py."""
+    """Write a sealed file (seal.py), all of it or nothing."""
     described = json.dumps({**manifest.to_json(), "suffix_text": context.suffix_text})
     with reraise_as(CacheFileError):
         seal.write_sealed(Path(path), KIND, pack_cache(cache, context), {"manifest": described})
 
 
 def read_cache(path: str | Path) -> CacheFile:
-    """Read what `write` wrote, once, and refuse anything else."""
+    """Read what `write_cache` wrote, once, and refuse anything else."""
     with refuse_contradictions(path, FIX):
         manifest, others, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
         check_tensors(tensors, manifest)
@@ -180,7 +182,7 @@ def read_with_manifest(
 
 
 def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
-    """Tensors by name; only layers with an additive bias have one, and only keys and values of 8
+    """Return tensors by name; only layers with an additive bias have one, and only keys and values of 8
     bits have scales.
     """
     tensors = {
@@ -203,17 +205,21 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
 
 def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
-    """Inverts `pack`."""
+    """Return the cache whose tensors `pack_cache` wrote."""
     layers = []
     for index, offsets in enumerate(tensors["offsets"]):
-        restored = (tensors[name][index][None] for name in ("restore_keys", "restore_values"))
-        rows = unpack_context(tensors, index, offsets, manifest)
-        positions = tensors[f"layers.{index}.positions"]
-        layers.append(
-            RaggedLayer(
-                *rows, offsets, positions, seen, *restored, tensors.get(f"layers.{index}.bias")
-            )
+        keys, values = unpack_context(tensors, index, offsets, manifest)
+        layer = RaggedLayer(
+            keys,
+            values,
+            offsets,
+            tensors[f"layers.{index}.positions"],
+            seen,
+            tensors["restore_keys"][index][None],
+            tensors["restore_values"][index][None],
+            tensors.get(f"layers.{index}.bias"),
         )
+        layers.append(layer)
     return RaggedCache(layers)
 
 

@@ -1,0 +1,204 @@
+"""One-token steps whose work is the same every time, which a GPU replays as a CUDA graph."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from restorekv.errors import summarize_error, warn
+from restorekv.generation import step_trials
+from restorekv.model.attention import proofs
+from restorekv.model.shape import CacheShape
+
+# Of a model's first graph: a second one shows whether positions and masks have moved.
+CHECKED_REPLAYS = 2
+GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
+# Models that cannot be captured, or whose replays were wrong.
+NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether steps of fixed work have proven themselves on a device."""
+    if not proofs.needs_proof(device):
+        return True
+    shape = CacheShape.from_model(model)
+    return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
+
+
+class FixedSteps:
+    """At most `count` one-token steps of a batch that are the same work every time, which
+    torch.compile traces once.
+
+    Ids, positions, mask and the place in the tails are tensors on the device, which a step reads
+    and advances; tails are buffers of one size, and the mask hides what is not written yet. Rows
+    that have ended continue with the others. On a GPU the second step is captured as a CUDA graph
+    and later ones replay it. The first replays of a model are compared with steps that are computed
+    as usual; a model that cannot be captured, or whose replays differ, gets such steps only.
+
+    The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible`
+    (B, columns) bool marks what each row sees of the tails. `strict` raises what a capture raises
+    and compares nothing, for a trial that compares every step itself.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        ids: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        count: int,
+        strict: bool = False,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.graph = None
+        self.taken = 0
+        self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
+        self.width = visible.shape[1]
+        for layer in cache.layers:
+            layer.make_static(count, self.moved)
+        self.ids = ids.clone()
+        self.positions = positions.clone()
+        self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
+        self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
+        self.last = locate_last_logits(ids)
+        self.logits = None  # (B, V) of the latest step; a replay writes to the same memory
+        self.can_capture = can_record(ids.device) and model not in NEVER_GRAPHED
+        self.unchecked = 0 if strict or model in GRAPHED else CHECKED_REPLAYS
+        self.strict = strict
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """Return the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next
+        step overwrites.
+        """
+        if self.taken and self.can_capture:
+            self.replay()
+        else:
+            self.step()
+        self.taken += 1
+        return self.marked
+
+    def step(self) -> None:
+        """Decode one token of every row."""
+        self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
+        output = self.model(
+            input_ids=self.ids,
+            attention_mask=self.visible[:, None, None],
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=self.last,
+        )
+        self.logits = output.logits[:, -1]
+        ids, marked = find_likeliest(self.logits)
+        self.ids.copy_(ids)
+        self.marked.copy_(marked)
+        self.positions += 1
+        self.moved += 1
+
+    def replay(self) -> None:
+        """Decode one token of every row with the graph, which is captured first if need be, and
+        checked at first.
+        """
+        try:
+            if self.graph is None:
+                self.capture()
+        except Exception as error:  # what a capture cannot hold differs from model to model
+            if self.strict:
+                raise
+            self.give_up(
+                f"its steps cannot be captured ({type(error).__name__}: {summarize_error(error)})"
+            )
+            self.step()
+            return
+        if not self.unchecked:
+            self.graph.replay()
+            return
+        before = [x.clone() for x in self.state()]
+        graphed = self.logits  # of the capture; a usual step will put other memory in its place
+        self.graph.replay()
+        found = graphed.clone()
+        ids = self.ids.clone()
+        for state, value in zip(self.state(), before, strict=True):
+            state.copy_(value)
+        self.step()
+        error = step_trials.measure_distance(found, self.logits)
+        if not error <= step_trials.get_tolerance(self.logits.dtype) or not agree_on_ids(
+            found, ids
+        ):
+            self.give_up(f"a replay's logits are off by {error:.1e} of the highest")
+            return
+        self.logits = graphed
+        self.unchecked -= 1
+        if not self.unchecked:
+            GRAPHED.add(self.model)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """Return what a step advances; it also writes a column of the tails, which a second step
+        writes again.
+        """
+        return self.ids, self.positions, self.visible, self.moved
+
+    def capture(self) -> None:
+        """Capture a step, once the first one has compiled and allocated everything; nothing is
+        computed.
+        """
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self.ids.device)
+        try:
+            # Work of other threads must not end the capture; checks of theirs would.
+            with (
+                proofs.exclude_checks(),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                self.step()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream in place
+            raise
+        self.graph = graph
+
+    def give_up(self, reason: str) -> None:
+        """Compute all further steps of this model as usual."""
+        self.graph = None
+        self.can_capture = False
+        NEVER_GRAPHED.add(self.model)
+        device = proofs.describe_device(self.ids.device)
+        warn(
+            f"{type(self.model).__name__} is not run as a CUDA graph on {device}: {reason}. "
+            f"Steps are computed one by one, more slowly. Please {proofs.REPORT}."
+        )
+
+
+def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
+    or infinite.
+
+    `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing
+    waits for a GPU.
+    """
+    best = logits.max(-1, keepdim=True)
+    return best.indices, torch.where(best.values.isfinite(), best.indices, -1)
+
+
+def agree_on_ids(logits: Tensor, ids: Tensor) -> bool:
+    """Return whether ids (B, 1) have the highest of the logits (B, V)."""
+    return bool((logits.gather(-1, ids) == logits.amax(-1, keepdim=True)).all())
+
+
+def can_record(device: torch.device) -> bool:
+    """Return whether steps can be captured as a CUDA graph there."""
+    return device.type == "cuda"
+
+
+def locate_last_logits(ids: Tensor) -> Tensor | int:
+    """Return `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
+    slice, with which the LM head is fifty times slower in bfloat16. An index would have to be
+    copied to a GPU in every step.
+    """
+    return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1
