@@ -197,7 +197,7 @@ def test_no_gate_is_opened_because_a_file_names_it(opened, good, tmp_path, gate,
     file.manifest["evictor"] = f"fastkvzip:{gate}"
     monkeypatch.setattr(
         gate_file,
-        "read",
+        "read_gate",
         lambda path: pytest.fail(f"{path} was read") if "zero" in str(path) else 1,
     )
     with pytest.raises((RestoreKVError, AttributeError)):
