@@ -15,6 +15,8 @@ FOREIGN = {  # flags of other programs, in the sentences that say how to call th
     "--no-deps": "pip",
     "--use_fsdp": "accelerate",
     "--kv-transfer-config": "vllm serve",
+    "--kv-cache-dtype": "vllm serve",
+    "--attention-config": "vllm serve",
     "--page": "benchmarks",
 }
 # Sentences of the library that the server's own ones replace, or that it never reaches.
