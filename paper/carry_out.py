@@ -50,7 +50,8 @@ class Clock:
         done = sum(cost for _, cost in self.parts[:turn]) + share * self.parts[turn][1]
         told = self.parts[turn][0]
         if done > 0:
-            told += f", about {format_seconds((self.whole - done) * (self.now() - self.begun) / done)} to go"
+            per_unit = (self.now() - self.begun) / done
+            told += f", about {format_seconds((self.whole - done) * per_unit)} to go"
         self.tell(told, done / self.whole)
 
 

@@ -295,7 +295,10 @@ def _format_here(claim: JudgedClaim) -> str:
         return f"{claim.value:.0f} of {claim.of} ({format_range(claim.low, claim.high, 0)})"
     if claim.low == claim.high:  # a single measurement
         return _format_points(claim.value)
-    return f"{_format_points(claim.value)} ({_format_points(claim.low)} to {_format_points(claim.high)})"
+    return (
+        f"{_format_points(claim.value)} ({_format_points(claim.low)} to "
+        f"{_format_points(claim.high)})"
+    )
 
 
 SIGNS = {HOLDS: "✓", FAILS: "✗", NOISE: "○", MISSING: UNKNOWN}

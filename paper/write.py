@@ -214,9 +214,11 @@ def write_introduction(
         facts = next(iter(compressed.values()))
         means = " or ".join(dict.fromkeys(each["score"] for each in compressed.values()))
         parts.append(
-            f"{_name_model(setting)[0].upper()}{_name_model(setting)[1:]} ({facts['fingerprint']}), "
+            f"{_name_model(setting)[0].upper()}{_name_model(setting)[1:]} "
+            f"({facts['fingerprint']}), "
             f"{facts['dtype']} on "
-            f"{facts['device']}, {_describe_protocols(compressed)}, {facts['allocation']} allocation, budget "
+            f"{facts['device']}, {_describe_protocols(compressed)}, {facts['allocation']} "
+            f"allocation, budget "
             f"{facts['budget']}, "
             f"greedy answers. Scores are the {means}; intervals {facts['interval']}."
         )

@@ -80,7 +80,9 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
 
 
 def reason(error: RestoreKVError) -> str:
-    """Returns a sentence without the advice at its end and without the class's name at its start."""
+    """Returns a sentence without the advice at its end and without the class's name at its
+    start.
+    """
     sentence = re.split(r";| \(|, where", str(error))[0]
     return sentence.split(" ", 1)[1]
 

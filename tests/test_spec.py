@@ -58,7 +58,8 @@ def test_the_shortest_spec_is_written():
         ("thin", "There is no thing 'thin'; use one of thing, bare."),
         (
             "thing:size=3",
-            "thing has no setting 'size=3'; give count=NUMBER, loud=true|false, mode=TEXT, share=NUMBER.",
+            "thing has no setting 'size=3'; give count=NUMBER, loud=true|false, mode=TEXT, "
+            "share=NUMBER.",
         ),
         ("thing:count=abc", "thing takes count=NUMBER, not 'abc'."),
         ("thing:count=-3", "thing takes count=NUMBER, not '-3'."),
@@ -88,7 +89,8 @@ class First(Evictor):
 
     def score(self, model, tokenizer, context, full, observer=None):
         layers, heads = len(full.layers), full.layers[0].keys.shape[1]
-        return {sign}torch.arange(context.tokens, dtype=torch.float32).expand(layers, heads, -1).clone()
+        scores = {sign}torch.arange(context.tokens, dtype=torch.float32)
+        return scores.expand(layers, heads, -1).clone()
 """
 
 

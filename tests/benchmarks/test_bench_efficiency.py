@@ -1,4 +1,6 @@
-"""Costs are measured side by side; their page shows what was measured, also by an earlier version."""
+"""Costs are measured side by side; their page shows what was measured, also by an earlier
+version.
+"""
 
 import json
 from dataclasses import replace

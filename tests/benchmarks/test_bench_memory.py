@@ -1,4 +1,6 @@
-"""The memory benchmark on a tiny shape, and what it says on paper against models made on no device."""
+"""The memory benchmark on a tiny shape, and what it says on paper against models made on no
+device.
+"""
 
 import math
 import re

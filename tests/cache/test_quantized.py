@@ -195,7 +195,9 @@ def test_attention_is_as_near_to_the_full_numbers_as_the_scales_say(how, seed):
 
 
 def test_no_layer_is_widened_whole(monkeypatch):
-    """On the CPU; a backend that is asked for gets the context in the model's dtype all the same."""
+    """On the CPU; a backend that is asked for gets the context in the model's dtype all the
+    same.
+    """
     query, layer = make_case([300, 40], 32, 2, 1, 1, 3, torch.float32, False)
     plain = attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0]
     store(layer, "int8")

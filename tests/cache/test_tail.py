@@ -44,7 +44,9 @@ OPERATIONS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 def test_equals_tensors_that_are_copied_every_time(operations):
-    """Whatever is done in whatever order, two layers of one context never see each other's writing."""
+    """Whatever is done in whatever order, two layers of one context never see each other's
+    writing.
+    """
     torch.manual_seed(0)
     mine = make_layer()
     other = mine.fork()

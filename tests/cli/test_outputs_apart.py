@@ -10,12 +10,18 @@ from tests.helpers.cli_world import QUESTION, World, build_world, cli
 CASES = {  # words of {world} and {tmp}, the case's folder
     "figures over the text": "compress {world}/text -o {tmp}/a.rkv --json {world}/text",
     "figures over the new cache": "compress {world}/text -o {tmp}/a.rkv --json {tmp}/a.rkv",
-    "figures over the new cache, by another name": "compress {world}/text -o {tmp}/a.rkv --json {tmp}/./a.rkv",
+    "figures over the new cache, by another name": (
+        "compress {world}/text -o {tmp}/a.rkv --json {tmp}/./a.rkv"
+    ),
     "cache over the model": "compress {world}/text -o {tmp}/model.gguf --model {tmp}/model.gguf",
     "cache over a link to the text": "compress {world}/text -o {tmp}/link",
-    "figures over a document of a folder": "compress {tmp}/folder -o {tmp}/made --json {tmp}/folder/a.txt",
+    "figures over a document of a folder": (
+        "compress {tmp}/folder -o {tmp}/made --json {tmp}/folder/a.txt"
+    ),
     "answers over the cache": "ask {world}/cache who? --json {world}/cache",
-    "answers over the schema": "ask {world}/cache who? --json-schema {tmp}/s.json --json {tmp}/s.json",
+    "answers over the schema": (
+        "ask {world}/cache who? --json-schema {tmp}/s.json --json {tmp}/s.json"
+    ),
     "figures over the inspected cache": "inspect {world}/cache --json {world}/cache",
     "picture over the figures": "inspect {world}/cache --plot {tmp}/x.png --json {tmp}/x.png",
     "longer cache over the cache": "append {world}/cache {world}/text -o {world}/cache",

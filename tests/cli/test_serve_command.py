@@ -66,7 +66,9 @@ def test_short_keys_taken_ports_and_shared_stores(tmp_path):
 
 
 def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
-    """And given to uvicorn as it is; once the command has ended, another server can listen there."""
+    """And given to uvicorn as it is; once the command has ended, another server can listen
+    there.
+    """
     seen = []
 
     def load(*_: object) -> tuple[str, str]:

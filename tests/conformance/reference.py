@@ -27,7 +27,10 @@ def script(benchmark: str, name: str) -> ModuleType:
     """`benchmarks/<benchmark>/<name>.py`; skips the test where the folder is missing."""
     file = evaluation() / "benchmarks" / benchmark / f"{name}.py"
     if not file.is_file():
-        reason = f"{file} is missing; `make conformance` unpacks kvpress's evaluation, KVPRESS_EVALUATION names another"
+        reason = (
+            f"{file} is missing; `make conformance` unpacks kvpress's evaluation, "
+            f"KVPRESS_EVALUATION names another"
+        )
         pytest.skip(reason, allow_module_level=True)
     made = importlib.util.spec_from_file_location(f"kvpress_{benchmark}_{name}", file)
     module = importlib.util.module_from_spec(made)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.kvpress
 
 KVPRESS = protocols.make_protocol("kvpress")
 TEXT = (
-    "The code of the red house is seven. The blue house has a green door, and nobody lives there since May.\n\n"
-    * 3
+    "The code of the red house is seven. The blue house has a green door, and nobody lives "
+    "there since May.\n\n" * 3
 )
 QUESTIONS = ["Which code?", "\n\nWho lives in the blue house, and why? ", "", "Question: ünïcode\n"]
 PREFIXES = ["", "Answer:", " The special magic number is"]

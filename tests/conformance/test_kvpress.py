@@ -39,8 +39,10 @@ kvpress = pytest.importorskip(
 pytestmark = pytest.mark.kvpress
 
 TEXT = (
-    "The code of the red house is seven. The blue house has a green door, and nobody lives there since May. "
-    "The door of the yellow house is open; whoever comes by is given a loaf of bread and the key to the red house. "
+    "The code of the red house is seven. The blue house has a green door, and nobody lives "
+    "there since May. "
+    "The door of the yellow house is open; whoever comes by is given a loaf of bread and the "
+    "key to the red house. "
 ) * 2
 QUESTIONS = ["Which code?", "Who lives in the blue house, and why?"]
 # S = 1, fewer than the sinks.

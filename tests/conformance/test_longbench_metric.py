@@ -24,8 +24,10 @@ theirs = scorer("longbench")
 
 PAIRS = 400
 WORDS = (
-    "the a an The lamp lamps mill Mill river theatre u.s. it's don't co-operate 3 17 3.5 1,000 007 café naïve ŒUVRE "
-    "“quoted” “the” — … 中文 灯。 мельница ١٢ ＡＢＣ #tag a/b // `x` x=1 return self.value {} () foo(bar) \t : ; ! ? "
+    "the a an The lamp lamps mill Mill river theatre u.s. it's don't co-operate 3 17 3.5 1,000 "
+    "007 café naïve ŒUVRE "
+    "“quoted” “the” — … 中文 灯。 мельница ١٢ ＡＢＣ #tag a/b // `x` x=1 return self.value {} () "
+    "foo(bar) \t : ; ! ? "
     ". , \r and of Paragraph Question: Answer: yes no Unanswerable"
 ).split(" ")
 CLASSES = [
@@ -93,7 +95,9 @@ def reference(task, rng):
 
 
 def spoilt(text, task, rng):
-    """A prediction that is the reference, nearly it, part of it, more than it or nothing like it."""
+    """A prediction that is the reference, nearly it, part of it, more than it or nothing
+    like it.
+    """
     words = text.split(" ")
     place = rng.randrange(len(words))
     other = reference(task, rng)

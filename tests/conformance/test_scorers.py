@@ -61,8 +61,8 @@ BRIDGED = {
     "observed attention": lambda: kvpress.ObservedAttentionPress(0.5),
 }
 TEXT = (
-    "The code of the red house is seven. Nobody lives in the blue house since May, and its door is open. "
-    * 3
+    "The code of the red house is seven. Nobody lives in the blue house since May, and its door "
+    "is open. " * 3
 )
 
 

@@ -253,7 +253,8 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         (
             "a.json",
             b'[{"text": "a"},\n{"text": ',
-            r"a\.json, line 2 is not JSON \(Expecting value, character \d+\); .* fetch the file again",
+            r"a\.json, line 2 is not JSON \(Expecting value, character \d+\); .* fetch the file "
+            r"again",
         ),
         ("a.json", b'[{"text": "a"},\n{"text": "\xe4"}]', r"a\.json, line 2 is not UTF-8"),
         ("a.json", b'{"text": "a"}\n{"text"', r"a\.json, line 2 is not JSON"),

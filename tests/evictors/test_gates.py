@@ -256,7 +256,9 @@ def test_gates_of_others_are_refused(tmp_path):
 
 
 def harmed(path, change=lambda card: None, tensors=None):
-    """Seals a gate of the given card and tensors again, as a stranger would who knows the format."""
+    """Seals a gate of the given card and tensors again, as a stranger would who knows the
+    format.
+    """
     metadata, good = seal.read_sealed(path, gate_file.FILE)
     card = json.loads(metadata["card"])
     change(card)

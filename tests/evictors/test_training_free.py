@@ -66,7 +66,9 @@ class Dense:
 
 
 def mean_rotation(dim, theta, positions):
-    """The D x D rotation of `rotate_half` RoPE, built entry by entry and averaged over positions."""
+    """The D x D rotation of `rotate_half` RoPE, built entry by entry and averaged over
+    positions.
+    """
     total = torch.zeros(dim, dim, dtype=torch.float64)
     for i in range(dim // 2):
         angles = [position * theta ** (-2 * i / dim) for position in positions]

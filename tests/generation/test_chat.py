@@ -25,7 +25,9 @@ def tail_ids(chat):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer, family, system):
-    """Ids and greedy answers are those of the whole conversation, read at once over the same cache."""
+    """Ids and greedy answers are those of the whole conversation, read at once over the
+    same cache.
+    """
     small = make_small(tiny_tokenizer, family, system=system, between="\n\n")
     chat = small.chat()
     for number, question in enumerate(QUESTIONS):

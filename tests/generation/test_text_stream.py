@@ -18,7 +18,9 @@ STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"))
 
 
 def byte_fallback(**options: object) -> PreTrainedTokenizerFast:
-    """As Llama 2's: a space before the text is dropped, and bytes that are tokens make characters."""
+    """As Llama 2's: a space before the text is dropped, and bytes that are tokens make
+    characters.
+    """
     words = [
         "<unk>",
         "</s>",

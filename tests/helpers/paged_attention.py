@@ -36,7 +36,9 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool,
     fa_version: int,
 ):
-    """What vLLM's FlashAttention computes: k, v (P, page, H, D), outputs (T, Hq, D), lse (Hq, T)."""
+    """What vLLM's FlashAttention computes: k, v (P, page, H, D), outputs (T, Hq, D), lse
+    (Hq, T).
+    """
     assert return_softmax_lse and fa_version in (2, 3)
     assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(seqused_k.max())

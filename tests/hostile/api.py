@@ -88,10 +88,12 @@ def run(folder: Path, seconds: int, seed: int) -> int:
         print(output.read_text())
     same = "as" if before == after else "NOT as"
     print(
-        f"{operations['tested']} of {operations['total']} operations, {cases['generated']:,} cases, {wrong} failures"
+        f"{operations['tested']} of {operations['total']} operations, {cases['generated']:,} "
+        f"cases, {wrong} failures"
     )
     print(
-        f"seed {seed}, {found['running_time']:.0f} s; {float(answered):.0f} questions answered, the last {same} the "
+        f"seed {seed}, {found['running_time']:.0f} s; {float(answered):.0f} questions answered, "
+        f"the last {same} the "
         f"first; process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB",
         flush=True,
     )

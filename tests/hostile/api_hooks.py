@@ -113,7 +113,9 @@ def nothing_is_ignored(ctx: Any, response: Any, case: Any) -> None:
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Asks a model that exists for a short answer, half of the time about a document that exists."""
+    """Asks a model that exists for a short answer, half of the time about a document that
+    exists.
+    """
     if isinstance(body, dict) and "file" in body and not chance(body, 5):
         return {**body, **{f"{UNKNOWN}{number}": "a" * 1000 for number in range(60)}}
     if not isinstance(body, dict) or "model" not in body or not chance(body, 4):

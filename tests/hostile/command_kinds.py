@@ -31,7 +31,9 @@ class Kind:
 
 
 def base(world: World, tmp: Path) -> dict[str, Words]:
-    """A good command of every kind; some of them would take long, but something is wrong with each."""
+    """A good command of every kind; some of them would take long, but something is wrong
+    with each.
+    """
     model = ["--model", world.model]
     return {
         "compress": [

@@ -218,12 +218,14 @@ def main() -> int:
             if problem:
                 failed.append((group, kind.name))
                 print(
-                    f"FAILED {group}: {kind.name} ({time.monotonic() - begun:.1f} s)\n    {problem}",
+                    f"FAILED {group}: {kind.name} ({time.monotonic() - begun:.1f} s)\n    "
+                    f"{problem}",
                     flush=True,
                 )
     counts = ", ".join(f"{count} {group}" for group, count in sorted(done.items()))
     print(
-        f"{sum(done.values())} kinds in {time.monotonic() - start:.0f} s ({counts}), {len(failed)} failed"
+        f"{sum(done.values())} kinds in {time.monotonic() - start:.0f} s ({counts}), "
+        f"{len(failed)} failed"
     )
     return bool(failed)
 

@@ -101,7 +101,9 @@ def swapped_questions(query, layer, mask, scale, size, place):
 
 
 def lost_pair(query, layer, mask, scale, size, place):
-    """One pair of every head counts for nothing: its first, its last, or one at the edge of a tile."""
+    """One pair of every head counts for nothing: its first, its last, or one at the edge of
+    a tile.
+    """
     bias = torch.zeros(layer.bounds[-1]) if layer.bias is None else layer.bias.clone()
     for start, end in zip(layer.bounds, layer.bounds[1:], strict=False):
         at = (start, end - 1, start + 63, start + 64)[place % 4]

@@ -34,7 +34,9 @@ Hook = Callable[[str, tuple], None]
 
 
 def counting(folder: Path, act: Callable[[int], None]) -> Hook:
-    """Calls `act` with the number of every call that is about to change something below the folder."""
+    """Calls `act` with the number of every call that is about to change something below the
+    folder.
+    """
     number = 0
 
     def hook(event: str, arguments: tuple) -> None:

@@ -264,7 +264,9 @@ PICKLES = (
 
 
 def pickles_only(rng: random.Random, path: Path) -> str | None:
-    """The weights are pickles that run code, beside the index or without one, which may name them."""
+    """The weights are pickles that run code, beside the index or without one, which may
+    name them.
+    """
     name = rng.choice(PICKLES)
     found = list(path.parent.glob("*.safetensors"))
     index = path.parent / "model.safetensors.index.json"
@@ -752,7 +754,9 @@ COLUMNS = {
 
 
 def lying_folder(rng: random.Random, path: Path) -> None:
-    """What a model's folder says; its config is not changed otherwise, for its sizes are believed."""
+    """What a model's folder says; its config is not changed otherwise, for its sizes are
+    believed.
+    """
     way = rng.choice((code_beside, pickles_only, other_names, special_beside))
     way(rng, path)
 

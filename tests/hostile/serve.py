@@ -178,8 +178,10 @@ def load(
     expected = library(model, questions, documents)
     wrong = sum(ours != theirs for ours, theirs in zip(answers, expected, strict=True))
     print(
-        f"{questions} questions, {clients} clients, {documents} documents: {wrong} wrong, {refused} times 429, "
-        f"{questions / seconds:.1f} answers a second; documents {float(held) / 2**20:.2f} MB of {memory}, "
+        f"{questions} questions, {clients} clients, {documents} documents: {wrong} wrong, "
+        f"{refused} times 429, "
+        f"{questions / seconds:.1f} answers a second; documents {float(held) / 2**20:.2f} MB of "
+        f"{memory}, "
         f"process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB",
         flush=True,
     )
@@ -239,7 +241,8 @@ def kills(folder: Path, count: int, seed: int) -> int:
         server.stop(signal.SIGKILL)
         halves = [path for path in folder.rglob("*") if path.suffix == ".tmp"]
         print(
-            f"kill {number + 1:3} of {count}: up in {up:.1f} s, {len(known)} documents, {wrong} wrong, "
+            f"kill {number + 1:3} of {count}: up in {up:.1f} s, {len(known)} documents, {wrong} "
+            f"wrong, "
             f"{len(halves)} temporary files",
             flush=True,
         )
@@ -439,7 +442,8 @@ def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -
             wrong += own != texts
     left = sum(each["leaves"] > 0 for each in plans)
     print(
-        f"{questions} mixed questions, {left} clients left, {documents} documents: {wrong} wrong, {steps:.0f} steps, "
+        f"{questions} mixed questions, {left} clients left, {documents} documents: {wrong} "
+        f"wrong, {steps:.0f} steps, "
         f"at most {waited:.0f} steps before a first token, {seconds:.0f} s",
         flush=True,
     )
@@ -550,7 +554,8 @@ def ends(folder: Path, count: int, seed: int) -> int:
         )
         print(
             f"end {number + 1:3} of {count} by {signal.Signals(how).name}: code {code} after "
-            f"{time.monotonic() - sent:.1f} s, {found.count('error')} error events, {found.count('503')} times 503, "
+            f"{time.monotonic() - sent:.1f} s, {found.count('error')} error events, "
+            f"{found.count('503')} times 503, "
             f"{found.count('whole')} whole, {wrong} wrong {bad[:1] or ''}",
             flush=True,
         )

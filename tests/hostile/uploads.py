@@ -155,7 +155,8 @@ def pdf(stream: bytes, filters: str, kids: str = "3 0 R") -> bytes:
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
         f"<</Type/Pages/Count 1/Kids[{kids}]>>".encode(),
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents 4 0 R/Resources<</Font<</F 5 0 "
+        b"R>>>>>>",
         f"<</Length {len(stream)}{filters}>>stream\n".encode() + stream + b"\nendstream",
         b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
@@ -199,10 +200,10 @@ SCHEMA, OFFICE = "http://schemas.openxmlformats.org", "application/vnd.openxmlfo
 PARTS = {
     "[Content_Types].xml": f"""<Types xmlns="{SCHEMA}/package/2006/content-types">
 <Default Extension="rels" ContentType="{OFFICE}-package.relationships+xml"/>
-<Override PartName="/d.xml" ContentType="{OFFICE}-officedocument.wordprocessingml.document.main+xml"/></Types>""",
+<Override PartName="/d.xml" ContentType="{OFFICE}-officedocument.wordprocessingml.document.main+xml"/></Types>""",  # noqa: E501
     "_rels/.rels": f"""<Relationships xmlns="{SCHEMA}/package/2006/relationships">
 <Relationship Id="a" Target="d.xml" Type="{SCHEMA}/officeDocument/2006/relationships/officeDocument"/>
-</Relationships>""",
+</Relationships>""",  # noqa: E501
 }
 
 
@@ -362,7 +363,8 @@ def run(
             counts[case.kind, known] += 1
             if known == "FAILED" or case.good not in (None, found == "processed"):
                 failures.append(
-                    f"{case.kind} ({case.name[:40]!r}): {found} after {time.monotonic() - start:.1f} s"
+                    f"{case.kind} ({case.name[:40]!r}): {found} after "
+                    f"{time.monotonic() - start:.1f} s"
                 )
                 print(failures[-1], flush=True)
         status = Path(f"/proc/{server.process.pid}/status").read_text()

@@ -23,7 +23,10 @@ from tests.helpers.models import build_model
 gguf_world = pytest.importorskip("gguf_world", reason="the package gguf is not installed")
 
 TEXT = "<|im_start|>the code of  the red house\n\n is seven; who lives?<|im_end|>"
-LOAD = "import sys; from restorekv.model.load import load_model; print(load_model(sys.argv[1])[0].config.name_or_path)"
+LOAD = (
+    "import sys; from restorekv.model.load import load_model; "
+    "print(load_model(sys.argv[1])[0].config.name_or_path)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +145,11 @@ def test_a_damaged_cache_is_made_again(file, damage, monkeypatch):
 
 def test_a_killed_conversion_leaves_no_half_folder(file, root):
     code = (
-        "import os, signal, sys; from restorekv.model import gguf; from restorekv.model.load import load_model\n"
+        "import os, signal, sys; from restorekv.model import gguf; from restorekv.model.load "
+        "import load_model\n"
         "def killed(file, header, folder):\n"
-        "    folder.mkdir(); (folder / 'config.json').write_text('{}'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    folder.mkdir(); (folder / 'config.json').write_text('{}'); os.kill(os.getpid(), "
+        "signal.SIGKILL)\n"
         "gguf.convert_file = killed; load_model(sys.argv[1])"
     )
     killed = subprocess.run([sys.executable, "-c", code, file], capture_output=True)

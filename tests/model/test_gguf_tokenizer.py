@@ -1,4 +1,6 @@
-"""Tokenizers of GGUF files: split, merged and put together again as those they were written from."""
+"""Tokenizers of GGUF files: split, merged and put together again as those they were written
+from.
+"""
 
 import io
 import json

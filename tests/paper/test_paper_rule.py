@@ -236,8 +236,8 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     (summed,) = fidelity.count_lowered(fast, known)
     assert (
         summed
-        == "Restoring lowers KL(full || cache) in 1 of 1 pairs; the interval is below zero in 1 and "
-        "above zero in 0."
+        == "Restoring lowers KL(full || cache) in 1 of 1 pairs; the interval is below zero in 1 "
+        "and above zero in 0."
     )
 
 

@@ -1,4 +1,6 @@
-"""The search of a recipe: variants differ in one thing, and their table compares them case by case."""
+"""The search of a recipe: variants differ in one thing, and their table compares them case
+by case.
+"""
 
 from dataclasses import asdict
 

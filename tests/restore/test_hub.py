@@ -128,7 +128,8 @@ def test_a_local_base_model_warns(model, hub):
         (
             REPO,
             "bad",
-            r"refuses me/restore-qwen3 \(401: Invalid username or password\); log in with `hf auth login`",
+            r"refuses me/restore-qwen3 \(401: Invalid username or password\); log in with `hf "
+            r"auth login`",
         ),
         ("others/name", None, r"403: You don't have the rights .*; log in"),
         ("no good name", None, "is not a name for a repository on the hub"),

@@ -50,8 +50,8 @@ def test_a_chosen_license_is_the_one_on_the_card():
 def test_controls_are_described_as_they_are():
     usual = words(card_of(adapter_of(evictor="kvzip")))
     assert (
-        "Before anything is dropped, 4 restore tokens read the full cache, in one pass through the model"
-        in usual
+        "Before anything is dropped, 4 restore tokens read the full cache, in one pass through "
+        "the model" in usual
     )
     evicted = words(card_of(adapter_of(restore_from="evicted")))
     assert (

@@ -1,4 +1,6 @@
-"""Every field of OpenAI's requests is honored, has no effect by its nature, or is refused by name."""
+"""Every field of OpenAI's requests is honored, has no effect by its nature, or is refused
+by name.
+"""
 
 import json
 import typing

@@ -1,4 +1,6 @@
-"""Requests that are too large, too slow or made up: each gets its sentence, and the server goes on."""
+"""Requests that are too large, too slow or made up: each gets its sentence, and the server
+goes on.
+"""
 
 import base64
 import errno
@@ -322,7 +324,10 @@ def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypat
 def test_what_is_said_of_a_text_that_is_too_long_names_no_flag_of_other_commands(client):
     made = upload(client, OTHER.encode() * 120, "long.txt")
     assert made.status == "error"
-    said = "The text has N tokens, and the model's N positions have room for N and a question; shorten it, split it into "
+    said = (
+        "The text has N tokens, and the model's N positions have room for N and a question; "
+        "shorten it, split it into "
+    )
     said += "several files, or choose a server whose --model has more positions."
     assert re.sub("[0-9,]*[0-9]", "N", made.status_details) == said
 

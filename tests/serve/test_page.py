@@ -1,4 +1,6 @@
-"""The page: its files and headers, what survives, how far a compression is, and the evictor alone."""
+"""The page: its files and headers, what survives, how far a compression is, and the evictor
+alone.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Replicas of Ray Serve behind the same HTTP surface: equal answers, whatever happens to a replica."""
+"""Replicas of Ray Serve behind the same HTTP surface: equal answers, whatever happens to a
+replica.
+"""
 
 import asyncio
 import importlib.util
@@ -426,7 +428,9 @@ def test_many_at_once_about_several_documents(client, file, tiny_tokenizer):
 
 @pytest.mark.slow
 def test_a_killed_replicas_documents_are_served_by_the_others(client, engine, file):
-    """From the shared caches: nothing is compressed again. An upload while it is down is processed."""
+    """From the shared caches: nothing is compressed again. An upload while it is down is
+    processed.
+    """
     both_up()
     name, before = holder(engine, client, file), engine.collect_metrics()[0]["compressed"]
     said = ask(client, about(file)).choices[0].message.content

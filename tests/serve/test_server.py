@@ -348,7 +348,10 @@ def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
 
 
 def test_uploads_of_many_kinds(tmp_path):
-    page = b"<html><head><title>no</title></head><body><p>Who lives <b>here</b>?</p><script>x</script><p>Nobody.</p>"
+    page = (
+        b"<html><head><title>no</title></head><body><p>Who lives "
+        b"<b>here</b>?</p><script>x</script><p>Nobody.</p>"
+    )
     assert extract_text("a.html", page) == "Who lives here?\nNobody."
     docx = pytest.importorskip("docx")
     document = docx.Document()

@@ -194,7 +194,9 @@ def test_deleted_documents_leave_no_file(client, file, fake):
 
 
 def test_more_questions_than_wait_and_clients_who_leave(client, file, fake):
-    """Six questions are in flight; the seventh is told to come again, and those that are left end."""
+    """Six questions are in flight; the seventh is told to come again, and those that are
+    left end.
+    """
     fake.open, left, asked = False, fake.left, len(fake.asked)
 
     async def many() -> None:

@@ -37,7 +37,10 @@ from restorekv.train.parallel import (
 )
 from tests.helpers.models import build_model
 
-TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. "
+TEXT = (
+    "the code of the red house is seven; who lives in the blue house? the blue house is the "
+    "code of who. "
+)
 ASKED = ("who lives in the red house?", "is the code seven?")
 # Lengths, and with them the number of scoring passes, differ widely; the last one's answers need no
 # decoding.
@@ -398,7 +401,10 @@ def command(tmp_path_factory, tiny_tokenizer) -> list[str]:
         json.dumps({"context": example.context, "questions": ASKED}) + "\n" for example in EXAMPLES
     ]
     (folder / "data").write_text("".join(lines))
-    options = "--restore-tokens 2 --rank 2 --warmup 1 --max-new-tokens 3 --ratio-min 0.1 --checkpoint-every 2"
+    options = (
+        "--restore-tokens 2 --rank 2 --warmup 1 --max-new-tokens 3 --ratio-min 0.1 "
+        "--checkpoint-every 2"
+    )
     return [
         "train",
         "--model",

@@ -252,7 +252,8 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(
         '{"context": "a b", "questions": ["c?"]}\n\n'
-        '{"context": "d", "questions": ["e?"], "answers": ["f"], "source": "mine", "license": "CC BY 4.0"}\n'
+        '{"context": "d", "questions": ["e?"], "answers": ["f"], '
+        '"source": "mine", "license": "CC BY 4.0"}\n'
     )
     plain, told = read_examples(path, tiny_model, tiny_tokenizer)
     assert plain.drafts == (None,) and plain.license is None

@@ -26,7 +26,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     model, tokenizer = load_model("smollm2")
     texts = {}
     for number, name in enumerate(NAMES):
-        facts = f"The red house belongs to {name}. Its code is {number * 37 + 112}. The garden has {number + 3} trees. "
+        facts = (
+            f"The red house belongs to {name}. Its code is {number * 37 + 112}. The garden "
+            f"has {number + 3} trees. "
+        )
         texts[name] = facts * 5
     place = tmp_path_factory.mktemp("world")
     made = make_world(

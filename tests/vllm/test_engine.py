@@ -53,7 +53,9 @@ def test_an_unknown_document_ends_its_request_alone(world, llm):
 
 
 def test_documents_survive_eviction_from_a_small_cache(world):
-    """Blocks for three documents at a time: the others are loaded again when they are asked again."""
+    """Blocks for three documents at a time: the others are loaded again when they are asked
+    again.
+    """
     small = {"max_model_len": 512, "max_num_seqs": 2, "num_gpu_blocks_override": 8}
     with engine(world, enable_prefix_caching=True, **small) as llm:
         for _ in range(2):

@@ -39,7 +39,9 @@ INSIDE = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    """A small random model in a folder from which vLLM can load it; our server makes the documents."""
+    """A small random model in a folder from which vLLM can load it; our server makes the
+    documents.
+    """
     model = build_model("llama", hidden_size=128, head_dim=32)
     made = make_world(
         tmp_path_factory.mktemp("world"), model, build_tokenizer(), {}, [], evictor="knorm"

@@ -78,8 +78,8 @@ class LocalPool:
 
 
 def identify_cell(worker: Worker, cell: Cell) -> dict:
-    """Return what the cell is made with; cells with equal identities and fields have equal answers on
-    one machine.
+    """Return what the cell is made with; cells with equal identities and fields have equal answers
+    on one machine.
     """
     adapter = worker.adapters[cell]
     benchmark = worker.benchmark

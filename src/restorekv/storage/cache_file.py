@@ -182,8 +182,9 @@ def read_with_manifest(
 
 
 def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
-    """Return tensors by name; only layers with an additive bias have one, and only keys and values of 8
-    bits have scales.
+    """Return tensors by name.
+
+    Only layers with an additive bias have one, and only keys and values of 8 bits have scales.
     """
     tensors = {
         "context_ids": context.ids.to(torch.int32),

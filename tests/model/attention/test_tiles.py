@@ -60,7 +60,9 @@ def make_query(draw, batch, heads, groups, queries, width):
 
 
 def padded_mask(batch, queries, tail):
-    """Causal; question 0 has a column of padding on the left, where every query still sees another."""
+    """Causal; question 0 has a column of padding on the left, where every query still sees
+    another.
+    """
     mask = (
         torch.ones(queries, tail, dtype=torch.bool, device=DEVICE)
         .tril(tail - queries)
