@@ -291,10 +291,10 @@ def parse_json(
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(
             text,
-            object_pairs_hook=_parse_object,
-            parse_constant=_parse_float,
-            parse_float=_parse_float,
-            parse_int=_parse_int,
+            object_pairs_hook=parse_object,
+            parse_constant=parse_float,
+            parse_float=parse_float,
+            parse_int=parse_int,
         )
         check_levels(value)
     except (ValueError, RecursionError) as error:
@@ -375,21 +375,21 @@ def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
     return raw
 
 
-def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("a key is twice in an object")
     return entries
 
 
-def _parse_float(text: str) -> float:
+def parse_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is not a finite number")
     return number
 
 
-def _parse_int(text: str) -> int:
+def parse_int(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
         raise ValueError(f"the number {text[:20]} has more than 64 bits")
     return int(text)

@@ -19,7 +19,7 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
-from restorekv.files import _parse_float, _parse_int, _parse_object
+from restorekv.files import parse_float, parse_int, parse_object
 from restorekv.readers.extract import printable_name
 from restorekv.serve.engine import explain_lack
 from restorekv.serve.guard import drain_body
@@ -141,10 +141,10 @@ def parse_body(raw: bytes) -> Any:
         text = raw.decode("utf-8-sig")
         value = json.loads(
             text,
-            object_pairs_hook=_parse_object,
-            parse_constant=_parse_float,
-            parse_float=_parse_float,
-            parse_int=_parse_int,
+            object_pairs_hook=parse_object,
+            parse_constant=parse_float,
+            parse_float=parse_float,
+            parse_int=parse_int,
         )
     except json.JSONDecodeError as error:
         raise BodyError(400, f"The body is not valid JSON (at character {error.pos}).") from None
