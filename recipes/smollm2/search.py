@@ -108,7 +108,7 @@ class Case:
     name: str
     text: str
     questions: tuple[str, ...]
-    generate_ids: tuple[tuple[int, ...], ...]
+    answer_ids: tuple[tuple[int, ...], ...]
 
 
 class Bench:

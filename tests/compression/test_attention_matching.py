@@ -383,7 +383,7 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
 def test_values_beyond_the_dtype_are_told(tiny_tokenizer, monkeypatch):
     prepared = AttentionMatching().prepare(build_model("qwen3"), tiny_tokenizer, TEXT)
     monkeypatch.setattr(
-        attention_matching, "fit", lambda *_: (torch.zeros(()), torch.tensor(torch.inf))
+        attention_matching, "fit_head", lambda *_: (torch.zeros(()), torch.tensor(torch.inf))
     )
     with pytest.raises(RestoreKVError, match="too large"):
         prepared.evict(0.2)

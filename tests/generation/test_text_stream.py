@@ -194,9 +194,9 @@ def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
     """Where stop strings are looked for, it is, but only while a character is not whole."""
     tokenizer = build_tokenizer()
     decoded = []
-    decode_all = TextStream.decode_all
+    decode_all = TextStream._decode_all
     monkeypatch.setattr(
-        TextStream, "decode_all", lambda self: decoded.append(self.ids[-1]) or decode_all(self)
+        TextStream, "_decode_all", lambda self: decoded.append(self.ids[-1]) or decode_all(self)
     )
     ids = tokenizer("the red house, und das gr\u00fcne; ", add_special_tokens=False).input_ids * 10
     text = GrowingText(tokenizer, {tokenizer.eos_token_id})

@@ -13,7 +13,6 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 from tests.helpers.compressing import compress_with
@@ -130,11 +129,13 @@ def contents(loaded) -> str:
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
     """Counts by group and verdict, and the failures."""
+    from restorekv.model.names import tiny_path
+
     counts, failures = Counter(), []
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
         folder = Path(name)
         good = made(folder)
-        evil_model(folder, Path(find_spec("restorekv").origin).parent / "tiny" / "model")
+        evil_model(folder, tiny_path("model"))
         os.mkfifo(folder / "fifo")
         judge = Judge("spawn", serve, name)
         paths = sorted(str(path) for path in folder.glob("good*.rkv"))

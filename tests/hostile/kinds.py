@@ -195,7 +195,7 @@ def read_checkpoint(folder: Path) -> str:
 def read_store(folder: Path) -> str:
     prepared, targets = TeacherCache(
         MODEL, TOKENIZER, EXAMPLES, CONFIG, folder, store_prefill=True
-    ).get(0)
+    ).get_context(0)
     tensors = {"scores": prepared.scores}
     for index, layer in enumerate(prepared.full.layers):
         tensors |= {f"keys{index}": layer.keys, f"values{index}": layer.values}

@@ -253,7 +253,7 @@ def caches(folder: Path, count: int, seed: int) -> Iterator[Case]:
     """Harmed cache files, and whole ones of another model or chat template."""
     from restorekv import compress, load_model
 
-    good = files.made(folder, None)
+    good = files.made(folder)
     yield Case("a cache", b"good.rkv", good[0], True)
     model, tokenizer = load_model("tiny")
     path = folder / "other.rkv"

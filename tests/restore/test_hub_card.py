@@ -281,7 +281,7 @@ def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):
         assert refused.code == 1 and refused.err.splitlines()[-1].startswith(
             "error: The hub refuses others/mine (403"
         )
-    for folder, words in {"text": "is no folder", "model": "has no adapter_config.json"}.items():
+    for folder, words in {"text": "is not a folder", "model": "has no adapter_config.json"}.items():
         wrong = cli("push", getattr(world, folder), "me/mine", "--dry-run")
         assert wrong.code == 1 and words in wrong.err and wrong.err.count("\n") == 1
     assert cli("push", world.adapter, "me/mine", "--dtype", "int8").code == 1
