@@ -58,33 +58,42 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.restorekv")
 
 
+@dataclass(frozen=True)
+class LoadOrder:
+    """A document to read. The number tells this load from earlier ones of the same document."""
+
+    name: str
+    path: Path
+    number: int
+
+
 @dataclass
 class StepOrders(KVConnectorMetadata):
     """What workers do before and in a step.
 
-    documents: name by the first block of every scheduled request that asks one; drops, loads: of
-    the pool, loads with their paths; bad_blocks: of requests whose document cannot be had.
+    documents: name by the first block of every scheduled request that asks one; drops: names that
+    leave the pool; loads: what enters it; bad_blocks: of requests whose document cannot be had.
     """
 
     documents: dict[int, str] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
-    loads: list[tuple[str, Path]] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
     bad_blocks: set[int] = field(default_factory=set)
 
 
 @dataclass
 class LoadReport(KVConnectorWorkerMetadata):
-    """Documents that workers have read, with how many did, and what kept others from being read."""
+    """By name and number of a load: how many workers have done it, or why it is not possible."""
 
-    loaded: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    loaded: dict[tuple[str, int], int] = field(default_factory=dict)
+    failed: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
         """Add the report of another rank."""
         assert isinstance(other, LoadReport)
         loaded = dict(self.loaded)
-        for name, count in other.loaded.items():
-            loaded[name] = loaded.get(name, 0) + count
+        for load, count in other.loaded.items():
+            loaded[load] = loaded.get(load, 0) + count
         return LoadReport(loaded, {**other.failed, **self.failed})
 
 
@@ -218,8 +227,11 @@ class SchedulerHalf:
         self.problems: dict[str, str] = {}  # by request: why it ends
         self.prompt_lengths: dict[str, int] = {}  # of requests with a problem
         self.first_blocks: dict[str, int] = {}  # by request
-        self.loaded_by: dict[str, int] = {}  # workers that have read a document, while some have
+        self.loads: dict[str, int] = {}  # number of the newest load, by document
+        self.loaded_by: dict[str, int] = {}  # workers that have done it
         self.paths: dict[str, Path] = {}  # by document
+        self.page_counts: dict[str, int] = {}  # by document
+        self.load_number = 0
         self.bad_blocks: set[int] = set()
 
     def match(self, request: Request, computed: int) -> int | None:
@@ -265,9 +277,12 @@ class SchedulerHalf:
 
     def _hold(self, request: str, document: RaggedDocument) -> bool:
         """Pin a request's document; return whether the request need not wait."""
-        assert document.lengths is not None
-        pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
         self.paths[document.name] = document.path
+        pages = self.page_counts.get(document.name)
+        if pages is None:
+            assert document.lengths is not None
+            pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
+            self.page_counts[document.name] = pages
         residency = self.ledger.ask(request, document.name, pages)
         if residency is Residency.TOO_LARGE:
             self._give_up(
@@ -296,13 +311,16 @@ class SchedulerHalf:
 
     def note_report(self, report: LoadReport) -> None:
         """Learn which documents workers have read."""
-        for name, count in report.loaded.items():
+        for (name, number), count in report.loaded.items():
+            if number != self.loads.get(name):
+                continue  # of a load that failed elsewhere, and was dropped everywhere
             self.loaded_by[name] = self.loaded_by.get(name, 0) + count
             if self.loaded_by[name] >= self.workers:
-                del self.loaded_by[name]
                 self.ledger.finish_load(name)
-        for name, problem in report.failed.items():
-            self.loaded_by.pop(name, None)
+        for (name, number), problem in report.failed.items():
+            if number != self.loads.get(name):
+                continue
+            del self.loads[name]
             for request, document in list(self.asked.items()):
                 if document.name == name:
                     self._give_up(request, problem)
@@ -315,12 +333,16 @@ class SchedulerHalf:
             for request, document in self.asked.items()
             if request in scheduled and request in self.first_blocks
         }
-        drops, loads = self.ledger.take_orders()
+        drops, names = self.ledger.take_orders()
+        loads = []
+        for name in names:
+            self.load_number += 1
+            self.loads[name] = self.load_number
+            self.loaded_by[name] = 0
+            loads.append(LoadOrder(name, self.paths[name], self.load_number))
         bad_blocks = self.bad_blocks
         self.bad_blocks = set()
-        return StepOrders(
-            documents, drops, [(name, self.paths[name]) for name in loads], bad_blocks
-        )
+        return StepOrders(documents, drops, loads, bad_blocks)
 
     def forget_request(self, request: str) -> None:
         """Release what a finished request held."""
@@ -348,16 +370,19 @@ class WorkerHalf:
         own = max(model.heads // ranks, 1)
         self.heads = heads_of_rank(rank, ranks, model.heads, own)
         self.reader = ThreadPoolExecutor(1, "restorekv-reader")
-        self.reading: dict[str, Future[DocumentPairs]] = {}
+        self.reading: dict[str, tuple[int, Future[DocumentPairs]]] = {}  # with the load's number
         self.bad_blocks: set[int] = set()
 
     def begin_step(self, orders: StepOrders) -> None:
         """Follow the scheduler's orders and tell the attention layers who asks what."""
         pool = worker_state.pool()
         for name in orders.drops:
+            # Another worker could not read what is still read here.
+            self.reading.pop(name, None)
             pool.drop(name)
-        for name, path in orders.loads:
-            self.reading[name] = self.reader.submit(self._read, name, path)
+        for load in orders.loads:
+            future = self.reader.submit(self._read, load.name, load.path)
+            self.reading[load.name] = load.number, future
         missing = set(orders.documents.values()) - set(pool.tables)
         if missing:
             raise RuntimeError(f"The pool of documents lacks {', '.join(sorted(missing))}.")
@@ -373,16 +398,17 @@ class WorkerHalf:
 
     def report_loads(self) -> LoadReport | None:
         """Put what the thread has read into the pool; return what is new, if anything is."""
-        done = [name for name, future in self.reading.items() if future.done()]
+        done = [name for name, (_, future) in self.reading.items() if future.done()]
         report = LoadReport()
         for name in done:
+            number, future = self.reading.pop(name)
             try:
-                worker_state.pool().put(name, self.reading.pop(name).result())
-                report.loaded[name] = 1
+                worker_state.pool().put(name, future.result())
+                report.loaded[name, number] = 1
             except Exception as error:  # else requests would wait for it for ever
                 if not isinstance(error, RestoreKVError):
                     log.exception("The document %s cannot be read.", name)
-                report.failed[name] = str(error)
+                report.failed[name, number] = str(error)
         return report if done else None
 
     def take_bad_blocks(self) -> set[int]:
