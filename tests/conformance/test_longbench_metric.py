@@ -171,13 +171,11 @@ def test_means_are_equal(task):
     ) == theirs.calculate_metrics(pandas.DataFrame(rows))
 
 
-def test_long_sentences_fail_in_both(unrounded):
-    text = "word " * 1200
-    assert (
-        ours("gov_report", text, [text])
-        == unrounded.scorer("gov_report", [text], [[text]], None)
-        == 0
-    )
+def test_long_sentences_fail_in_theirs_and_are_scored_here(unrounded):
+    """The library's recursion ends at about 950 words; kvpress then counts 0."""
+    sentence = "word " * 1200
+    assert unrounded.scorer("gov_report", [sentence], [[sentence]], None) == 0
+    assert ours("gov_report", sentence, [sentence]) == pytest.approx(1)
 
 
 def test_prompts_are_equal():
