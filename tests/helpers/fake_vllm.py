@@ -15,7 +15,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import load_portable
-from restorekv.vllm.store import Expected, PortableStore
+from restorekv.vllm.document_store import EngineModel
+from restorekv.vllm.portable_store import PortableStore
 
 LONGEST = 2000
 
@@ -28,7 +29,7 @@ class FakeVllm:
         facts = shape.layers, shape.heads, shape.head_dim, get_rope_settings(model.config)
         folder.mkdir(exist_ok=True)
         self.store = (
-            PortableStore(folder, Expected(*facts, "float32", model.config.vocab_size))
+            PortableStore(folder, EngineModel(*facts, "float32", model.config.vocab_size))
             if connector
             else None
         )

@@ -22,7 +22,7 @@ from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.vllm_client import RemoteVllm  # noqa: E402
-from restorekv.vllm.store import PortableStore  # noqa: E402
+from restorekv.vllm.portable_store import PortableStore  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
@@ -232,7 +232,7 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     with pytest.raises(openai.BadRequestError, match=rf"reads at most {LONGEST:,} tokens"):
         ask(client, about(file, question="why " * LONGEST))
     own = fake.store
-    fake.store = PortableStore(tmp_path, own.expected)
+    fake.store = PortableStore(tmp_path, own.model)
     try:
         with pytest.raises(openai.BadRequestError, match=rf"It must see {own.folder}"):
             ask(client, about(file))

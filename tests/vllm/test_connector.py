@@ -73,7 +73,8 @@ def connector(monkeypatch, tiny_model, tiny_tokenizer, tmp_path):
     sys.modules[STATE].get_tensor_model_parallel_world_size = lambda: ranks.count
     module = importlib.import_module("restorekv.vllm.connector")
     yield World(module, tiny_model, tiny_tokenizer, tmp_path, ranks)
-    sys.modules.pop("restorekv.vllm.connector", None)
+    for name in ("restorekv.vllm.connector", "restorekv.vllm.connector_base"):
+        sys.modules.pop(name, None)
 
 
 class World:

@@ -7,24 +7,14 @@ import torch
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm.flat_pages import write_pages
-from restorekv.vllm.page_pool import DocumentPairs, PagePool, PoolLedger, Residency, count_pages
+from restorekv.vllm.page_pool import PagePool, PoolLedger, Residency, count_pages
+from tests.helpers.document_pairs import make_document
 
 PAGE, DIM = 4, 8
 
 
 def make_pool(pages):
     return PagePool(pages, PAGE, DIM, torch.float32, "cpu", write_pages)
-
-
-def make_document(lengths, seed=0):
-    """A document of random pairs with `lengths[layer][head]` of them."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor(lengths)
-    keys, values = (
-        [torch.randn(int(count), DIM, generator=generator) for count in lengths.sum(-1)]
-        for _ in range(2)
-    )
-    return DocumentPairs(keys, values, lengths)
 
 
 def read_back(pool, table, layer, head, pairs):
@@ -47,7 +37,10 @@ def check_contents(pool, name, document):
 
 def test_heads_of_any_lengths_lie_in_their_pages():
     pool = make_pool(20)
-    documents = {"a": make_document([[1, 9], [4, 0]], 1), "b": make_document([[0, 0], [5, 2]], 2)}
+    documents = {
+        "a": make_document([[1, 9], [4, 0]], DIM, 1),
+        "b": make_document([[0, 0], [5, 2]], DIM, 2),
+    }
     for name, document in documents.items():
         pool.put(name, document)
     for name, document in documents.items():
@@ -61,18 +54,18 @@ def test_heads_of_any_lengths_lie_in_their_pages():
 def test_what_lies_behind_the_last_pair_is_no_nan():
     pool = make_pool(3)
     pool.pages.fill_(torch.nan)
-    pool.put("a", make_document([[5]]))
+    pool.put("a", make_document([[5]], DIM))
     assert pool.pages[pool.tables["a"].pages].isfinite().all()
 
 
 def test_a_document_without_room_takes_nothing():
     pool = make_pool(3)
-    pool.put("a", make_document([[5]]))
+    pool.put("a", make_document([[5]], DIM))
     with pytest.raises(RestoreKVError, match="needs 2 pages and 1 are free"):
-        pool.put("b", make_document([[8]]))
+        pool.put("b", make_document([[8]], DIM))
     pool.drop("a")
     pool.drop("a")
-    pool.put("b", make_document([[8]]))
+    pool.put("b", make_document([[8]], DIM))
     assert sorted(pool.free) == [2]
 
 
@@ -82,7 +75,7 @@ def test_documents_come_and_go():
     pool = make_pool(60)
     held = {}
     for number in range(200):
-        document = make_document([[chance.randrange(20) for _ in range(3)]] * 2, number)
+        document = make_document([[chance.randrange(20) for _ in range(3)]] * 2, DIM, number)
         while document.count_pages(PAGE) > len(pool.free):
             name = chance.choice(sorted(held))
             pool.drop(name)

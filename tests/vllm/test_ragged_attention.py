@@ -8,10 +8,10 @@ import torch
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
 from restorekv.vllm.flat_pages import write_pages
-from restorekv.vllm.page_pool import DocumentPairs
-from restorekv.vllm.ragged_attention import RaggedAttention
+from restorekv.vllm.ragged_attention import RaggedAttention, refuse_special_attention
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.step_rows import find_document_rows, measure_log_sum_exp, merge
+from tests.helpers.document_pairs import make_document
 from tests.helpers.paged_attention import attend_plainly, flash_attn_varlen_func
 
 BLOCK, PAGE, DIM = 16, 4, 8
@@ -82,16 +82,6 @@ def pool():
     worker_state.forget_pools()
 
 
-def make_document(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor(lengths)
-    keys, values = (
-        [torch.randn(int(count), DIM, generator=generator) for count in lengths.sum(-1)]
-        for _ in range(2)
-    )
-    return DocumentPairs(keys, values, lengths)
-
-
 def make_step(requests, seed=0):
     """A step of vLLM: (tokens seen in all, tokens of this step) of every request."""
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +129,10 @@ def expect(backend, layer, document, query, kv_cache, table, seen):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_plain_and_asking_requests_share_a_step(pool, layer):
-    documents = {"a": make_document([[1, 37], [6, 0]], 1), "b": make_document([[9, 4], [0, 2]], 2)}
+    documents = {
+        "a": make_document([[1, 37], [6, 0]], DIM, 1),
+        "b": make_document([[9, 4], [0, 2]], DIM, 2),
+    }
     for name, document in documents.items():
         pool.put(name, document)
     # Two ask a, one of them several tokens; one asks b; one is plain and comes in between.
@@ -171,7 +164,7 @@ def test_a_step_without_documents_is_vllms_own(pool):
 
 
 def test_vllms_own_code_does_not_run_for_questions_alone(pool):
-    pool.put("a", make_document([[3, 3]], 1))
+    pool.put("a", make_document([[3, 3]], DIM, 1))
     query, kv_cache, metadata = make_step([(PLACEHOLDERS + 2, 2)])
     worker_state.begin_step({int(metadata.block_table[0, 0]): "a"})
     backend = RaggedBackend()
@@ -179,16 +172,12 @@ def test_vllms_own_code_does_not_run_for_questions_alone(pool):
     assert not hasattr(backend, "calls")
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"sinks": torch.zeros(4)}, {"a_soft_cap": 30.0}, {"a_sliding_window": True}],
-    ids=lambda setting: next(iter(setting)),
-)
+@pytest.mark.parametrize("setting", ["sinks", "a soft cap", "a sliding window"])
 def test_attention_that_is_more_than_a_softmax_is_refused(setting):
-    none = {"sinks": None, "a_soft_cap": 0, "alibi_slopes": None, "a_sliding_window": False}
-    RaggedBackend().refuse_special_attention(**none)
-    with pytest.raises(RestoreKVError, match=r"attention has .*unset RESTOREKV_VLLM"):
-        RaggedBackend().refuse_special_attention(**{**none, **setting})
+    none = {"sinks": False, "a soft cap": False, "ALiBi slopes": False, "a sliding window": False}
+    refuse_special_attention(none)
+    with pytest.raises(RestoreKVError, match=f"attention has {setting}.*unset RESTOREKV_VLLM"):
+        refuse_special_attention({**none, setting: True})
 
 
 def test_tokens_that_are_placeholders_ask_nothing():

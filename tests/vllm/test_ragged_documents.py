@@ -12,6 +12,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file
 from restorekv.vllm import chat, prompt
+from restorekv.vllm.document_store import EngineModel, find_heads
 from restorekv.vllm.ragged_documents import (
     PLACEHOLDERS,
     build_rope_model,
@@ -19,12 +20,7 @@ from restorekv.vllm.ragged_documents import (
     identify,
     load_pairs,
 )
-from restorekv.vllm.ragged_store import (
-    EngineModel,
-    RaggedStore,
-    heads_of_rank,
-    pages_of_largest_rank,
-)
+from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
 from tests.helpers.models import VOCABULARY, build_model
 
 TEXTS = {
@@ -41,6 +37,7 @@ def describe(model, **changed):
         heads=shape.heads,
         head_dim=shape.head_dim,
         rope=get_rope_settings(model.config),
+        dtype="float32",
         vocabulary=VOCABULARY,
     )
     return replace(facts, **changed)
@@ -60,12 +57,15 @@ def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
     store = RaggedStore(place, describe(tiny_model))
     for name in TEXTS:
         ids = prompt(place / f"{name}.rkv", QUESTION, tiny_tokenizer)
-        found = store.find(ids)
+        found = store.find_document(ids)
         assert found.path.stem == name and tuple(ids[:PLACEHOLDERS]) == found.ids
-        assert store.find(ids, name) == store.find(ids, found.name) == found
+        assert store.find_document(ids, name) == store.find_document(ids, found.name) == found
         file = cache_file.read_cache(place / f"{name}.rkv")
         assert found.lengths.equal(file.cache().lengths)
-    assert store.find(tiny_tokenizer.encode(QUESTION)) is None and store.find([]) is None
+    assert (
+        store.find_document(tiny_tokenizer.encode(QUESTION)) is None
+        and store.find_document([]) is None
+    )
 
 
 def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_tokenizer):
@@ -92,11 +92,11 @@ def test_wrong_prompts_are_refused(place, tiny_model, tiny_tokenizer, change, me
     store = RaggedStore(place, describe(tiny_model))
     ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
     with pytest.raises(RestoreKVError, match=message):
-        store.find(change(ids))
+        store.find_document(change(ids))
     with pytest.raises(RestoreKVError, match=r"of red\.rkv, not of blue"):
-        store.find(ids, "blue")
+        store.find_document(ids, "blue")
     with pytest.raises(RestoreKVError, match="does not begin with placeholders"):
-        store.find([1, 2, 3], "red")
+        store.find_document([1, 2, 3], "red")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_documents_of_another_model_are_refused(
 ):
     store = RaggedStore(place, describe(tiny_model, **changed))
     with pytest.raises(RestoreKVError, match=message):
-        store.find(prompt(place / "red.rkv", QUESTION, tiny_tokenizer))
+        store.find_document(prompt(place / "red.rkv", QUESTION, tiny_tokenizer))
 
 
 def test_too_small_a_vocabulary_is_refused(place, tiny_model):
@@ -125,7 +125,7 @@ def test_too_small_a_vocabulary_is_refused(place, tiny_model):
 def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tokenizer):
     store = RaggedStore(place, describe(tiny_model))
     ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
-    found = store.find(ids)
+    found = store.find_document(ids)
     (place / "blue.rkv").rename(place / "red.rkv")
     with pytest.raises(CacheFileError, match="was replaced by another document"):
         load_pairs(found.path, found.name)
@@ -133,7 +133,7 @@ def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tok
     content[-40] ^= 1
     (place / "red.rkv").write_bytes(content)
     with pytest.raises(RestoreKVError, match="does not have"):
-        RaggedStore(place, describe(tiny_model)).find(ids)
+        RaggedStore(place, describe(tiny_model)).find_document(ids)
 
 
 @pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
@@ -163,7 +163,7 @@ def test_restore_caches_are_pairs_of_every_head(tiny_model, tiny_tokenizer):
 def test_a_rank_gets_its_heads(tiny_model, tiny_tokenizer):
     small = compress(tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=None)
     whole = gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
-    second = gather_pairs(small.cache, tiny_model, heads_of_rank(1, 2, 2, 1), torch.float32)
+    second = gather_pairs(small.cache, tiny_model, find_heads(1, 2, 2), torch.float32)
     assert second.lengths.equal(whole.lengths[:, 1:])
     first = int(whole.lengths[0, 0])
     assert second.keys[0].equal(whole.keys[0][first:])
@@ -201,7 +201,7 @@ def test_a_bias_is_refused(tiny_model, tiny_tokenizer, tmp_path):
         gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
     store = RaggedStore(tmp_path, describe(tiny_model))
     with pytest.raises(RestoreKVError, match="whose bias"):
-        store.find(prompt(tmp_path / "fitted.rkv", QUESTION, tiny_tokenizer))
+        store.find_document(prompt(tmp_path / "fitted.rkv", QUESTION, tiny_tokenizer))
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_refused(tiny_model, tiny_tokenizer):

@@ -12,7 +12,7 @@ from restorekv import CompressionConfig, compress
 from restorekv.context import CompressedContext
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.vllm import prompt, ragged_config
-from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask
+from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask, without_halves
 from tests.helpers.models import build_model, build_tokenizer
 
 pytest.importorskip("vllm")
@@ -96,11 +96,6 @@ def engine(world: RaggedWorld, documents_memory: int | None = None, **options) -
         os.environ.pop("RESTOREKV_VLLM", None)
 
 
-def trimmed(texts):
-    """Texts without what `ask` and vLLM leave out: a leading space, half a character at the end."""
-    return [text.lstrip().rstrip("\ufffd") for text in texts]
-
-
 def preemptions(llm) -> int:
     return sum(
         int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
@@ -127,7 +122,7 @@ def test_answers_are_those_of_ask_in_one_batch_with_plain_requests(world, plain_
     with engine(world, **MODES[mode]) as llm:
         for _ in range(2):  # cold, then with whatever vLLM kept
             found = answers(llm, [*world.prompts, world.plain])
-            assert trimmed(found[:-1]) == trimmed(world.expected)
+            assert without_halves(found[:-1]) == without_halves(world.expected)
             assert found[-1] == plain_answer
         if mode == "preemption":
             assert preemptions(llm) > 0
@@ -140,10 +135,10 @@ def test_a_pool_that_is_too_small_for_all_serves_all(world):
 
         pool = worker_state.pool()
         found = answers(llm, world.prompts)
-        assert trimmed(found) == trimmed(world.expected)
+        assert without_halves(found) == without_halves(world.expected)
         assert len(pool.tables) < len(DOCUMENTS)
         alone = [answers(llm, [ids])[0] for ids in world.prompts[::4]]
-        assert trimmed(alone) == trimmed(world.expected[::4])
+        assert without_halves(alone) == without_halves(world.expected[::4])
 
 
 def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
@@ -152,7 +147,7 @@ def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
     with engine(world) as llm:
         outputs = ask(llm, [unknown, world.prompts[0], unknown])
         assert [each.finish_reason for each in outputs] == ["error", "length", "error"]
-        assert trimmed([outputs[1].text]) == trimmed(world.expected[:1])
+        assert without_halves([outputs[1].text]) == without_halves(world.expected[:1])
         # A file that goes while vLLM still has the document's blocks.
         path = world.store / "green.rkv"
         place = list(DOCUMENTS).index("green") * len(QUESTIONS)
@@ -163,7 +158,7 @@ def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
         finally:
             (tmp_path / "green.rkv").rename(path)
         again = answers(llm, [world.prompts[place]])
-        assert trimmed(again) == trimmed([world.expected[place]])
+        assert without_halves(again) == without_halves([world.expected[place]])
 
 
 def test_a_document_larger_than_the_pool_ends_its_request(world):
@@ -179,7 +174,7 @@ def test_who_wants_the_prompts_likelihoods_is_refused(world):
     with engine(world) as llm:
         found = ask(llm, [world.prompts[0], unknown, world.plain], prompt_logprobs=1)
         assert [each.finish_reason for each in found] == ["error", "error", "length"]
-        assert trimmed(answers(llm, world.prompts[:1])) == trimmed(world.expected[:1])
+        assert without_halves(answers(llm, world.prompts[:1])) == without_halves(world.expected[:1])
 
 
 def test_without_the_backend_the_connector_refuses(world):

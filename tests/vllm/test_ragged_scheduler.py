@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("vllm")
 
+from restorekv.vllm.document_store import StoredDocument
 from restorekv.vllm.ragged_connector import LoadReport, SchedulerHalf
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
-from restorekv.vllm.ragged_store import RaggedDocument
 
 IDS = tuple(range(PLACEHOLDERS))
-DOCUMENT = RaggedDocument(Path("a.rkv"), "a", IDS, torch.full((2, 2), 40))
+DOCUMENT = StoredDocument(Path("a.rkv"), "a", IDS, lengths=torch.full((2, 2), 40))
 
 
 class OneDocument:
@@ -25,7 +25,7 @@ class OneDocument:
     def scan(self):
         return False
 
-    def find(self, ids, wanted=None):
+    def find_document(self, ids, wanted=None):
         return DOCUMENT
 
 

@@ -15,7 +15,8 @@ from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import KIND, load_portable
 from restorekv.vllm import prompt, transfer_config
-from restorekv.vllm.store import Expected, PortableStore, find_heads
+from restorekv.vllm.document_store import EngineModel, find_heads
+from restorekv.vllm.portable_store import PortableStore
 from tests.helpers.models import VOCABULARY, build_model
 from tests.helpers.portables import QUESTION, TEXTS, portable_of
 
@@ -28,7 +29,7 @@ def expected_for(model, **more):
         "head_dim": shape.head_dim,
         "vocabulary": VOCABULARY,
     }
-    return Expected(
+    return EngineModel(
         **{**facts, "rope": get_rope_settings(model.config), "dtype": "float32", **more}
     )
 
@@ -95,7 +96,7 @@ def test_files_may_come_go_and_change(place):
     raw = (folder / "red.safetensors").read_bytes()
     for path in folder.glob("*.safetensors"):
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    fresh = PortableStore(folder, store.expected)
+    fresh = PortableStore(folder, store.model)
     # Which says what is wrong with it.
     with pytest.raises(RestoreKVError, match=r"does not have\. .*red.safetensors"):
         fresh.find_document(asked[0])
@@ -118,7 +119,7 @@ def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
     folder, documents, _, tokenizer = place
     expected = expected_for(tiny_model, **facts)
     with pytest.raises(CacheFileError, match=what):
-        expected.check(documents[0], folder / "red.safetensors")
+        expected.check(documents[0].manifest, folder / "red.safetensors", documents[0].vocabulary)
     store = PortableStore(folder, expected)
     store.scan()
     with pytest.raises(RestoreKVError, match=f"red.safetensors was made .*{what}"):
@@ -183,10 +184,7 @@ def test_tensor_parallel_ranks_take_their_heads(heads, ranks, held):
     """As vLLM spreads them: in blocks, and with more ranks than heads each head to neighboring
     ranks.
     """
-    own = max(heads // ranks, 1)
-    assert [
-        list(range(heads))[find_heads(rank, ranks, heads, own)] for rank in range(ranks)
-    ] == held
+    assert [list(range(heads))[find_heads(rank, ranks, heads)] for rank in range(ranks)] == held
 
 
 def test_memory_is_bounded(place):
@@ -201,7 +199,7 @@ def test_the_configuration_of_vllm(tmp_path):
     config = transfer_config(tmp_path, memory=5)
     assert config["kv_connector_extra_config"] == {"store": str(tmp_path), "memory": 5}
     assert config["kv_load_failure_policy"] == "fail"
-    with pytest.raises(RestoreKVError, match="is no folder"):
+    with pytest.raises(RestoreKVError, match="is not a folder"):
         PortableStore(tmp_path / "nowhere", expected_for(build_model("llama")))
 
 

@@ -19,7 +19,8 @@ from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.serve.engine import AwayError
 from restorekv.storage.portable import MARK, make_mark
 from restorekv.vllm import transfer_config
-from restorekv.vllm.store import PortableStore
+from restorekv.vllm.document_store import EngineModel
+from restorekv.vllm.portable_store import PortableStore
 
 ENDED = "vLLM ended the request with an error; its log says why"
 
@@ -159,9 +160,8 @@ class InProcessVllm:
 
     def _explain_failure(self, ids: Sequence[int]) -> str:
         """Return why the document that a prompt asks could not be loaded."""
-        make_expected = import_module("restorekv.vllm.connector").make_expected
-        expected = make_expected(self.llm.vllm_config, self.fingerprint)
-        store = PortableStore(self.store, expected)
+        model = EngineModel.from_vllm(self.llm.vllm_config, self.fingerprint)
+        store = PortableStore(self.store, model)
         try:
             document = store.find_document(ids)
             if document:

@@ -10,7 +10,6 @@ One that cannot be loaded is promised and reported as not loaded, which ends tha
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
@@ -29,14 +27,10 @@ from vllm.distributed.parallel_state import (
 )
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.rope import get_rope_settings
-from restorekv.vllm.store import (
-    MEMORY,
-    Expected,
-    PortableDocument,
-    PortableStore,
-    find_heads,
-)
+from restorekv.vllm.connector_base import DocumentConnector, get_options, require_store
+from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
+from restorekv.vllm.portable_store import MEMORY, PortableStore
+from restorekv.vllm.worker_state import LAYER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,8 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-LOG = logging.getLogger("vllm.restorekv")
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+log = logging.getLogger("vllm.restorekv")
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class Load:
     """
 
     request: str
-    document: PortableDocument | None
+    document: StoredDocument | None
     problem: str
     first: int
     end: int
@@ -85,7 +78,7 @@ class Loads(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
 
 
-class RestoreKVConnector(KVConnectorBase_V1):
+class RestoreKVConnector(DocumentConnector):
     """vLLM's KV connector for compressed documents.
 
     Options in kv_connector_extra_config: `store`, a folder; `fingerprint` of the weights that
@@ -96,28 +89,25 @@ class RestoreKVConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if "store" not in options:
-            raise RestoreKVError(
-                "kv_connector_extra_config lacks `store`, the folder of portable documents."
-            )
-        expected = make_expected(vllm_config, options.get("fingerprint"))
+        options = get_options(vllm_config)
+        folder = require_store(options, "portable documents")
+        model = EngineModel.from_vllm(vllm_config, options.get("fingerprint"))
         parallel = vllm_config.parallel_config
         if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
             raise RestoreKVError(
                 "Documents cannot be spread over context parallel ranks; use tensor parallel ones."
             )
-        self.store = PortableStore(options["store"], expected, int(options.get("memory", MEMORY)))
+        self.store = PortableStore(folder, model, int(options.get("memory", MEMORY)))
         if role == KVConnectorRole.SCHEDULER:
             self.store.scan()
-            for _, document in self.store.documents.values():
+            for document in self.store.documents:
                 if document.problem:
-                    LOG.warning("A file of the store is not served: %s", document.problem)
+                    log.warning("A file of the store is not served: %s", document.problem)
         self.block_size = vllm_config.cache_config.block_size
         # The scheduler's, all by request but the last.
-        self.matched: dict[str, tuple[PortableDocument | None, str]] = {}
+        self.matched: dict[str, tuple[StoredDocument | None, str]] = {}
         self.pending: dict[str, Load] = {}
-        self.awaited: dict[str, PortableDocument] = {}  # what workers read for the first time
+        self.awaited: dict[str, StoredDocument] = {}  # what workers read for the first time
         self.loaded: set[str] = set()  # names of documents that workers have read
         # The worker's.
         self.failed: set[int] = set()  # blocks
@@ -167,7 +157,7 @@ class RestoreKVConnector(KVConnectorBase_V1):
         if document and beside:
             self.awaited[request.request_id] = document
 
-    def _is_unread(self, document: PortableDocument | None) -> bool:
+    def _is_unread(self, document: StoredDocument | None) -> bool:
         """Return whether the workers have yet to read a document."""
         return document is not None and document.name not in self.loaded
 
@@ -195,7 +185,9 @@ class RestoreKVConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Write this step's documents into vLLM's cache; begin those that requests wait for."""
-        loads = self._get_connector_metadata().loads
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Loads)
+        loads = metadata.loads
         layers = find_attention_layers(forward_context) if loads else {}
         for load in loads:
             if load.beside:
@@ -219,7 +211,7 @@ class RestoreKVConnector(KVConnectorBase_V1):
                 write_pairs(load, keys, values, layers, self.block_size)
         # All of them: in a thread one would be lost, and the request would wait for ever.
         except Exception as error:
-            LOG.error(
+            log.error(
                 "Request %s ends: %s",
                 load.request,
                 error,
@@ -244,31 +236,6 @@ class RestoreKVConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         """End the thread that reads."""
         self.reader.shutdown(cancel_futures=True)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: what this step reads is there when start_load_kv returns."""
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: documents are made by restorekv, never by vLLM."""
-
-    def wait_for_save(self) -> None:
-        """Do nothing; see save_kv_layer."""
-
-
-def make_expected(vllm_config: VllmConfig, fingerprint: str | None) -> Expected:
-    """Return what documents for the engine's model must be like."""
-    model = vllm_config.model_config
-    config = model.hf_text_config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return Expected(
-        layers=config.num_hidden_layers,
-        heads=heads,
-        head_dim=model.get_head_size(),
-        rope=get_rope_settings(config),
-        dtype=str(model.dtype).removeprefix("torch."),
-        vocabulary=config.vocab_size,
-        fingerprint=fingerprint,
-    )
 
 
 def find_attention_layers(forward_context: ForwardContext) -> dict[int, Any]:
@@ -328,7 +295,7 @@ def write_pairs(
     slots = blocks * block_size + positions % block_size
     for number, layer in layers.items():
         pages = find_pages(layer)
-        heads = find_heads(rank, ranks, keys.shape[1], layer.num_kv_heads)
+        heads = find_heads(rank, ranks, keys.shape[1])
         # vLLM wants (tokens, heads, D).
         own_keys = keys[number, heads, load.first : load.end].transpose(0, 1).contiguous()
         own_values = values[number, heads, load.first : load.end].transpose(0, 1).contiguous()

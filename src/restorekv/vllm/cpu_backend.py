@@ -36,25 +36,17 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.refuse_special_attention(
-            sinks=self.sinks,
-            a_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            a_sliding_window=self.sliding_window != -1,
-        )
         config = get_current_vllm_config()
-        self.dtype = config.model_config.dtype
-        self.page_size = worker_state.page_size(config)
-        self.page_isa = _get_attn_isa(self.dtype, self.page_size, self.head_size)
-        # Before vLLM measures what is free for its own pool.
-        worker_state.reserve_pool(
-            config=config,
-            page_size=self.page_size,
-            head_dim=self.head_size,
-            dtype=self.dtype,
-            device=torch.device("cpu"),
-            writer=self._write_pages,
+        self.page_isa = _get_attn_isa(
+            config.model_config.dtype, worker_state.page_size(config), self.head_size
         )
+        special = {
+            "sinks": self.sinks is not None,
+            "a soft cap": bool(self.logits_soft_cap),
+            "ALiBi slopes": self.alibi_slopes is not None,
+            "a sliding window": self.sliding_window != -1,
+        }
+        self.reserve_documents(config, torch.device("cpu"), self._write_pages, special)
 
     def attend_tail(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -49,12 +49,9 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.refuse_special_attention(
-            sinks=self.sinks,
-            a_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            a_sliding_window=self.sliding_window != (-1, -1),
-        )
+        config = get_current_vllm_config()
+        if not worker_state.serves_documents(config):
+            return
         if self.vllm_flash_attn_version not in KNOWN_VERSIONS:
             raise RestoreKVError(
                 f"Documents need FlashAttention 2 or 3, and vLLM chose version "
@@ -66,16 +63,14 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
                 "Documents on a GPU need a KV cache in the model's dtype; leave --kv-cache-dtype "
                 "at auto."
             )
-        config = get_current_vllm_config()
-        # Before vLLM measures what is free for its own pool.
-        worker_state.reserve_pool(
-            config=config,
-            page_size=worker_state.page_size(config),
-            head_dim=self.head_size,
-            dtype=config.model_config.dtype,
-            device=torch.device("cuda", torch.cuda.current_device()),
-            writer=write_pages,
-        )
+        special = {
+            "sinks": self.sinks is not None,
+            "a soft cap": bool(self.logits_soft_cap),
+            "ALiBi slopes": self.alibi_slopes is not None,
+            "a sliding window": self.sliding_window != (-1, -1),
+        }
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.reserve_documents(config, device, write_pages, special)
 
     def attend_tail(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences
@@ -90,7 +85,7 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
     ) -> tuple[Tensor, Tensor]:
         """Run FlashAttention over pages (P, H, page_size, 2 * D)."""
         keys, values = pages.transpose(1, 2).split(self.head_size, dim=-1)
-        output, lse = flash_attn_varlen_func(
+        output, lse = fa_utils.flash_attn_varlen_func(
             q=queries,
             k=keys,
             v=values,

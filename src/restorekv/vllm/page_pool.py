@@ -40,8 +40,13 @@ class DocumentPairs:
 
 
 def count_pages(lengths: Tensor, page_size: int) -> int:
-    """Return the pages for heads with `lengths` pairs; an empty head takes one page, too."""
-    return int((-(-lengths // page_size)).clamp(min=1).sum())
+    """Return the pages for all heads, which have `lengths` pairs."""
+    return int(count_pages_of_heads(lengths, page_size).sum())
+
+
+def count_pages_of_heads(lengths: Tensor, page_size: int) -> Tensor:
+    """Return the pages of every head; an empty one takes a page, too."""
+    return (-(-lengths // page_size)).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class PagePool:
         for keys, values, counts in zip(
             document.keys, document.values, document.lengths, strict=True
         ):
-            page_counts = (-(-counts // self.page_size)).clamp(min=1).tolist()
+            page_counts = count_pages_of_heads(counts, self.page_size).tolist()
             table = torch.empty(len(page_counts), max(page_counts), dtype=torch.int32)
             slots = []
             for head, (pairs, page_count) in enumerate(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
-from restorekv.vllm.page_pool import PageTable
+from restorekv.vllm.page_pool import PageTable, PageWriter
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.step_rows import (
     find_document_rows,
@@ -75,22 +75,34 @@ class RaggedAttention:
     num_kv_heads: int
     head_size: int
 
-    def refuse_special_attention(self, **settings: object) -> None:
-        """Raise RestoreKVError for attention that is more than a softmax over all pairs.
+    def reserve_documents(
+        self, config: Any, device: torch.device, writer: PageWriter, special: Mapping[str, bool]
+    ) -> None:
+        """Reserve the documents' pool, before vLLM measures what is free for its own.
+
+        Without the connector of documents, do nothing: the layer then is vLLM's own.
 
         Args:
-            settings: of the layer, by name; one that is None, 0 or False is not used.
+            config: vLLM's.
+            device: of the attention.
+            writer: puts pairs into pages.
+            special: whether the layer has what makes attention more than a softmax over all
+                pairs, by name.
+
+        Raises:
+            RestoreKVError: the layer has something of that.
         """
-        for name, value in settings.items():
-            if value is not None and value is not False and not isinstance(value, Tensor):
-                used = value != 0
-            else:
-                used = isinstance(value, Tensor)
-            if used:
-                raise RestoreKVError(
-                    f"The model's attention has {name.replace('_', ' ')}, with which documents "
-                    "are not served; unset RESTOREKV_VLLM to serve the model without documents."
-                )
+        if not worker_state.serves_documents(config):
+            return
+        refuse_special_attention(special)
+        worker_state.reserve_pool(
+            config=config,
+            page_size=worker_state.page_size(config),
+            head_dim=self.head_size,
+            dtype=config.model_config.dtype,
+            device=device,
+            writer=writer,
+        )
 
     @abstractmethod
     def attend_tail(
@@ -249,6 +261,16 @@ class RaggedAttention:
             if empty is not None:
                 lse[first:end][empty.repeat_interleave(count)] = -torch.inf
             first = end
+
+
+def refuse_special_attention(special: Mapping[str, bool]) -> None:
+    """Raise RestoreKVError if attention has something `special`, by name."""
+    for name, used in special.items():
+        if used:
+            raise RestoreKVError(
+                f"The model's attention has {name}, with which documents are not served; unset "
+                "RESTOREKV_VLLM to serve the model without documents."
+            )
 
 
 def _starts(counts: list[int], device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ vLLM's own pool nothing is written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -29,8 +28,10 @@ from vllm.distributed.parallel_state import (
 )
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.rope import get_rope_settings, shift_keys
+from restorekv.model.rope import shift_keys
 from restorekv.vllm import worker_state
+from restorekv.vllm.connector_base import DocumentConnector, get_options, require_store
+from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import DocumentPairs, PoolLedger, Residency
 from restorekv.vllm.ragged_documents import (
     PLACEHOLDERS,
@@ -38,13 +39,7 @@ from restorekv.vllm.ragged_documents import (
     gather_pairs,
     load_pairs,
 )
-from restorekv.vllm.ragged_store import (
-    EngineModel,
-    RaggedDocument,
-    RaggedStore,
-    heads_of_rank,
-    pages_of_largest_rank,
-)
+from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,7 +92,7 @@ class LoadReport(KVConnectorWorkerMetadata):
         return LoadReport(loaded, {**other.failed, **self.failed})
 
 
-class RaggedConnector(KVConnectorBase_V1):
+class RaggedConnector(DocumentConnector):
     """Options in kv_connector_extra_config.
 
     store: a folder of .rkv files; fingerprint: of the weights that they must have been made with;
@@ -108,17 +103,14 @@ class RaggedConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if "store" not in options:
-            raise RestoreKVError(
-                "kv_connector_extra_config lacks `store`, the folder of .rkv files."
-            )
+        options = get_options(vllm_config)
+        folder = require_store(options, ".rkv files")
         refuse_unsupported(vllm_config, kv_cache_config)
-        model = describe_model(vllm_config, options.get("fingerprint"))
+        model = EngineModel.from_vllm(vllm_config, options.get("fingerprint"))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, RaggedStore(options["store"], model))
+            self._scheduler = SchedulerHalf(vllm_config, RaggedStore(folder, model))
         else:
             self._worker = WorkerHalf(vllm_config, model)
 
@@ -184,15 +176,6 @@ class RaggedConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: loads begin when the step's orders arrive."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled when its document is in the pool."""
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: documents are made by restorekv, never by vLLM."""
-
-    def wait_for_save(self) -> None:
-        """Do nothing, as `save_kv_layer`."""
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         """Report no request: none is loaded into vLLM's own pool."""
         return None, None
@@ -216,14 +199,14 @@ class SchedulerHalf:
             if document.problem:
                 log.warning("A file of the store is not served: %s", document.problem)
         self.page_size = worker_state.page_size(config)
-        pages = worker_state.count_pages(
+        pages = worker_state.fit_pages(
             worker_state.documents_memory(config),
             self.page_size,
             store.model.head_dim,
             config.model_config.dtype,
         )
         self.ledger = PoolLedger(pages)
-        self.asked: dict[str, RaggedDocument] = {}  # by request
+        self.asked: dict[str, StoredDocument] = {}  # by request
         self.problems: dict[str, str] = {}  # by request: why it ends
         self.prompt_lengths: dict[str, int] = {}  # of requests with a problem
         self.first_blocks: dict[str, int] = {}  # by request
@@ -242,7 +225,7 @@ class SchedulerHalf:
             computed: tokens that vLLM's prefix cache has.
         """
         name = request.request_id
-        ids = list(request.prompt_token_ids or ())
+        ids: list[int] = list(request.prompt_token_ids or ())
         if name not in self.asked and name not in self.problems:
             self._find(request, ids)
         document = self.asked.get(name)
@@ -260,7 +243,7 @@ class SchedulerHalf:
         """Note the document that a new request asks, or why it cannot ask it."""
         wanted = (request.kv_transfer_params or {}).get("document")
         try:
-            document = self.store.find(ids, wanted)
+            document = self.store.find_document(ids, wanted)
         except RestoreKVError as error:
             self._give_up(request.request_id, str(error))
             return
@@ -275,7 +258,7 @@ class SchedulerHalf:
             return
         self.asked[request.request_id] = document
 
-    def _hold(self, request: str, document: RaggedDocument) -> bool:
+    def _hold(self, request: str, document: StoredDocument) -> bool:
         """Pin a request's document; return whether the request need not wait."""
         self.paths[document.name] = document.path
         pages = self.page_counts.get(document.name)
@@ -299,7 +282,7 @@ class SchedulerHalf:
         self.asked.pop(request, None)
         self.problems[request] = problem
 
-    def note_blocks(self, request: str, blocks: tuple[int, ...], external: int) -> None:
+    def note_blocks(self, request: str, blocks: Sequence[int], external: int) -> None:
         """Note where a request's tokens lie, of which `external` were promised by `match`."""
         if request in self.asked:
             self.first_blocks[request] = blocks[0]
@@ -358,7 +341,8 @@ class WorkerHalf:
         if not worker_state.has_pool():
             raise RestoreKVError(
                 "vLLM runs without restorekv's attention backend, which documents need; set the "
-                "environment variable RESTOREKV_VLLM=1 before vLLM starts."
+                "environment variable RESTOREKV_VLLM=1 before vLLM starts, and give it no other "
+                "connector than RaggedConnector."
             )
         self.model = model
         self.dtype = config.model_config.dtype
@@ -367,8 +351,7 @@ class WorkerHalf:
         shift_keys(self.rope_model, torch.zeros(1, model.head_dim), 1)
         rank = get_tensor_model_parallel_rank()
         ranks = get_tensor_model_parallel_world_size()
-        own = max(model.heads // ranks, 1)
-        self.heads = heads_of_rank(rank, ranks, model.heads, own)
+        self.heads = find_heads(rank, ranks, model.heads)
         self.reader = ThreadPoolExecutor(1, "restorekv-reader")
         self.reading: dict[str, tuple[int, Future[DocumentPairs]]] = {}  # with the load's number
         self.bad_blocks: set[int] = set()
@@ -393,7 +376,7 @@ class WorkerHalf:
     def _read(self, name: str, path: Path) -> DocumentPairs:
         """Read and check a document's file, in the thread."""
         file, cache = load_pairs(path, name)
-        self.model.check(file)
+        self.model.check(file.manifest, path)
         return gather_pairs(cache, self.rope_model, self.heads, self.dtype)
 
     def report_loads(self) -> LoadReport | None:
@@ -422,24 +405,11 @@ class WorkerHalf:
         self.reader.shutdown(cancel_futures=True)
 
 
-def describe_model(config: VllmConfig, fingerprint: str | None) -> EngineModel:
-    """Return what documents for the engine's model must be like."""
-    model = config.model_config
-    text = model.hf_text_config
-    return EngineModel(
-        layers=text.num_hidden_layers,
-        heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=model.get_head_size(),
-        rope=get_rope_settings(text),
-        vocabulary=text.vocab_size,
-        fingerprint=fingerprint,
-    )
-
-
 def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Raise RestoreKVError for engines whose attention over documents is not known to be right."""
     parallel = config.parallel_config
     block_size = config.cache_config.block_size
+    assert config.kv_transfer_config is not None
     failure_policy = config.kv_transfer_config.kv_load_failure_policy
     reasons = {
         f"the kv_load_failure_policy {failure_policy!r} instead of 'fail'": (

@@ -62,11 +62,10 @@ def identify(file: CacheFile) -> RaggedIdentity:
         sha256.update(name.encode())
         sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     contents = make_placeholders(sha256.digest(), PLACEHOLDERS - MARK, LARGEST_ID)
-    cache = file.cache()
     return RaggedIdentity(
         name=sha256.hexdigest()[:16],
         ids=tuple(make_mark() + contents),
-        lengths=cache.lengths + cache.restore_length,
+        lengths=file.tensors["offsets"].diff() + file.manifest.restore_tokens,
     )
 
 

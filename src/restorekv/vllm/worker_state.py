@@ -21,6 +21,12 @@ _step: Mapping[int, str] = {}
 _numbers: dict[str, int] = {}
 
 
+def serves_documents(config: Any) -> bool:
+    """Whether vLLM was started with the connector that fills the pool."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == "RaggedConnector"
+
+
 def documents_memory(config: Any) -> int:
     """Return the bytes of documents that a worker may hold."""
     transfer = config.kv_transfer_config
@@ -33,7 +39,7 @@ def page_size(config: Any) -> int:
     return 32 if config.device_config.device_type == "cpu" else 16
 
 
-def count_pages(memory: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+def fit_pages(memory: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many pages fit into `memory` bytes."""
     return memory // (page_size * 2 * head_dim * dtype.itemsize)
 
@@ -59,7 +65,7 @@ def reserve_pool(
     pool = _pools.get(config.instance_id)
     if pool is None:
         forget_pools()
-        pages = count_pages(documents_memory(config), page_size, head_dim, dtype)
+        pages = fit_pages(documents_memory(config), page_size, head_dim, dtype)
         pool = PagePool(pages, page_size, head_dim, dtype, device, writer)
         _pools[config.instance_id] = pool
     return pool

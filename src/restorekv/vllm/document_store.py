@@ -1,0 +1,222 @@
+"""Documents of a folder, and which of them a prompt asks; needs no vLLM.
+
+Both kinds of documents are found alike: a prompt begins with a mark and with placeholders that
+follow from a document's contents. What files there are and how one is read is said by a store of
+the kind: `PortableStore`, `RaggedStore`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.model.rope import get_rope_settings
+from restorekv.storage.cache_file import Manifest
+from restorekv.storage.portable import MARK
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """What a document must have been made for to fit the engine's model.
+
+    Args:
+        layers: of the model.
+        heads: KV heads of a layer.
+        head_dim: of a head.
+        rope: the model's RoPE.
+        dtype: the engine's, to which keys and values are cast.
+        vocabulary: how many token ids there are.
+        fingerprint: of the weights; None fits any.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    rope: Mapping[str, Any]
+    dtype: str
+    vocabulary: int
+    fingerprint: str | None = None
+
+    @classmethod
+    def from_vllm(cls, config: VllmConfig, fingerprint: str | None) -> EngineModel:
+        """Return what documents for an engine's model must be like."""
+        model = config.model_config
+        text = model.hf_text_config
+        return cls(
+            layers=text.num_hidden_layers,
+            heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            head_dim=model.get_head_size(),
+            rope=get_rope_settings(text),
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocabulary=text.vocab_size,
+            fingerprint=fingerprint,
+        )
+
+    def check(self, manifest: Manifest, path: Path, vocabulary: int | None = None) -> None:
+        """Refuse a document of another model.
+
+        Args:
+            manifest: of the document.
+            path: its file, for the error.
+            vocabulary: from which its placeholders were drawn; None if they fit every model.
+
+        Raises:
+            CacheFileError: the document was made for something else.
+        """
+        found = {
+            "rope": manifest.rope,
+            "layers": manifest.shape["layers"],
+            "heads": manifest.shape["heads"],
+            "head_dim": manifest.shape["head_dim"],
+        }
+        for name, value in found.items():
+            needed = getattr(self, name)
+            if value != needed:
+                raise CacheFileError(
+                    f"{path} was made for {name} {value}, the engine's model has {needed}."
+                )
+        if vocabulary is not None and vocabulary != self.vocabulary:
+            raise CacheFileError(
+                f"{path} was made for {vocabulary} token ids, not {self.vocabulary}."
+            )
+        if self.fingerprint not in (None, manifest.fingerprint):
+            raise CacheFileError(
+                f"{path} was made with other weights ({manifest.fingerprint}, {manifest.model})."
+            )
+
+
+@dataclass(frozen=True)
+class StoredDocument:
+    """A file of a store; one that cannot be read has nothing but a problem.
+
+    Args:
+        path: where it is.
+        name: a hash of its contents.
+        ids: the placeholders that stand for it.
+        problem: why the file is not served.
+        lengths: (L, H), pairs of every head, if heads may differ in length.
+    """
+
+    path: Path
+    name: str = ""
+    ids: tuple[int, ...] = ()
+    problem: str = ""
+    lengths: Tensor | None = None
+
+
+class DocumentStore(ABC):
+    """Files of a folder.
+
+    A new file is found when a prompt first asks it; damaged ones are never served.
+
+    Args:
+        folder: where the files are.
+        model: what they must have been made for.
+        mark: the MARK ids with which placeholders begin.
+    """
+
+    pattern: ClassVar[str]  # of the files' names
+    contents: ClassVar[str]  # what people put into the folder
+
+    def __init__(self, folder: str | Path, model: EngineModel, mark: list[int]) -> None:
+        self.folder = Path(folder)
+        self.model = model
+        self.marks = [mark]
+        if not self.folder.is_dir():
+            raise RestoreKVError(
+                f"The store {folder} is not a folder; make it and put {self.contents} there."
+            )
+        # By path, with the time of the file's last change.
+        self._files: dict[Path, tuple[int, StoredDocument]] = {}
+
+    @abstractmethod
+    def _read_document(self, path: Path) -> StoredDocument:
+        """Read and check a file."""
+
+    @property
+    def documents(self) -> list[StoredDocument]:
+        """Every file that was found so far, those that are served first."""
+        found = [document for _, document in self._files.values()]
+        return sorted(found, key=lambda document: bool(document.problem))
+
+    def find_document(self, ids: Sequence[int], wanted: str | None = None) -> StoredDocument | None:
+        """Return the document that a prompt asks, or None for a prompt that asks none.
+
+        Args:
+            ids: of the prompt.
+            wanted: the document's name or its file's name, if the request gives one as well.
+
+        Raises:
+            RestoreKVError: the placeholders are of no document here, of one that does not fit, or
+                of another than `wanted`, or no question follows them.
+        """
+        if list(ids[:MARK]) not in self.marks:
+            if wanted:
+                raise RestoreKVError(
+                    f"The prompt does not begin with placeholders of the document {wanted}."
+                )
+            return None
+        document = self._match(ids)
+        if document is None and self.scan():
+            document = self._match(ids)
+        if document is None:
+            sentences = [
+                "The prompt begins with placeholders of a document that the store does not have."
+            ]
+            for each in self.documents:
+                if not each.ids and each.path.exists():
+                    sentences.append(each.problem)
+            raise RestoreKVError(" ".join(sentences))
+        if document.problem:
+            raise RestoreKVError(document.problem)
+        path = document.path
+        if wanted and wanted not in (document.name, path.stem, path.name):
+            raise RestoreKVError(
+                f"The prompt begins with placeholders of {path.name}, not of {wanted}."
+            )
+        if len(ids) <= len(document.ids):
+            raise RestoreKVError(f"The prompt has placeholders of {path.name} and no question.")
+        return document
+
+    def _match(self, ids: Sequence[int]) -> StoredDocument | None:
+        """Return the known document with these placeholders, if its file is still there.
+
+        Of several, one that can be served comes first.
+        """
+        for document in self.documents:
+            own = document.ids
+            if own and tuple(ids[: len(own)]) == own and document.path.exists():
+                return document
+        return None
+
+    def scan(self) -> bool:
+        """Read files that are new or changed; return whether there were any."""
+        has_news = False
+        for path in sorted(self.folder.glob(self.pattern)):
+            with suppress(OSError):  # it was moved away just now, or is a circle of links
+                changed = path.stat().st_mtime_ns
+                known, _ = self._files.get(path, (None, None))
+                if known != changed:
+                    has_news = True
+                    self._files[path] = (changed, self._read_document(path))
+        return has_news
+
+
+def find_heads(rank: int, ranks: int, heads: int) -> slice:
+    """Return the KV heads that a tensor parallel rank holds.
+
+    Of more ranks than heads, neighbors share one.
+    """
+    own = max(heads // ranks, 1)
+    first = rank * heads // ranks
+    return slice(first, first + own)
