@@ -48,7 +48,7 @@ from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
 from restorekv.train.examples import Example
-from restorekv.train.loss import compute_hidden_divergence, run_answers
+from restorekv.train.loss import compute_hidden_divergence, compute_state_distance, run_answers
 from restorekv.train.teacher import Teacher, TeacherTarget
 
 WORDING = "Question: {question}\nAnswer:"
@@ -59,6 +59,7 @@ MADE = 8
 RATIOS = (0.5, 0.3, 0.1, 0.05)  # that are measured
 ANSWER_TOKENS = 96
 LOOP = 16
+SMALL_LOSS = 1e-3  # added before a logarithm: what is that close to the full cache is good enough
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Variant:
     ratio_min: float = 0.025
     ratio_max: float = 0.6
     ratio_weight: float = 0.0
+    relative: bool = False  # minimize the logarithm of a step's loss: all ratios weigh the same
+    hidden_weight: float = 0.0  # of the distance of the last hidden states
     shift_from: float = 0.0  # above this ratio a learned vector is added to the embeddings
     means: bool = False  # add the mean of a chunk's embeddings to each restore token
     made: bool = True  # train on made documents too
@@ -85,8 +88,10 @@ VARIANTS = {
     FIRST: Variant(),
     "ratios to .25": Variant(ratio_max=0.25),
     "weight 1": Variant(ratio_weight=1.0),
+    "relative": Variant(relative=True),
+    "hidden": Variant(hidden_weight=0.5),
     "shift": Variant(shift_from=0.1),
-    "shift, weight 1": Variant(shift_from=0.1, ratio_weight=1.0),
+    "shift, relative": Variant(shift_from=0.1, relative=True),
     "lr 1e-3": Variant(lr=1e-3),
     "lr 2e-4": Variant(lr=2e-4),
     "2 questions": Variant(questions=2),
@@ -96,6 +101,7 @@ VARIANTS = {
     "scratch, n 8": Variant(init=False, lr=1e-3, restore_tokens=8),
     "scratch, n 16": Variant(init=False, lr=1e-3, restore_tokens=16),
     "scratch, n 2": Variant(init=False, lr=1e-3, restore_tokens=2),
+    "scratch, means": Variant(init=False, lr=1e-3, means=True),
     "scratch, rank 32": Variant(init=False, lr=1e-3, rank=32),
     "scratch, rank 8": Variant(init=False, lr=1e-3, rank=8),
 }
@@ -183,17 +189,23 @@ class Bench:
         targets: list[TeacherTarget],
         ratio: float,
         restorer: Restorer | None,
+        hidden_weight: float = 0.0,
     ) -> Tensor:
-        """Return the divergence at every answer token."""
+        """Return the divergence at every answer token, and a weight times the relative distance of
+        the last hidden states.
+        """
         if restorer is not None:
             prepared = restorer.restore_context(prepared, ratio)
         cache = prepared.evict(f"{ratio:.6f}")
         output = run_answers(
             self.model, cache, [t.ids for t in targets], [t.answer for t in targets]
         )
-        return compute_hidden_divergence(
-            self.model, torch.cat([t.hidden for t in targets]), output.hidden
-        )
+        expected = torch.cat([t.hidden for t in targets])
+        losses = compute_hidden_divergence(self.model, expected, output.hidden)
+        if hidden_weight:
+            distances = compute_state_distance(expected[None], output.hidden[None])
+            losses = losses + hidden_weight * distances
+        return losses
 
     @torch.no_grad()
     def measure_divergence(self, restorer: Restorer | None) -> list[dict]:
@@ -287,9 +299,13 @@ def train_variant(
         prepared, targets = bench.load_case(cases[order.pop()])
         targets = rng.sample(targets, min(variant.questions, len(targets)))
         ratio = math.exp(rng.uniform(math.log(variant.ratio_min), math.log(variant.ratio_max)))
-        loss = bench.compute_losses(prepared, targets, ratio, restorer).mean()
+        losses = bench.compute_losses(prepared, targets, ratio, restorer, variant.hidden_weight)
+        loss = losses.mean()
         if loss.requires_grad:
-            (loss * (ratio / variant.ratio_max) ** variant.ratio_weight).backward()
+            weighted = loss * (ratio / variant.ratio_max) ** variant.ratio_weight
+            if variant.relative:
+                weighted = (loss + SMALL_LOSS).log()
+            weighted.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         done = (step - warmup) / (steps - warmup)
         rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
