@@ -247,7 +247,7 @@ def make_random_context(
     for _ in range(shape.layers):
         restore_cache.append((draw_states(restore_tokens), draw_states(restore_tokens)))
     prepared = ScoredContext(
-        model, context, full, scores, replace(conventions, restore_from="full")
+        model, context, full, scores, config=replace(conventions, restore_from="full")
     )
     return replace(prepared, restore_tokens=restore_tokens, restore_cache=tuple(restore_cache))
 

@@ -220,7 +220,7 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
     phases("score")
     scores = evictor.score(model, tokenizer, context, full)
     prepared = ScoredContext(
-        model, context, full, scores, CompressionConfig(on_small_budget="fewer")
+        model, context, full, scores, config=CompressionConfig(on_small_budget="fewer")
     )
     phases("restore")
     prepared = prepared.with_restore_cache(adapter)

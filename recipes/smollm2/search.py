@@ -173,7 +173,7 @@ class Bench:
             full.update(tensors[f"keys.{index}"].float(), tensors[f"values.{index}"].float(), index)
         context = make_context(self.tokenizer, case.text)
         conventions = Eviction.make("kvzip", on_small_budget="fewer").config
-        prepared = ScoredContext(self.model, context, full, tensors["scores"], conventions)
+        prepared = ScoredContext(self.model, context, full, tensors["scores"], config=conventions)
         count = sum(name.startswith("ids.") for name in tensors)
         targets = [
             TeacherTarget(

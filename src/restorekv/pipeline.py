@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def compress(
     )
     if loaded:
         budget = budget.reserve(loaded.restore_tokens)
-        compressor = replace(compressor, adapter=loaded)
+        compressor = compressor.with_adapter(loaded)
     compressor = compressor.specialize(parsed, budget)
 
     with torch.no_grad():

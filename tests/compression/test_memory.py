@@ -78,7 +78,11 @@ def scored(policy):
     for layer in range(4):
         full.update(torch.ones(1, 2, 500_003, 1), torch.ones(1, 2, 500_003, 1), layer)
     return ScoredContext(
-        None, context, full, torch.rand(4, 2, 500_000), CompressionConfig(prefix_policy=policy)
+        None,
+        context,
+        full,
+        torch.rand(4, 2, 500_000),
+        config=CompressionConfig(prefix_policy=policy),
     )
 
 
@@ -99,7 +103,15 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
     budget = prepared.config.make_budget("0.05", prepared.context, 4, 2)
     for ending, expected in ((False, SCORES["streaming"]), (True, last)):
         stream = Stream(
-            StreamedContext(None, None, prepared.context, None, prepared.config, 1), budget
+            StreamedContext(
+                None,
+                prepared.context,
+                tokenizer=None,
+                evictor=None,
+                config=prepared.config,
+                streaming=1,
+            ),
+            budget,
         )
         stream.scores = torch.rand(4, 2, 500_003)
         held = Held(stream.scores)

@@ -14,7 +14,7 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.streaming import Stream, StreamedContext, split_context
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context
@@ -66,7 +66,13 @@ def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=N
     )
     made = Stream(
         StreamedContext(
-            model, tokenizer, context, evictors.make_evictor(evictor), rules, chunk, adapter
+            model,
+            context,
+            tokenizer=tokenizer,
+            evictor=evictors.make_evictor(evictor),
+            config=rules,
+            streaming=chunk,
+            adapter=adapter,
         ),
         budget,
     )
@@ -290,6 +296,22 @@ def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
                 ours.restore_values, theirs.restore_values, rtol=1e-6, atol=1e-6
             )
     assert cache.pairs == plain.pairs
+
+
+def test_restore_tokens_without_an_adapter_are_refused():
+    """As ScoredContext refuses them; the stream failed in the middle."""
+    model = build_model("qwen3")
+    context = make_text()
+    prepared = StreamedContext(
+        model,
+        context,
+        tokenizer=None,
+        evictor=evictors.make_evictor("knorm"),
+        config=CompressionConfig(),
+        streaming=20,
+    )
+    with pytest.raises(BudgetError, match="reserves 2 restore tokens; prepare with an adapter"):
+        prepared.evict(0.5, restore_tokens=2)
 
 
 def test_parts_are_alike_and_overlap_by_what_always_stays():

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from restorekv.cache import quantized
+from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.tail import Pair, TailLayer
 from restorekv.errors import RestoreKVError
@@ -62,7 +63,7 @@ class RaggedLayer(TailLayer):
         self.plans: dict[str, object] = {}
 
     @classmethod
-    def from_full_layer(cls, dense: Any) -> RaggedLayer:
+    def from_full_layer(cls, dense: DenseLayer) -> RaggedLayer:
         """Return a layer with all pairs of a dense one, as views of them, and an empty tail."""
         keys = dense.keys.contiguous()
         values = dense.values.contiguous()
@@ -210,7 +211,7 @@ class RaggedCache(Cache):
     @classmethod
     def from_dense(
         cls,
-        full: DynamicCache,
+        full: Cache,
         keep: Tensor,
         restore_cache: Iterable[Pair] | None = None,
         offset: int = 0,
@@ -230,7 +231,7 @@ class RaggedCache(Cache):
             consume: whether to empty each layer of `full` before the next is gathered, so that the
                 full and the ragged cache never exist side by side.
         """
-        dense_layers: list[Any] = full.layers  # transformers types their tensors as optional
+        dense_layers = list_dense_layers(full)
         columns = keep.shape[-1]
         if restore_cache is None:
             restore_cache = (
@@ -255,17 +256,15 @@ class RaggedCache(Cache):
             )
             layers.append(layer)
             if consume:
-                dense.keys = None
-                dense.values = None
-                dense.is_initialized = False
+                _release_pairs(dense)
         return cls(layers)
 
     @classmethod
-    def from_full_cache(cls, full: DynamicCache) -> RaggedCache:
+    def from_full_cache(cls, full: Cache) -> RaggedCache:
         """Return every pair of `full`, which is not changed, for passes whose own pairs go to the
         tails.
         """
-        return cls([RaggedLayer.from_full_layer(layer) for layer in full.layers])
+        return cls([RaggedLayer.from_full_layer(layer) for layer in list_dense_layers(full)])
 
     def quantize(self, storage: str) -> None:
         """Convert the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
@@ -359,3 +358,10 @@ class RaggedCache(Cache):
             total += sum(tensor.nbytes for tensor in layer.list_tensors())
             total += sum(getattr(plan, "nbytes", 0) for plan in layer.plans.values())
         return total
+
+
+def _release_pairs(dense: Any) -> None:
+    """Free keys and values of a dense layer, which is then as it was before its first update."""
+    dense.keys = None
+    dense.values = None
+    dense.is_initialized = False

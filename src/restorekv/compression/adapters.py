@@ -84,7 +84,7 @@ def load_adapter(
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     adapter.warn_of_other_use(
         compressor.identity(model),
-        config.allocation.spec,
+        config.allocation_spec,
         config.restore_from,
         config.prefix_policy,
         between,
@@ -146,7 +146,7 @@ def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) ->
         shipped = find_shipped_adapter(*name.split(":", 1)) if ":" in name else None
         return shipped or name
     config = compressor.config
-    folder = find_shipped_adapter(get_model_name(model), compressor.spec, config.allocation.spec)
+    folder = find_shipped_adapter(get_model_name(model), compressor.spec, config.allocation_spec)
     if folder and config.offset:
         warn("An offset is a control without restoring: no adapter is used.")
         return None

@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import product
 from math import floor
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -194,15 +194,19 @@ def split_by_shares(pairs: int, shares: tuple[Fraction, ...], most: int) -> list
 def load_shares(path: str) -> dict[str, Fraction]:
     """Return shares by the names of the heads; refuse whatever is not the published form."""
     shares = read_json(Path(path), f"The file of head budgets {path}")
-    values = list(shares.values()) if isinstance(shares, dict) else [None]
-    if (
-        not all(type(value) in (int, float) and 0 <= value <= 1 for value in values)
-        or abs(sum(values) - 1) > ROUNDING
-    ):
+    if not isinstance(shares, dict) or not _are_shares(list(shares.values())):
         raise BudgetError(
             f"{path} has no shares from 0 to 1 that add up to 1; give {{'L0H0': share, ...}}."
         )
     return {name: Fraction(value) for name, value in shares.items()}
+
+
+def _are_shares(values: list[Any]) -> bool:
+    """Return whether values of a file are numbers from 0 to 1 that add up to 1."""
+    for value in values:
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            return False
+    return abs(sum(values) - 1) <= ROUNDING
 
 
 def _check_count(pairs: int, all_pairs: int) -> None:

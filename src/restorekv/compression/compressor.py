@@ -8,16 +8,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
 from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.errors import AdapterError
 from restorekv.model.prompt import Context
 from restorekv.restore.adapter import RestoreAdapter
 
@@ -42,6 +44,14 @@ class Compressor(ABC):
         files it names.
         """
         return self.spec
+
+    @abstractmethod
+    def with_config(self, config: CompressionConfig) -> Self:
+        """Return the method with another config."""
+
+    def with_adapter(self, adapter: RestoreAdapter) -> Self:
+        """Return the method with an adapter that restores what it loses."""
+        raise AdapterError(f"{self.spec} restores nothing; leave out the adapter.")
 
     def as_published(self, prefix: int) -> Self:
         """Return the method with its authors' own settings where the spec leaves the defaults;
@@ -76,6 +86,7 @@ class Compressor(ABC):
         """
 
 
+@dataclass(frozen=True)
 class PreparedContext(ABC):
     """A context that is ready for every budget.
 
@@ -84,10 +95,11 @@ class PreparedContext(ABC):
 
     model: PreTrainedModel
     context: Context
-    config: CompressionConfig
-    seconds: dict[str, float]
-    full: DynamicCache | None  # S + T columns; None where the context is never held whole
+    full: Cache | None  # S + T columns; None where the context is never held whole
+    _: KW_ONLY
+    config: CompressionConfig = CompressionConfig()
     streaming: int | None  # tokens of a part, where the context is read part by part
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def with_config(self, config: CompressionConfig) -> Self:
         """Return the same context under another config."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from torch import Tensor
+
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import allocate
@@ -97,7 +99,22 @@ class CompressionConfig:
     def to_json(self) -> dict[str, str | int]:
         """Return the settings that results and cache files record."""
         recorded = {name: getattr(self, name) for name in RECORDED}
-        return recorded | {"allocation": self.allocation.spec}
+        return recorded | {"allocation": self.allocation_spec}
+
+    @property
+    def allocation_spec(self) -> str:
+        return self._parsed_allocation.spec
+
+    def mark_kept(self, scores: Tensor, pairs: int) -> Tensor:
+        """Return which pairs the allocation lets stay: a mask of scores (L, H, T) with `pairs`
+        set.
+        """
+        return self._parsed_allocation(scores, pairs)
+
+    @property
+    def _parsed_allocation(self) -> Allocation:
+        assert isinstance(self.allocation, Allocation), "__post_init__ parses a spec"
+        return self.allocation
 
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""
@@ -127,14 +144,14 @@ class CompressionConfig:
                 heads,
                 restore_tokens,
                 self.on_small_budget,
-                whole_tokens=self.allocation.rectangular,
+                whole_tokens=self._parsed_allocation.rectangular,
             )
         if (ratio.tokens, ratio.layers, ratio.heads) != (columns, layers, heads):
             given = f"{ratio.tokens} tokens, {ratio.layers} layers and {ratio.heads} heads"
             raise BudgetError(
                 f"The budget is for {given}, not {columns}, {layers} and {heads}; make another."
             )
-        if self.allocation.rectangular and ratio.total % (layers * heads):
+        if self._parsed_allocation.rectangular and ratio.total % (layers * heads):
             raise BudgetError(
                 "Heads of one length need whole tokens per head; make the budget with "
                 "whole_tokens=True."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors, spec
@@ -98,6 +98,12 @@ class Eviction(Compressor):
         """Return the evictor's identity."""
         return self.evictor.identity(model)
 
+    def with_config(self, config: CompressionConfig) -> Eviction:
+        return replace(self, config=config)
+
+    def with_adapter(self, adapter: RestoreAdapter) -> Eviction:
+        return replace(self, adapter=adapter)
+
     def as_published(self, prefix: int) -> Eviction:
         """Return the same eviction with the evictor's authors' settings."""
         return replace(self, evictor=self.evictor.as_published(prefix))
@@ -131,17 +137,19 @@ class Eviction(Compressor):
         if self.config.streaming is not None:
             return StreamedContext(
                 model,
-                tokenizer,
                 context,
-                self.evictor,
-                self.config,
-                self.config.streaming,
-                self.adapter,
-                progress,
+                tokenizer=tokenizer,
+                evictor=self.evictor,
+                config=self.config,
+                streaming=self.config.streaming,
+                adapter=self.adapter,
+                progress=progress,
             )
         support.prepare_model(model)
         seconds: dict[str, float] = {}
-        into = make_offloaded_cache(model, context.positions) if self.config.offload else None
+        into = DynamicCache()
+        if self.config.offload:
+            into = make_offloaded_cache(model, context.positions)
         with torch.no_grad():
             if self.scoring:
                 full, scores = prefill_and_score(
@@ -149,7 +157,7 @@ class Eviction(Compressor):
                 )
             else:
                 full, scores = prefill_unscored(model, context, into, seconds, progress)
-        prepared = ScoredContext(model, context, full, scores, self.config, seconds=seconds)
+        prepared = ScoredContext(model, context, full, scores, config=self.config, seconds=seconds)
         if self.adapter is None:
             return prepared
         progress("restore")
@@ -162,5 +170,5 @@ def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) 
     """
     named = spec.parse_spec(text, {**evictors.EVICTORS, **METHODS}, "evictor")
     if isinstance(named, Compressor):
-        return replace(named, config=config)
+        return named.with_config(config)
     return Eviction(named, None, config)

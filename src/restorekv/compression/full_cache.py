@@ -12,23 +12,24 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
+from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
-from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.compression.config import Ratio
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.evictors import Evictor
 from restorekv.model import attention
 from restorekv.model.observer import observe_layers
-from restorekv.model.prefill import prefill, read_only_view
+from restorekv.model.prefill import AnyCache, prefill, read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -42,10 +43,10 @@ def prefill_and_score(
     tokenizer: Tokenizer,
     evictor: Evictor,
     context: Context,
-    cache: Cache | None,
+    cache: AnyCache,
     seconds: dict[str, float],
     progress: Progress = lambda phase: None,
-) -> tuple[Cache, Tensor]:
+) -> tuple[AnyCache, Tensor]:
     """Read a context once and score its pairs.
 
     Args:
@@ -53,8 +54,8 @@ def prefill_and_score(
         tokenizer: Its tokenizer, for evictors that write instructions.
         evictor: What scores; it may observe the layers during the prefill.
         context: What the evictor takes for the whole text.
-        cache: Where the pairs go; None makes an ordinary cache. A ragged one holds the prefix and
-            earlier parts of the text already, so that only what follows the prefix is read.
+        cache: Where the pairs go. A ragged one holds the prefix and earlier parts of the text
+            already, so that only what follows the prefix is read.
         seconds: Gets the seconds of the phases "prefill" and "score".
         progress: Called with the name of each phase.
 
@@ -78,10 +79,10 @@ def prefill_and_score(
 def prefill_unscored(
     model: PreTrainedModel,
     context: Context,
-    cache: Cache | None,
+    cache: AnyCache,
     seconds: dict[str, float],
     progress: Progress = lambda phase: None,
-) -> tuple[Cache, Tensor]:
+) -> tuple[AnyCache, Tensor]:
     """Read a context once, with the score 0 for every pair: enough where all of them stay."""
     progress("prefill")
     with time_phase(seconds, "prefill"):
@@ -97,16 +98,12 @@ class ScoredContext(PreparedContext):
     `restore_cache` holds keys and values (1, H, n, D) of every layer.
     """
 
-    model: PreTrainedModel
-    context: Context
-    full: DynamicCache
+    full: Cache
+    streaming: None = field(default=None, init=False)
     scores: Tensor
-    config: CompressionConfig = CompressionConfig()
     restore_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
     evicted_adapter: RestoreAdapter | None = None  # for a restore pass over each evicted cache
     restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
-    streaming: ClassVar[None] = None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
         """Run the restore pass over the full cache, unless it reads evicted caches. Gradients reach
@@ -132,7 +129,7 @@ class ScoredContext(PreparedContext):
             adapter.append(cache)
         return replace(
             self,
-            restore_cache=tuple((layer.keys, layer.values) for layer in cache.layers),
+            restore_cache=tuple((layer.keys, layer.values) for layer in list_dense_layers(cache)),
             restore_tokens=adapter.restore_tokens,
             seconds=seconds,
         )
@@ -144,7 +141,7 @@ class ScoredContext(PreparedContext):
         With gradients all copies stay until the backward pass.
         """
         shape = CacheShape.from_model(self.model)
-        layer = self.full.layers[0]
+        layer = list_dense_layers(self.full)[0]
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
 
@@ -164,7 +161,7 @@ class ScoredContext(PreparedContext):
 
         With fewer restore tokens, the evictor gets their share of the budget.
         """
-        if not self.full.layers[0].is_initialized:
+        if not list_dense_layers(self.full)[0].is_initialized:
             raise RestoreKVError(
                 "The full cache was used up by evict(..., consume=True); prepare the context again."
             )
@@ -174,7 +171,7 @@ class ScoredContext(PreparedContext):
                 f"The budget reserves {budget.restore_tokens} restore tokens; "
                 "prepare with an adapter."
             )
-        keep = self.config.allocation(self.competing_scores(), budget.retained)
+        keep = self.config.mark_kept(self.competing_scores(), budget.retained)
         if self.config.prefix_policy == "free":
             keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)
         # The restore pass is causal: its first columns are those of a shorter one.

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import time_phase
@@ -122,13 +123,13 @@ class Growth:
             self.model, self.tokenizer, evictor, part, self._open_cache(), self.seconds
         )
         restored: list[Pairs] = []
-        if tokens and config.restore_from == "full":
+        if adapter is not None and tokens and config.restore_from == "full":
             restored = run_restore_pass(adapter, read, tokens, self.seconds)
         with time_phase(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
-            keep = config.allocation(scores, min(room, scores.numel()))
+            keep = config.mark_kept(scores, min(room, scores.numel()))
             cache = self._gather(read, keep, restored)
-        if tokens and not restored:
+        if adapter is not None and tokens and not restored:
             with time_phase(self.seconds, "restore"):
                 adapter.append(cache, tokens)
                 cache.commit_tail()
@@ -183,10 +184,12 @@ class Growth:
         layers = []
         with time_phase(self.seconds, "prefill"):
             # The tail gets all pairs of the prefix, of which some may have been evicted.
-            dense = prefill(self.model, self.context.ids[:, :prefix]).layers if prefix else None
+            dense = []
+            if prefix:
+                dense = list_dense_layers(prefill(self.model, self.context.ids[:, :prefix]))
             for index, layer in enumerate(self.cache.layers):
                 keys, values = _make_empty_pairs(layer)
-                if dense is not None:
+                if dense:
                     keys = dense[index].keys
                     values = dense[index].values
                 restored = ContextPairs.from_restore_cache(
@@ -292,10 +295,12 @@ def _compose_layer(
             numbers = torch.arange(count, device=turned.heads.device).repeat(layer.heads)
             pairs.append(replace(turned, positions=end + numbers))
             end += count
-        last_start = start
         start += context.tokens
-    keys = layer.restore_keys
+    last_context, last_cache = parts[-1]
+    last = last_cache.layers[index]
+    last_start = start - last_context.tokens
+    keys = last.restore_keys
     if last_start:
         keys = shift_keys(model, keys, last_start)
     composed = ContextPairs.concatenate(pairs)
-    return composed.to_layer(layer.heads, whole.positions, keys, layer.restore_values)
+    return composed.to_layer(last.heads, whole.positions, keys, last.restore_values)

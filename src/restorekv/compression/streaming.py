@@ -20,22 +20,22 @@ cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.cache_utils import DynamicLayer
 
+from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
-from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.compression.config import Ratio
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
-from restorekv.errors import RestoreKVError, warn
+from restorekv.errors import BudgetError, RestoreKVError, warn
 from restorekv.evictors import Evictor
 from restorekv.model import support
 from restorekv.model.prefill import read_only_view
@@ -91,16 +91,13 @@ class StreamedContext(PreparedContext):
     tokens at a time.
     """
 
-    model: PreTrainedModel
+    full: None = field(default=None, init=False)
+    _: KW_ONLY
     tokenizer: Tokenizer
-    context: Context
     evictor: Evictor
-    config: CompressionConfig
     streaming: int
     adapter: RestoreAdapter | None = None
     progress: Progress = lambda phase: None
-    seconds: dict[str, float] = field(default_factory=dict)
-    full: ClassVar[None] = None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
         """Leave the restore pass to `evict`."""
@@ -153,7 +150,12 @@ class Stream:
         self.scores = torch.full(
             (shape.layers, shape.heads, self.context.positions), GONE, device=self.model.device
         )
+        adapter = self.source.adapter
         tokens = self.budget.restore_tokens
+        if tokens and adapter is None:
+            raise BudgetError(
+                f"The budget reserves {tokens} restore tokens; prepare with an adapter."
+            )
         reads_before_eviction = tokens > 0 and self.config.restore_from == "full"
         if reads_before_eviction and len(parts) > 1:
             warn(
@@ -162,20 +164,21 @@ class Stream:
             )
         # Each part is read over what is held and scored, then all that is held competes anew. The
         # restore pass comes before the last eviction, or after it where it reads evicted caches.
-        cache = None
+        cache: RaggedCache | None = None
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             self.source.progress(f"part {number} of {len(parts)}")
             cache = self._read_part(cache, part)
             self._note_most(cache)
             restored: list[Pairs] = []
-            if last and reads_before_eviction:
-                restored = run_restore_pass(self.source.adapter, cache, tokens, self.seconds)
+            if adapter is not None and last and reads_before_eviction:
+                restored = run_restore_pass(adapter, cache, tokens, self.seconds)
             with time_phase(self.seconds, "evict"):
                 self._evict_part(cache, part, restored, last)
-        if tokens and not reads_before_eviction:
+        assert cache is not None, "a context has at least one part"
+        if adapter is not None and tokens and not reads_before_eviction:
             with time_phase(self.seconds, "restore"):
-                self.source.adapter.append(cache, tokens)
+                adapter.append(cache, tokens)
                 cache.commit_tail()
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
@@ -193,19 +196,21 @@ class Stream:
         """
         seen = _select_part(self.context, part)
         evictor = self.source.evictor
+        into = DynamicCache()
         if cache is not None:
             evictor = evictor.for_later_part(seen)
+            into = cache
         read, scores = prefill_and_score(
-            self.model, self.source.tokenizer, evictor, seen, cache, self.seconds
+            self.model, self.source.tokenizer, evictor, seen, into, self.seconds
         )
         columns = self.scores[..., part.start : part.scored_end]
         # A score of -inf would read as GONE.
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.config.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix)
-        if cache is None:
-            return RaggedCache([_to_tail(layer) for layer in read.layers])
-        return read
+        if isinstance(read, RaggedCache):
+            return read
+        return RaggedCache([_to_tail(layer) for layer in list_dense_layers(read)])
 
     def _evict_part(
         self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool
@@ -243,10 +248,10 @@ class Stream:
         """
         prefix = self.context.prefix
         if last and self.config.prefix_policy == "counted":
-            return self.config.allocation(self.scores, self.budget.retained)
+            return self.config.mark_kept(self.scores, self.budget.retained)
         competing = self.scores[..., prefix:]
         pairs = min(self.budget.retained, int((competing > GONE).sum()))
-        keep = self.config.allocation(competing, pairs)
+        keep = self.config.mark_kept(competing, pairs)
         return torch.nn.functional.pad(keep, (prefix, 0), value=last)
 
 
@@ -258,12 +263,12 @@ def run_restore_pass(
         view = read_only_view(cache)
         adapter.append(view, tokens)
     restored = []
-    for layer in view.layers:
+    for layer in list_dense_layers(view):
         restored.append((layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()))
     return restored
 
 
-def _to_tail(dense: DynamicLayer) -> RaggedLayer:
+def _to_tail(dense: DenseLayer) -> RaggedLayer:
     """Return a ragged layer without a context, whose tail is all pairs of the dense one."""
     heads = dense.keys.shape[1]
     nothing = dense.keys[0, 0, :0]

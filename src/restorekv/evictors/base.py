@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
@@ -16,7 +17,6 @@ from restorekv.model.observer import Observer
 from restorekv.model.prompt import Context
 
 Model = PreTrainedModel
-Cache = DynamicCache
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,6 @@ class Evictor(ABC):
             full: the full cache of S + T columns, which must not change.
             observer: what `make_observer` returned, after it saw the prefill.
         """
-
-
-def list_layers(full: Cache) -> list[Any]:
-    """Return the layers of a full cache, each with `keys` and `values` (1, H, S + T, D).
-
-    transformers' own annotation also allows layers without keys and values.
-    """
-    return list(full.layers)
 
 
 def pin_columns(scores: Tensor, columns: Iterable[int]) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, list_layers
+from restorekv.cache.dense import list_dense_layers
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class KeyDiff(Evictor):
     ) -> Tensor:
         """Return (L, H, T) in [-1, 1]."""
         scores = []
-        for layer in list_layers(full):
+        for layer in list_dense_layers(full):
             differences = _measure_difference(layer.keys[0].float())
             scores.append(differences[:, context.prefix :])
         return torch.stack(scores)

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, list_layers
+from restorekv.cache.dense import list_dense_layers
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Knorm(Evictor):
     ) -> Tensor:
         """Return (L, H, T), at most 0."""
         scores = []
-        for layer in list_layers(full):
+        for layer in list_dense_layers(full):
             keys = layer.keys[0, :, context.prefix :]
             scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))
         return torch.stack(scores)

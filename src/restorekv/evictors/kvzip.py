@@ -19,11 +19,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.tail import Pair
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import attend_pass, can_use_kernels, triton_maxima
-from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, list_layers
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
 from restorekv.model.prompt import encode_text
@@ -91,7 +92,7 @@ class KVzip(Evictor):
     ) -> Tensor:
         """Return (L, H, T) float32; every pass writes the columns that it names."""
         shape = CacheShape.from_model(model)
-        layers = list_layers(full)
+        layers = list_dense_layers(full)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for each in passes:
             refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])

@@ -54,7 +54,7 @@ def make_offloaded_cache(model: PreTrainedModel, columns: int) -> Cache:
             return DynamicCache()
     size = shape.heads, columns, shape.head_dim
     store = make_store(shape.layers, size, model.dtype, device, streams)
-    return Cache(layers=store.layers)
+    return Cache(layers=[*store.layers])
 
 
 def make_store(
@@ -99,6 +99,7 @@ class OffloadedLayer(DynamicLayer):
 
     def get_stored(self) -> Pair:
         """Return the pairs where they are stored."""
+        assert self.room is not None, "update allocates it"
         keys, values = self.room[:, :, :, : self.length]
         return keys, values
 
@@ -107,10 +108,18 @@ class OffloadedLayer(DynamicLayer):
         """(1, H, length, D), on the model's device."""
         return self.store.load(self)[0] if self.length else None
 
+    @keys.setter
+    def keys(self, keys: None) -> None:
+        self.release(keys)
+
     @property
     def values(self) -> Tensor | None:
         """(1, H, length, D), on the model's device."""
         return self.store.load(self)[1] if self.length else None
+
+    @values.setter
+    def values(self, values: None) -> None:
+        self.release(values)
 
     def release(self, value: None) -> None:
         """Free the room: the setter of `keys` and `values`, which takes None alone."""
@@ -119,9 +128,6 @@ class OffloadedLayer(DynamicLayer):
         self.room = None
         self.length = 0
         self.store.release(self)
-
-    keys = keys.setter(release)
-    values = values.setter(release)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Pair:
         """Q new pairs (1, H, Q, D) -> all pairs."""
@@ -277,12 +283,13 @@ class HostStore(OffloadStore):
 
     def copy_to_device(self, layer: OffloadedLayer) -> Pair:
         """Copy a layer on the second stream, which a reader has to wait for."""
-        if not self.cuda:
+        stream = self.stream
+        if stream is None:
             keys, values = layer.get_stored()
             return keys.to(self.device, copy=True), values.to(self.device, copy=True)
         current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)  # writes must be finished, and reused memory must be free
-        with torch.cuda.stream(self.stream):
+        stream.wait_stream(current)  # writes must be finished, and reused memory must be free
+        with torch.cuda.stream(stream):
             keys, values = layer.get_stored()
             keys = keys.to(self.device, non_blocking=True, copy=True)
             values = values.to(self.device, non_blocking=True, copy=True)
@@ -293,7 +300,7 @@ class HostStore(OffloadStore):
 
     def wait(self) -> None:
         """Let what the device does next begin after the copies on the second stream."""
-        if self.cuda:
+        if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def append(self, layer: OffloadedLayer, new: Pair) -> Pair:

@@ -60,7 +60,10 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
         read = []
         for index in order:
             layer = store.layers[index]
-            read.append((index, _copy_pair((layer.keys, layer.values))))
+            keys = layer.keys
+            values = layer.values
+            assert keys is not None and values is not None, "every layer was written above"
+            read.append((index, _copy_pair((keys, values))))
         wrong = sum(_measure_wrong_share(found, on_cpu[index], columns) for index, found in read)
         yield Measurement(f"layers read in the order {', '.join(map(str, order))}", wrong, 0.0)
     for layer in store.layers:

@@ -3,13 +3,14 @@
 Only the decoder runs, never the LM head, and no gradient is recorded.
 """
 
-from typing import Any
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.tail import CompressedLayer
 from restorekv.model.shape import get_backbone
@@ -17,6 +18,19 @@ from restorekv.model.shape import get_backbone
 CHUNK = 4096
 # Entries of a chunk's mask, so that it takes as much memory for a million tokens as for 16,384.
 MASK = 1 << 26
+
+
+AnyCache = TypeVar("AnyCache", bound=Cache)
+
+
+@overload
+def prefill(model: PreTrainedModel, ids: Tensor, chunk: int | None = None) -> DynamicCache: ...
+
+
+@overload
+def prefill(
+    model: PreTrainedModel, ids: Tensor, chunk: int | None = None, *, into: AnyCache
+) -> AnyCache: ...
 
 
 @torch.no_grad()
@@ -47,9 +61,9 @@ class ReadOnlyLayer(DynamicLayer):
     turn, since an offloaded one is elsewhere until then.
     """
 
-    def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
+    def __init__(self, dense: DenseLayer, columns: int | None = None) -> None:
         super().__init__()
-        self.dense: Any = dense
+        self.dense = dense
         self.columns = columns
         self.is_initialized = True
 
@@ -72,12 +86,10 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
 
     Of a ragged cache, these are columns of its tail; the context is always read whole.
     """
-    return Cache(layers=[_view_layer(layer, columns) for layer in full.layers])
+    return Cache(layers=[_view_layer(layer, columns) for layer in list_dense_layers(full)])
 
 
-def _view_layer(
-    layer: DynamicLayer | RaggedLayer, columns: int | None
-) -> ReadOnlyLayer | RaggedLayer:
+def _view_layer(layer: DenseLayer, columns: int | None) -> ReadOnlyLayer | RaggedLayer:
     """Return one layer of such a cache."""
     if not isinstance(layer, RaggedLayer):
         return ReadOnlyLayer(layer, columns)
@@ -100,12 +112,14 @@ class QueryOnlyLayer(CompressedLayer):
     The pass's observer computes attention.
     """
 
-    columns = 0
-
     def __init__(self, seen: int) -> None:
         super().__init__()
         self.seen = seen
         self.is_initialized = True
+
+    @property
+    def columns(self) -> int:
+        return 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object

@@ -207,7 +207,7 @@ class TeacherCache:
         if full is None:
             full = prefill(self.model, context.ids)
         scores = stored["scores"].to(self.model.device)
-        return ScoredContext(self.model, context, full, scores, eviction.config)
+        return ScoredContext(self.model, context, full, scores, config=eviction.config)
 
     def find_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Return the targets of a context, from the store if they are there."""

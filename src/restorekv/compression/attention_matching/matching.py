@@ -107,7 +107,8 @@ def solve_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
     """
     try:
         solution = torch.linalg.lstsq(matrix, target, driver="gels").solution
-    except torch.linalg.LinAlgError:  # a GPU returns NaN instead
+    # A GPU returns NaN instead. PyTorch documents the name, but imports it from a private module.
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return _solve_ridge(matrix, target)
     return solution if solution.isfinite().all() else _solve_ridge(matrix, target)
 

@@ -29,10 +29,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache
 
 from restorekv import spec
+from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, load_shares
 from restorekv.compression.attention_matching.matching import Targets, fit_head, observe_layer
@@ -107,6 +109,9 @@ class AttentionMatching(Compressor):
         """The method's name and the settings that are not the defaults."""
         return spec.format_spec(self.name, self)
 
+    def with_config(self, config: CompressionConfig) -> AttentionMatching:
+        return replace(self, config=config)
+
     @torch.no_grad()
     def prepare(
         self,
@@ -139,7 +144,9 @@ class AttentionMatching(Compressor):
             observed = [
                 observe_layer(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
                 for (query, scale), layer in zip(
-                    collect_reference_queries(model, full, ids, chosen), full.layers, strict=True
+                    collect_reference_queries(model, full, ids, chosen),
+                    list_dense_layers(full),
+                    strict=True,
                 )
             ]
         targets, scores = zip(*observed, strict=True)
@@ -148,7 +155,7 @@ class AttentionMatching(Compressor):
             context,
             full,
             torch.stack(scores),
-            config,
+            config=config,
             seconds=seconds,
             targets=targets,
             method=self,
@@ -190,15 +197,16 @@ class MatchedContext(ScoredContext):
         """Write bias and values; a loop over heads, because least squares of different sizes do
         not batch.
         """
-        bias = layer.context_keys.new_zeros(len(layer.context_keys))
+        keys = layer.context_keys
+        values = layer.context_values
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "quantized afterwards"
+        bias = keys.new_zeros(len(keys))
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
             if 0 < rows.stop - rows.start < self.context.tokens:
-                fitted = fit_head(
-                    targets, head, layer.context_keys[rows], self.method.steps, self.method.box
-                )
-                bias[rows], layer.context_values[rows] = fitted
-        if not layer.context_values.isfinite().all():
+                fitted = fit_head(targets, head, keys[rows], self.method.steps, self.method.box)
+                bias[rows], values[rows] = fitted
+        if not values.isfinite().all():
             raise RestoreKVError(
                 "The fitted values are too large for float16; load the model in bfloat16 or "
                 "float32."
@@ -207,7 +215,7 @@ class MatchedContext(ScoredContext):
 
 
 def collect_reference_queries(
-    model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor
+    model: PreTrainedModel, full: Cache, ids: Tensor, chosen: Tensor
 ) -> list[tuple[Tensor, float]]:
     """Read ids (1, Q) over `full`, which stays as it is; return each layer's queries (H, n, D)
     after RoPE and scale.

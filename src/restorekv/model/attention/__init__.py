@@ -25,7 +25,6 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from restorekv.cache import quantized
 from restorekv.cache.flat import FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer
-from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles
@@ -190,7 +189,7 @@ def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
         return
     for layer in cache.layers:
         keys, values = quantized.quantize(
-            layer.context_keys.cpu(), layer.context_values.cpu(), layer.bounds, storage
+            layer.context_keys[:].cpu(), layer.context_values[:].cpu(), layer.bounds, storage
         )
         layer.context_keys = keys.to(first.device)
         layer.context_values = values.to(first.device)
@@ -213,11 +212,11 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
 
 def _get_storage(layer: RaggedLayer) -> str:
     """Return the name of a packed layer's storage."""
-    rows: QuantizedRows = layer.context_keys
+    keys, _ = stored.get_packed_rows(layer)
     for name, dtype in quantized.STORAGE_DTYPES.items():
-        if dtype == rows.codes.dtype:
+        if dtype == keys.codes.dtype:
             return name
-    raise ValueError(f"no storage has codes of {rows.codes.dtype}")
+    raise ValueError(f"no storage has codes of {keys.codes.dtype}")
 
 
 def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
@@ -234,7 +233,8 @@ def _is_unpacked_whole(layer: RaggedLayer) -> bool:
     """
     if _get_variable(_backend) is not None:
         return True
-    nbytes = 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
+    keys, _ = stored.get_packed_rows(layer)
+    nbytes = 2 * keys.codes.numel() * layer.dtype.itemsize
     return layer.device.type != "cpu" and nbytes <= WORKSPACE
 
 
@@ -302,6 +302,7 @@ def attend_layer(
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
     if replacement is not None:
         return replacement, None
+    assert isinstance(value, Tensor), "dense keys come with dense values"
     if attention_mask is not None and _shares_heads(query, dropout, kwargs):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).contiguous(), None

@@ -54,18 +54,20 @@ class FrozenAttention(torch.autograd.Function):
             output[:, head, :, rows] = _mix_pairs(weights, values)
         return output
 
+    # PyTorch's once_differentiable returns a function whose `ctx` has no name for the type checker.
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        query, tail_keys, tail_values, mask = ctx.saved_tensors[:4]
+        inputs: tuple[Any, ...] = (*ctx.saved_tensors, ctx.bounds, ctx.scale)
+        query, tail_keys, tail_values, mask = inputs[:4]
         exact = torch.promote_types(query.dtype, torch.float32)
         for_query = torch.empty_like(query)
         for_keys = torch.zeros_like(tail_keys, dtype=exact)
         for_values = torch.zeros_like(tail_values, dtype=exact)
-        for head, rows, scaled, keys, values, weights in iterate_blocks(
-            *ctx.saved_tensors, ctx.bounds, ctx.scale
-        ):
+        for head, rows, scaled, keys, values, weights in iterate_blocks(*inputs):
             arriving = gradient[:, head, :, rows].to(exact)
             count = len(keys[0])  # pairs of the context; those of the tail follow
             slopes = _multiply_pairs(arriving, values)

@@ -325,9 +325,9 @@ def _get_place(name: str, target: Target) -> tuple:
 
 def _allows_tf32() -> bool:
     """Return whether a user allows products of float32 matrices to be rounded to TF32."""
-    return (
-        torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
-    )
+    if torch.get_float32_matmul_precision() != "highest":
+        return True
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def _is_capturing(device: torch.device) -> bool:

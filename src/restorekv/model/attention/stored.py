@@ -24,6 +24,14 @@ def is_packed(layer: RaggedLayer) -> bool:
     return isinstance(layer.context_keys, QuantizedRows)
 
 
+def get_packed_rows(layer: RaggedLayer) -> tuple[QuantizedRows, QuantizedRows]:
+    """Return keys and values of a context that is stored in 8 bits."""
+    keys = layer.context_keys
+    values = layer.context_values
+    assert isinstance(keys, QuantizedRows) and isinstance(values, QuantizedRows), "not packed"
+    return keys, values
+
+
 def unpack_layer(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
     """Return the layer with its context in the model's dtype, for one call.
 
@@ -55,11 +63,12 @@ def attend_ragged(
 
 def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
     """Scaled rows (R, D) over some pairs of one head -> averages (R, D) and log-sum-exps (R, 1)."""
-    logits = rows @ layer.context_keys.dequantize(tile, rows.dtype).T
+    keys, values = get_packed_rows(layer)
+    logits = rows @ keys.dequantize(tile, rows.dtype).T
     if layer.bias is not None:
         logits += layer.bias[tile]
     lse = logits.logsumexp(-1, keepdim=True)
-    return logits.sub_(lse).exp_() @ layer.context_values.dequantize(tile, rows.dtype), lse
+    return logits.sub_(lse).exp_() @ values.dequantize(tile, rows.dtype), lse
 
 
 def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:

@@ -169,7 +169,7 @@ class Sample:
         together may feel.
         """
         layer = _convert_to_float64(self.layer)
-        context = layer.context_values.abs()
+        context = layer.context_values[:].abs()
         tail = layer.values.abs()
         largest = max((float(x.max()) for x in (context, tail) if x.numel()), default=0.0)
         absolute = make_layer(
@@ -282,13 +282,22 @@ def make_layer(
 
 def _convert_to_float64(layer: RaggedLayer) -> RaggedLayer:
     """Return a layer with the same numbers in float64, on the CPU."""
-    context = (layer.context_keys, layer.context_values)
-    exact = [
-        x.dequantize(slice(None), torch.float64) if isinstance(x, QuantizedRows) else x.double()
-        for x in context
-    ]
     bias = None if layer.bias is None else layer.bias.double()
-    return make_layer(*exact, list(layer.bounds), layer.keys.double(), layer.values.double(), bias)
+    return make_layer(
+        _unpack_to_float64(layer.context_keys),
+        _unpack_to_float64(layer.context_values),
+        list(layer.bounds),
+        layer.keys.double(),
+        layer.values.double(),
+        bias,
+    )
+
+
+def _unpack_to_float64(rows: Tensor | QuantizedRows) -> Tensor:
+    """Return rows (N, D) in float64, where 8-bit codes times scales are exact."""
+    if isinstance(rows, QuantizedRows):
+        return rows.dequantize(slice(None), torch.float64)
+    return rows.double()
 
 
 def _copy_to_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
@@ -375,9 +384,13 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
         sample = make_sample(target, trial)
         plain = sample.layer
         bounds = sample.layer.bounds
-        rows = plain.context_keys, plain.context_values
-        packed = quantized.quantize(*rows, bounds, storage)  # on the CPU
-        there = quantized.quantize(*(x.to(target.device) for x in rows), bounds, storage)
+        plain_keys = plain.context_keys[:]
+        plain_values = plain.context_values[:]
+        packed = quantized.quantize(plain_keys, plain_values, bounds, storage)  # on the CPU
+        there = quantized.quantize(
+            plain_keys.to(target.device), plain_values.to(target.device), bounds, storage
+        )
+        rows = plain_keys, plain_values
         for name, exact, ours, theirs in zip(("keys", "values"), rows, there, packed, strict=True):
             if number >= _PACKINGS:
                 break
@@ -385,7 +398,10 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
             yield Measurement(f"packing {name}, {trial.name}", error, 1.0)
             error = _measure_unpacking_error(theirs, target.device)
             yield Measurement(f"reading {name}, {trial.name}", error, allowed)
-        layer = make_layer(*packed, list(bounds), *plain.pair, plain.bias)
+        packed_keys, packed_values = packed
+        layer = make_layer(
+            packed_keys, packed_values, list(bounds), plain.keys, plain.values, plain.bias
+        )
         exact = _convert_to_float64(layer)
         wanted = naive.attend_ragged(sample.query.double(), exact, sample.mask, sample.scale)
         mask = None if sample.mask is None else sample.mask.to(target.device)
@@ -453,6 +469,12 @@ def require_kernels(device: torch.device, dtype: torch.dtype) -> str:
     return "it is for CUDA devices"
 
 
+def _get_kernels() -> Attend:
+    """Return the Triton backend, where `require_kernels` has found it."""
+    assert triton_attend is not None
+    return triton_attend.attend_ragged
+
+
 register_component(
     Component(
         "naive",
@@ -468,9 +490,7 @@ register_component(
         "The Triton kernels of attention",
         "PyTorch's own operations answer, more slowly",
         require_kernels,
-        lambda target: _measure_backend(
-            lambda: triton_attend.attend_ragged, target, products=False
-        ),
+        lambda target: _measure_backend(_get_kernels, target, products=False),
     )
 )
 register_component(

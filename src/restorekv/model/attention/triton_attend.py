@@ -22,6 +22,8 @@ launches depend on shapes and strides alone and read nothing from the device, so
 record them. There, and wherever the tail is a buffer of fixed size, the mask hides its unused rows.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -130,7 +132,9 @@ def launch_kernels(
         question_stride = mask.stride(0) if mask.shape[0] > 1 else 0
         hiding = (question_stride, *mask.stride()[2:])
     with torch.cuda.device_of(query):
-        attend_tile[(count * blocks[0] + batch * heads * pieces * blocks[1],)](
+        # Triton annotates a launch like the kernel, with neither num_warps nor ints as constants.
+        launch_tiles: Any = attend_tile[(count * blocks[0] + batch * heads * pieces * blocks[1],)]
+        launch_tiles(
             query,
             context_keys,
             context_values,
@@ -169,7 +173,10 @@ def launch_kernels(
         )
         few = batch * rows * heads <= wanted
         m, columns = (1, min(block_d, 32)) if few else (8, min(block_d, 128))
-        merge[(triton.cdiv(batch * rows, m), heads, triton.cdiv(width, columns))](
+        launch_merge: Any = merge[
+            (triton.cdiv(batch * rows, m), heads, triton.cdiv(width, columns))
+        ]
+        launch_merge(
             parts,
             sums,
             first,

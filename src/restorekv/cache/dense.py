@@ -1,0 +1,31 @@
+"""What the package reads of a full cache: layers with dense keys and values."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class DenseLayer(Protocol):
+    """A layer of a filled cache of transformers or of a view of one.
+
+    keys and values (B, H, columns, D) hold every position, unless `is_initialized` is False: then
+    there are none yet, or they were released.
+    """
+
+    keys: Tensor
+    values: Tensor
+    is_initialized: bool
+
+    def get_seq_length(self) -> int: ...
+
+
+def list_dense_layers(full: Cache) -> list[DenseLayer]:
+    """Return the layers of a full cache.
+
+    transformers annotates a layer as one that may hold no keys or values, or linear attention. The
+    probe refuses such models before any of their caches is read.
+    """
+    return cast(list[DenseLayer], full.layers)
