@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from restorekv.serve.vllm_documents import find_form
 from restorekv.storage.portable import Portable
 from restorekv.vllm import prompt, transfer_config
 from tests.helpers.compressing import compress_with
@@ -112,8 +113,9 @@ def without_halves(texts: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def server(world: World) -> Iterator[None]:
-    """Start vLLM's own server and waits until it answers."""
+def server(world: World, form: str = "portable") -> Iterator[None]:
+    """Start vLLM's own server for documents of a form, and wait until it answers."""
+    documents = find_form(form)
     command = [
         sys.executable,
         "-m",
@@ -128,10 +130,12 @@ def server(world: World) -> Iterator[None]:
         "--max-model-len",
         "1024",
         "--kv-transfer-config",
-        json.dumps(transfer_config(world.store)),
+        json.dumps(documents.make_config(world.store)),
     ]
     process = subprocess.Popen(
-        command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL
+        command,
+        env={**os.environ, **ENVIRONMENT, **documents.environment},
+        stdout=subprocess.DEVNULL,
     )
     try:
         for _ in range(600):

@@ -12,27 +12,31 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from restorekv.errors import RestoreKVError
+from restorekv.model import support
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
+from restorekv.storage.cache_file import read_cache
 from restorekv.storage.portable import load_portable
 from restorekv.vllm.document_store import EngineModel
 from restorekv.vllm.portable_store import PortableStore
+from restorekv.vllm.ragged_documents import PLACEHOLDERS
+from restorekv.vllm.ragged_store import RaggedStore
 
 LONGEST = 2000
 
 
 class FakeVllm:
-    """Serves a model; `connector=False` is a vLLM that was started without ours."""
+    """Serves a model with documents of a form; that of None is a vLLM without our connector."""
 
-    def __init__(self, model, tokenizer, folder: Path, connector: bool = True) -> None:
+    def __init__(self, model, tokenizer, folder: Path, form: str | None = "ragged") -> None:
         shape = CacheShape.from_model(model)
         facts = shape.layers, shape.heads, shape.head_dim, get_rope_settings(model.config)
         folder.mkdir(exist_ok=True)
-        self.store = (
-            PortableStore(folder, EngineModel(*facts, "float32", model.config.vocab_size))
-            if connector
-            else None
-        )
+        kinds = {"ragged": RaggedStore, "portable": PortableStore}
+        described = EngineModel(*facts, "float32", model.config.vocab_size)
+        self.store = kinds[form](folder, described) if form else None
+        self.form = form
+        support.prepare_model(model)
         self.model, self.tokenizer = model, tokenizer
         self.asked: list[dict] = []
         # Requests whose client has gone; answers wait while it is not open.
@@ -94,8 +98,16 @@ class FakeVllm:
 
     def answer(self, body: dict, document, number: int) -> list[dict]:
         """Return the pieces of one answer, a token each."""
-        ids, temperature = torch.tensor([body["prompt"]]), body["temperature"]
-        options = {"past_key_values": load_portable(document.path).cache()} if document else {}
+        prompt, temperature = body["prompt"], body["temperature"]
+        options = {}
+        if document and self.form == "portable":
+            options = {"past_key_values": load_portable(document.path).cache()}
+        elif document:
+            cache = read_cache(document.path).cache()
+            # `generate` leaves out as many ids as the cache has seen.
+            prompt = [0] * cache.get_seq_length() + prompt[PLACEHOLDERS:]
+            options = {"past_key_values": cache}
+        ids = torch.tensor([prompt])
         if temperature:
             torch.manual_seed(body["seed"] + number)
             options |= {

@@ -17,12 +17,14 @@ openai = pytest.importorskip("openai")
 from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.model.identity import fingerprint_model  # noqa: E402
-from restorekv.serve.portables import Portables  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.vllm_client import RemoteVllm  # noqa: E402
-from restorekv.vllm.portable_store import PortableStore  # noqa: E402
+from restorekv.serve.vllm_documents import find_form  # noqa: E402
+from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
+from restorekv.storage.cache_file import read_cache  # noqa: E402
+from restorekv.vllm.ragged_documents import identify  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
@@ -39,9 +41,10 @@ from tests.helpers.serving import (  # noqa: E402
 )
 
 
-@pytest.fixture(scope="module")
-def fake(model, tiny_tokenizer, tmp_path_factory):
-    return FakeVllm(model, tiny_tokenizer, tmp_path_factory.mktemp("portable"))
+@pytest.fixture(scope="module", params=["ragged", "portable"])
+def fake(request, model, tiny_tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return FakeVllm(model, tiny_tokenizer, folder, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +53,14 @@ def address(fake):
         yield url
 
 
-def engine(url: str, folder: Path) -> dict:
-    return {"engine": "vllm", "options": {"url": url, "folder": folder}}
+def engine(url: str, fake: FakeVllm) -> dict:
+    options = {"url": url, "folder": fake.store.folder, "documents": fake.form}
+    return {"engine": "vllm", "options": options}
 
 
 @pytest.fixture(scope="module")
 def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
-    options = engine(address, fake.store.folder)
+    options = engine(address, fake)
     with serving(
         model,
         tiny_tokenizer,
@@ -67,7 +71,9 @@ def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
         yield client_of(url)
 
 
-def small_of(model, tokenizer, text=TEXT):
+def small_of(model, tokenizer, form, text=TEXT):
+    """Compress as the engine does for documents of a form."""
+    settings = find_form(form).compress_settings
     return compress(
         model,
         tokenizer,
@@ -75,29 +81,32 @@ def small_of(model, tokenizer, text=TEXT):
         evictor="snapkv",
         ratio="0.4",
         adapter=None,
-        config=CompressionConfig(allocation="per-head", on_small_budget="fewer"),
+        config=CompressionConfig(on_small_budget="fewer", **settings),
     )
 
 
-def test_answers_are_those_of_the_portable_cache(client, file, model, tiny_tokenizer):
-    portable, questions = (
-        small_of(model, tiny_tokenizer).portable(),
-        [QUESTION, "Who lives there?", "Why?"],
-    )
+def expected_answers(small, form, model, tokenizer, questions):
+    if form == "portable":
+        return small.portable().ask(model, tokenizer, questions, 12)
+    return small.ask(questions, 12)
+
+
+def test_answers_are_those_of_ask(client, file, fake, model, tiny_tokenizer):
+    questions = [QUESTION, "Who lives there?", "Why?"]
+    small = small_of(model, tiny_tokenizer, fake.form)
+    wanted = expected_answers(small, fake.form, model, tiny_tokenizer, questions)
     assert file.status == "processed"
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda each: ask(client, about(file, question=each)), questions))
-    assert [each.choices[0].message.content for each in answers] == portable.ask(
-        model, tiny_tokenizer, questions, 12
-    )
+    assert [each.choices[0].message.content for each in answers] == wanted
     whole = ask(client, about(file), "tiny")
     assert whole.choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(
         QUESTION, 12
     )
 
 
-def test_usage_is_true(client, file, model, tiny_tokenizer):
-    small, answer = small_of(model, tiny_tokenizer), ask(client, about(file))
+def test_usage_is_true(client, file, fake, model, tiny_tokenizer):
+    small, answer = small_of(model, tiny_tokenizer, fake.form), ask(client, about(file))
     (written,) = small.ask([QUESTION], 12, details=True)
     usage, positions = answer.usage, small.context.positions
     assert (usage.prompt_tokens, usage.completion_tokens) == (
@@ -112,7 +121,7 @@ def test_usage_is_true(client, file, model, tiny_tokenizer):
 
 
 def test_streams_samples_stops_and_likelihoods(client, file, fake, model, tiny_tokenizer):
-    small = small_of(model, tiny_tokenizer)
+    small = small_of(model, tiny_tokenizer, fake.form)
     plain = small.ask(QUESTION, 12, details=True, logprobs=3)
     likely = ask(client, about(file), logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert [each.logprob for each in likely] == pytest.approx(list(plain.logprobs), abs=1e-3)
@@ -149,31 +158,30 @@ def test_streams_samples_stops_and_likelihoods(client, file, fake, model, tiny_t
     assert fake.asked[-1]["structured_outputs"] == {"json": {"type": "object"}}
 
 
-def test_turns_follow_the_placeholders(client, file, fake, model, tiny_tokenizer):
-    small = small_of(model, tiny_tokenizer)
+def test_turns_follow_the_placeholders(client, file, fake, model, tiny_tokenizer, tmp_path):
+    small = small_of(model, tiny_tokenizer, fake.form)
     messages = [
         *about(file),
         {"role": "assistant", "content": "seven"},
         {"role": "user", "content": "And then?"},
     ]
     ask(client, [{"role": "system", "content": "Be brief."}, *messages])
-    suffix, portable = small.context.suffix_text, small.portable()
+    suffix = small.context.suffix_text
+    placeholders = find_form(fake.form).write_file(small, tmp_path / "document").ids
     said = (
         f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
     )
-    expected_ids = portable.ids.tolist() + tiny_tokenizer.encode(said, add_special_tokens=False)
+    expected_ids = placeholders + tiny_tokenizer.encode(said, add_special_tokens=False)
     assert fake.asked[-1]["prompt"] == expected_ids
 
 
-def test_several_documents(client, file, model, tiny_tokenizer):
+def test_several_documents(client, file, fake, model, tiny_tokenizer):
     other = upload(client, OTHER)
     texts = (TEXT, OTHER)
-    both = compose([small_of(model, tiny_tokenizer, text) for text in texts])
+    both = compose([small_of(model, tiny_tokenizer, fake.form, text) for text in texts])
     answer = ask(client, about(file, other))
-    assert (
-        answer.choices[0].message.content
-        == both.portable().ask(model, tiny_tokenizer, [QUESTION], 12)[0]
-    )
+    (wanted,) = expected_answers(both, fake.form, model, tiny_tokenizer, [QUESTION])
+    assert answer.choices[0].message.content == wanted
     assert (
         answer.usage.prompt_tokens
         == both.context.positions + both.ask(QUESTION, 1, details=True).read
@@ -232,7 +240,7 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     with pytest.raises(openai.BadRequestError, match=rf"reads at most {LONGEST:,} tokens"):
         ask(client, about(file, question="why " * LONGEST))
     own = fake.store
-    fake.store = PortableStore(tmp_path, own.model)
+    fake.store = type(own)(tmp_path, own.model)
     try:
         with pytest.raises(openai.BadRequestError, match=rf"It must see {own.folder}"):
             ask(client, about(file))
@@ -241,10 +249,12 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     assert ask(client, about(file)).choices[0].message.content
 
 
-def test_a_restart_loads_and_each_engine_has_its_own_caches(
+def test_a_restart_loads_and_portable_caches_are_others(
     model, tiny_tokenizer, fake, address, tmp_path
 ):
-    options = engine(address, fake.store.folder)
+    """Ragged caches serve both engines; those with heads of one length have keys of their own."""
+    is_portable = fake.form == "portable"
+    options = engine(address, fake)
     with serving(model, tiny_tokenizer, tmp_path) as url:
         made = upload(client_of(url))
         ours = ask(client_of(url), about(made)).choices[0].message.content
@@ -252,9 +262,14 @@ def test_a_restart_loads_and_each_engine_has_its_own_caches(
     for fresh in (True, False):
         with serving(model, tiny_tokenizer, tmp_path, **options) as url:
             answer = ask(client_of(url), about(made))
-            assert (answer.usage.prompt_tokens_details.cache_write_tokens > 0) == fresh
-            refused = upload(client_of(url), ragged, f"{fresh}.rkv")
-            assert refused.status == "error" and "heads of one length" in refused.status_details
+            written = answer.usage.prompt_tokens_details.cache_write_tokens
+            assert (written > 0) == (fresh and is_portable)
+            given = upload(client_of(url), ragged, f"{fresh}.rkv")
+            if is_portable:
+                assert given.status == "error" and "heads of one length" in given.status_details
+            else:
+                assert answer.choices[0].message.content == ours
+                assert ask(client_of(url), about(given)).choices[0].message.content == ours
     with serving(model, tiny_tokenizer, tmp_path) as url:
         again = ask(client_of(url), about(made))
     assert again.choices[0].message.content == ours
@@ -262,10 +277,10 @@ def test_a_restart_loads_and_each_engine_has_its_own_caches(
 
 
 def test_a_server_that_ends_is_no_fault_of_the_request(model, tiny_tokenizer, tmp_path):
-    fake = FakeVllm(model, tiny_tokenizer, tmp_path / "portable")
+    fake = FakeVllm(model, tiny_tokenizer, tmp_path / "ragged")
     with contextlib.ExitStack() as ours:
         with listening(fake.app) as url:
-            options = engine(url, fake.store.folder)
+            options = engine(url, fake)
             client = client_of(
                 ours.enter_context(serving(model, tiny_tokenizer, tmp_path / "store", **options))
             )
@@ -283,40 +298,58 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
             kind.check_options({})
     with pytest.raises(RestoreKVError, match="goes with --vllm-url"):
         kind.check_options({"folder": tmp_path})
-    plain = FakeVllm(model, tiny_tokenizer, tmp_path / "portable", connector=False)
-    with (
-        listening(plain.app) as url,
-        pytest.raises(RestoreKVError, match="reads no documents; start it with --kv-tr"),
+    with pytest.raises(RestoreKVError, match="goes without --vllm-url"):
+        kind.check_options({"url": "http://127.0.0.1:1/v1", "documents_memory": 1})
+    with pytest.raises(RestoreKVError, match="--vllm-documents is one of ragged, portable"):
+        kind.check_options({"documents": "round"})
+    for other, wanted, start in (
+        (None, "portable", "start it with --kv-tr"),
+        (None, "ragged", "start it with RESTOREKV_VLLM=1 and --kv-tr"),
+        ("portable", "ragged", ".* or pass --vllm-documents portable here"),
+        ("ragged", "portable", ".* or pass --vllm-documents ragged here"),
     ):
-        side(model, tiny_tokenizer, tmp_path, url).start()
+        server = FakeVllm(model, tiny_tokenizer, tmp_path / "documents", other)
+        message = f"reads no {wanted} documents; {start}"
+        with listening(server.app) as url, pytest.raises(RestoreKVError, match=message):
+            side(model, tmp_path, url, wanted).start()
     with pytest.raises(RestoreKVError, match="There is no vLLM server at"):
-        side(model, tiny_tokenizer, tmp_path, "http://127.0.0.1:1/v1").start()
+        side(model, tmp_path, "http://127.0.0.1:1/v1", "ragged").start()
     with pytest.raises(RestoreKVError, match="one of embedded, vllm"):
         find_engine_class("none")
 
 
-def side(model, tokenizer, folder: Path, url: str):
-    return RemoteVllm(url, folder / "portable", model.config.vocab_size)
+def side(model, folder: Path, url: str, form: str):
+    return RemoteVllm(url, folder / "documents", model.config.vocab_size, find_form(form))
 
 
-def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("form", ["ragged", "portable"])
+def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path, form):
     """One file fits; those under a question are kept beside it, and go afterwards."""
-    left = tmp_path / f"{'0' * 32}.safetensors"
-    for path in (left, tmp_path / "mine.safetensors"):
+    left = [tmp_path / f"{'0' * 32}{suffix}" for suffix in (".rkv", ".safetensors")]
+    for path in (*left, tmp_path / "mine.rkv"):
         path.write_bytes(b"")
-    portables, small = Portables(tmp_path, 1), small_of(model, tiny_tokenizer)
-    assert not left.exists() and (tmp_path / "mine.safetensors").exists()
+    files, small = VllmFiles(tmp_path, 1, find_form(form)), small_of(model, tiny_tokenizer, form)
+    assert not any(path.exists() for path in left) and (tmp_path / "mine.rkv").exists()
     names = [(str(number),) for number in range(3)]
-    ids = [portables.take(name, small) for name in names]
-    assert ids == [small.portable().ids.tolist()] * 3
-    assert all(portables.find_path(name).exists() for name in names)
+    ids = [files.take(name, small) for name in names]
+    if form == "portable":
+        assert ids == [small.portable().ids.tolist()] * 3
+    else:
+        assert ids == [list(identify(read_cache(files.find_path(names[0]))).ids)] * 3
+    assert all(files.find_path(name).exists() for name in names)
     for name in names[:2]:
-        portables.give_back(name)
-    assert [portables.find_path(name).exists() for name in names] == [False, False, True]
-    portables.forget("2")
-    assert portables.find_path(names[2]).exists()
-    portables.give_back(names[2])
-    assert not portables.find_path(names[2]).exists()
+        files.give_back(name)
+    assert [files.find_path(name).exists() for name in names] == [False, False, True]
+    files.forget("2")
+    assert files.find_path(names[2]).exists()
+    files.give_back(names[2])
+    assert not files.find_path(names[2]).exists()
+
+
+def test_caches_with_a_bias_are_refused_at_the_upload(model, tiny_tokenizer):
+    fitted = compress(model, tiny_tokenizer, TEXT, evictor="am-fast", ratio="0.4", adapter=None)
+    with pytest.raises(RestoreKVError, match="add a bias to logits"):
+        find_form("ragged").check_context(fitted)
 
 
 def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
@@ -325,6 +358,7 @@ def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
     """All that comes before vLLM itself, which only tests/vllm has."""
     engine = find_engine_class("vllm")(model, tiny_tokenizer, Store(tmp_path, 1 << 30), 1 << 20, 4)
     assert engine.client.fingerprint == fingerprint_model(model)
+    assert engine.form.name == "ragged" and engine.files.folder == tmp_path / "ragged"
     assert fingerprint_model(
         load_model(engine.client.options["model"], dtype="float32")[0]
     ) == fingerprint_model(model)

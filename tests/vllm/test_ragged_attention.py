@@ -8,6 +8,7 @@ import torch
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
 from restorekv.vllm.flat_pages import write_pages
+from restorekv.vllm.page_pool import PagePool
 from restorekv.vllm.ragged_attention import RaggedAttention, refuse_special_attention
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.step_rows import find_document_rows, measure_log_sum_exp, merge
@@ -68,16 +69,10 @@ class RaggedBackend(RaggedAttention, PlainBackend):
 
 @pytest.fixture
 def pool():
-    config = SimpleNamespace(instance_id=object(), kv_transfer_config=None)
-    made = worker_state.reserve_pool(
-        config=config,
-        page_size=PAGE,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        writer=write_pages,
+    worker_state.forget_pools()
+    yield worker_state.reserve_pool(
+        "test", lambda: PagePool(100, PAGE, DIM, torch.float32, "cpu", write_pages)
     )
-    yield made
     worker_state.end_step()
     worker_state.forget_pools()
 

@@ -1,6 +1,4 @@
-"""Our server with the real engine behind it: every answer is that of `ask` on the same portable
-cache.
-"""
+"""Our server with the real engine behind it: every answer is that of `ask` on the same cache."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,8 +12,12 @@ pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
 from restorekv import compose  # noqa: E402
-from restorekv.serve.portables import Portables  # noqa: E402
+from restorekv.serve.vllm_documents import find_form  # noqa: E402
+from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
+from restorekv.storage.cache_file import read_cache, write_cache  # noqa: E402
 from restorekv.storage.portable import load_portable  # noqa: E402
+from restorekv.vllm.page_pool import count_pages  # noqa: E402
+from restorekv.vllm.ragged_documents import identify  # noqa: E402
 from tests.helpers.engine import ENVIRONMENT, TOKENS, World, make_world, server, without_halves  # noqa: E402
 from tests.helpers.models import build_model, build_tokenizer  # noqa: E402
 from tests.helpers.serving import about, ask, client_of, expected, serving, upload  # noqa: E402
@@ -31,10 +33,9 @@ QUESTIONS = [
     "Is there a well?",
     "What is the text about?",
 ]
-INSIDE = {
-    "engine": "vllm",
-    "options": {"options": {"max_model_len": 1024, "enforce_eager": True, "block_size": 32}},
-}
+OPTIONS = {"max_model_len": 1024, "enforce_eager": True, "block_size": 32}
+FORMS = ["ragged", "portable"]
+PAGE_SIZE = 32  # pairs, on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +51,34 @@ def world(tmp_path_factory) -> World:
     return made
 
 
-def smalls(world) -> list:
-    how = {"evictor": "snapkv", "ratio": "0.4", "adapter": None, "allocation": "per-head"}
+def inside(form: str, **more: object) -> dict:
+    """The settings of a server with vLLM in its process."""
+    return {"engine": "vllm", "options": {"options": OPTIONS, "documents": form, **more}}
+
+
+def smalls(world, form: str) -> list:
+    how = {"evictor": "snapkv", "ratio": "0.4", "adapter": None}
+    how |= find_form(form).compress_settings
     return [compress_with(world.model, world.tokenizer, text, **how) for text in TEXTS]
+
+
+def answers_of(small, form: str, world, questions) -> list[str]:
+    """What `ask` answers, without halves."""
+    if form == "portable":
+        said = small.portable().ask(world.model, world.tokenizer, questions, TOKENS)
+    else:
+        said = small.ask(questions, TOKENS)
+    return without_halves(said)
 
 
 def told(answer) -> list[str]:
     return without_halves([choice.message.content for choice in answer.choices])
 
 
-def assert_answers(client, files, world, small) -> None:
+def assert_answers(client, files, world, small, form) -> None:
     """Alone, in mixed batches of several clients, composed, in the full cache and as a stream."""
     greedy = {"max_tokens": TOKENS}
-    wanted = [
-        without_halves(each.portable().ask(world.model, world.tokenizer, QUESTIONS, TOKENS))
-        for each in small
-    ]
+    wanted = [answers_of(each, form, world, QUESTIONS) for each in small]
     assert told(ask(client, about(files[0], question=QUESTIONS[0]), **greedy)) == wanted[0][:1]
     places = [
         (document, question) for question in range(len(QUESTIONS)) for document in range(len(files))
@@ -77,10 +90,8 @@ def assert_answers(client, files, world, small) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(asked, places))
     assert found == [[wanted[document][question]] for document, question in places]
-    both = compose(small[:2]).portable().ask(world.model, world.tokenizer, QUESTIONS[:1], TOKENS)
-    assert told(ask(client, about(*files[:2], question=QUESTIONS[0]), **greedy)) == without_halves(
-        both
-    )
+    both = answers_of(compose(small[:2]), form, world, QUESTIONS[:1])
+    assert told(ask(client, about(*files[:2], question=QUESTIONS[0]), **greedy)) == both
     full = expected(world.model, world.tokenizer, TEXTS[0], ratio=1).ask(QUESTIONS[0], TOKENS)
     assert told(
         ask(client, about(files[0], question=QUESTIONS[0]), "tiny", **greedy)
@@ -95,7 +106,12 @@ def assert_answers(client, files, world, small) -> None:
 
 
 def foreign(ids: list[int], folder: Path) -> list[int]:
-    """Replaces the document's file by one of a model with another RoPE."""
+    """Replace the document's file by one of a model with another RoPE."""
+    for path in folder.glob("*.rkv"):
+        file = read_cache(path)
+        if list(identify(file).ids) == ids:
+            manifest = replace(file.manifest, rope={"rope_type": "yarn"})
+            write_cache(path, file.cache(), file.context, manifest)
     for path in folder.glob("*.safetensors"):
         portable = load_portable(path)
         if portable.ids.tolist() == ids:
@@ -105,14 +121,15 @@ def foreign(ids: list[int], folder: Path) -> list[int]:
     return ids
 
 
-def test_vllm_in_the_server(world, tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", FORMS)
+def test_vllm_in_the_server(world, tmp_path, monkeypatch, form):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    small = smalls(world)
-    with serving(world.model, world.tokenizer, tmp_path, **INSIDE) as url:
+    small = smalls(world, form)
+    with serving(world.model, world.tokenizer, tmp_path, **inside(form)) as url:
         client = client_of(url)
         files = [upload(client, text) for text in TEXTS]
-        assert_answers(client, files, world, small)
+        assert_answers(client, files, world, small, form)
         (written,) = small[0].ask(QUESTIONS[:1], TOKENS, details=True, logprobs=3)
         answer = ask(
             client,
@@ -140,9 +157,9 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch):
             "properties": {"code": {"type": "integer"}},
             "required": ["code"],
         }
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer_form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         shaped = (
-            ask(client, about(files[0]), response_format=form, max_tokens=40)
+            ask(client, about(files[0]), response_format=answer_form, max_tokens=40)
             .choices[0]
             .message.content
         )
@@ -159,28 +176,51 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch):
         )
         # Another model's document ends its requests alone, with a sentence.
         other = upload(client, TEXTS[0] * 2)
-        take = Portables.take
+        take = VllmFiles.take
         with monkeypatch.context() as patch:
-            patch.setattr(
-                Portables, "take", lambda *given: foreign(take(*given), tmp_path / "portable")
-            )
+            patch.setattr(VllmFiles, "take", lambda *given: foreign(take(*given), tmp_path / form))
             with pytest.raises(openai.BadRequestError, match="was made for rope"):
                 ask(client, about(other))
         assert told(ask(client, about(files[1], question=QUESTIONS[0]), max_tokens=TOKENS))
-    with serving(world.model, world.tokenizer, tmp_path, **INSIDE) as url:
+    with serving(world.model, world.tokenizer, tmp_path, **inside(form)) as url:
         again = ask(client_of(url), about(files[0], question=QUESTIONS[0]), max_tokens=TOKENS)
         assert told(again) == without_halves([written.text])
         assert again.usage.prompt_tokens_details.cache_write_tokens == 0
 
 
-def test_a_vllm_server_by_its_url(world, tmp_path):
-    """The server of the other tests reads documents from the folder `world.store`."""
-    small = smalls(world)
-    options = {
-        "engine": "vllm",
-        "options": {"url": "http://127.0.0.1:8765/v1", "folder": world.store},
-    }
-    with server(world), serving(world.model, world.tokenizer, tmp_path, **options) as url:
+def test_a_document_that_vllms_memory_cannot_hold_is_refused_with_a_sentence(
+    world, tmp_path, monkeypatch
+):
+    """And a pool that holds one of three at a time serves all of them."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    small = smalls(world, "ragged")
+    pages = [
+        count_pages(each.cache.lengths + each.cache.restore_length, PAGE_SIZE) for each in small
+    ]
+    dim = small[0].cache.layers[0].context_keys.shape[-1]
+    options = inside("ragged", documents_memory=max(pages) * PAGE_SIZE * 2 * dim * 4)
+    with serving(world.model, world.tokenizer, tmp_path, **options) as url:
         client = client_of(url)
         files = [upload(client, text) for text in TEXTS]
-        assert_answers(client, files, world, small)
+        with ThreadPoolExecutor(3) as pool:
+            asked = [about(file, question=QUESTIONS[0]) for file in files]
+            found = list(pool.map(lambda each: ask(client, each, max_tokens=TOKENS), asked))
+        wanted = [answers_of(each, "ragged", world, QUESTIONS[:1]) for each in small]
+        assert [told(answer) for answer in found] == wanted
+        large = upload(client, TEXTS[0] * 4)
+        with pytest.raises(openai.BadRequestError, match="give documents_memory more bytes"):
+            ask(client, about(large))
+        assert told(ask(client, asked[0], max_tokens=TOKENS)) == wanted[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_vllm_server_by_its_url(world, tmp_path, form):
+    """The server of the other tests reads documents from the folder `world.store`."""
+    small = smalls(world, form)
+    options = {"url": "http://127.0.0.1:8765/v1", "folder": world.store, "documents": form}
+    engine = {"engine": "vllm", "options": options}
+    with server(world, form), serving(world.model, world.tokenizer, tmp_path, **engine) as url:
+        client = client_of(url)
+        files = [upload(client, text) for text in TEXTS]
+        assert_answers(client, files, world, small, form)

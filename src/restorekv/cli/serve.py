@@ -62,6 +62,17 @@ def run(
     vllm_options: Annotated[
         str | None, typer.Option(help="Arguments of vLLM's engine, as JSON.")
     ] = None,
+    vllm_documents: Annotated[
+        str | None,
+        typer.Option(
+            help="What vLLM reads: ragged (caches as they are) or portable (heads of one length).",
+            show_default="ragged",
+        ),
+    ] = None,
+    documents_memory: Annotated[
+        str | None,
+        typer.Option(help="How much of the documents vLLM holds.", show_default="1G"),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -82,6 +93,10 @@ def run(
         engine_options["folder"] = vllm_store
     if vllm_options:
         engine_options["options"] = _parse_json_object("--vllm-options", vllm_options)
+    if vllm_documents:
+        engine_options["documents"] = vllm_documents
+    if documents_memory:
+        engine_options["documents_memory"] = _parse_size("--documents-memory", documents_memory)
     settings = server.Settings(
         store=store,
         base=model,

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -110,8 +110,6 @@ class CacheEngine(Engine, Generic[Active]):
     that differ in them have different keys.
     """
 
-    compress_settings: ClassVar[Mapping[str, Any]] = {}
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -119,8 +117,10 @@ class CacheEngine(Engine, Generic[Active]):
         store: Store,
         memory: int,
         waiting: int | None,
+        compress_settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(waiting)
+        self.compress_settings = compress_settings or {}
         self.model = model
         self.tokenizer = tokenizer
         self.store = store
@@ -155,8 +155,8 @@ class CacheEngine(Engine, Generic[Active]):
         """Refuse options of the engine that cannot work, before a model is loaded."""
         if options:
             raise RestoreKVError(
-                "--vllm-url, --vllm-store and --vllm-options are for --engine vllm; "
-                "add it or leave them out."
+                "--vllm-url, --vllm-store, --vllm-options, --vllm-documents and --documents-memory "
+                "are for --engine vllm; add it or leave them out."
             )
 
     def start(self) -> None:

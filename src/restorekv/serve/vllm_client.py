@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,10 +17,8 @@ import httpx2
 
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.serve.engine import AwayError
-from restorekv.storage.portable import MARK, make_mark
-from restorekv.vllm import transfer_config
-from restorekv.vllm.document_store import EngineModel
-from restorekv.vllm.portable_store import PortableStore
+from restorekv.serve.vllm_documents import FORMS, DocumentForm
+from restorekv.storage.portable import MARK
 
 ENDED = "vLLM ended the request with an error; its log says why"
 
@@ -80,8 +78,26 @@ class InProcessVllm:
     """vLLM's asynchronous engine, whose scheduler and workers are separate processes."""
 
     def __init__(
-        self, model: str, dtype: str, store: Path, fingerprint: str, options: Mapping[str, Any]
+        self,
+        model: str,
+        dtype: str,
+        store: Path,
+        fingerprint: str,
+        options: Mapping[str, Any],
+        form: DocumentForm,
+        documents_memory: int | None = None,
     ) -> None:
+        """Note how vLLM is started.
+
+        Args:
+            model: the folder of the model.
+            dtype: that of the library's model.
+            store: the folder of documents.
+            fingerprint: of the model's weights.
+            options: of AsyncEngineArgs.
+            form: of the documents.
+            documents_memory: bytes of them that each worker holds.
+        """
         self.longest: int | None = None
         self.options: dict[str, Any] = {
             "structured_outputs_config": {"backend": "guidance"},
@@ -93,23 +109,27 @@ class InProcessVllm:
         }
         self.store = store
         self.fingerprint = fingerprint
+        self.form = form
+        self.documents_memory = documents_memory
 
     def start(self) -> None:
         """Start the engine in the event loop that runs."""
+        self.form.check_version()
         arguments = import_module("vllm.engine.arg_utils")
         config = import_module("vllm.config")
-        connector = transfer_config(self.store, fingerprint=self.fingerprint)
+        connector = self.form.make_config(self.store, self.fingerprint, self.documents_memory)
         options = {**self.options, "kv_transfer_config": config.KVTransferConfig(**connector)}
         options["structured_outputs_config"] = config.StructuredOutputsConfig(
             **options["structured_outputs_config"]
         )
         try:
             engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
-            self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
+            with _set_environment(self.form.environment):
+                self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
         except (TypeError, ValueError, RuntimeError) as error:
             raise RestoreKVError(
                 f"vLLM did not start ({summarize_error(error)}); its log says why; "
-                "--vllm-options has its arguments."
+                "--vllm-options has its arguments, and --vllm-documents portable asks less of it."
             ) from error
         self.longest = self.llm.vllm_config.model_config.max_model_len
 
@@ -160,15 +180,26 @@ class InProcessVllm:
 
     def _explain_failure(self, ids: Sequence[int]) -> str:
         """Return why the document that a prompt asks could not be loaded."""
-        model = EngineModel.from_vllm(self.llm.vllm_config, self.fingerprint)
-        store = PortableStore(self.store, model)
         try:
-            document = store.find_document(ids)
-            if document:
-                store.load_pairs(document)
+            self.form.load_as_vllm(self.llm.vllm_config, self.store, self.fingerprint, ids)
         except RestoreKVError as error:
             return str(error)
         return f"{ENDED}."
+
+
+@contextmanager
+def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for processes that the block starts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _likely_of_output(output: Any) -> list[Likely]:
@@ -185,10 +216,11 @@ def _likely_of_output(output: Any) -> list[Likely]:
 class RemoteVllm:
     """A vLLM server, reached through its completions API."""
 
-    def __init__(self, url: str, store: Path, vocabulary: int) -> None:
+    def __init__(self, url: str, store: Path, vocabulary: int, form: DocumentForm) -> None:
         self.url = url.rstrip("/")
         self.store = store
         self.vocabulary = vocabulary
+        self.form = form
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.model = ""
@@ -210,18 +242,25 @@ class RemoteVllm:
                 ) from None
             # Our connector refuses placeholders that stand for no document; a server without it
             # answers them.
-            ids = [*make_mark(self.vocabulary), *range(MARK)]
+            ids = [*self.form.make_mark(self.vocabulary), *range(MARK)]
             body = {"model": self.model, "prompt": ids, "max_tokens": 1}
             if client.post(f"{self.url}/completions", json=body).is_success:
-                config = json.dumps(transfer_config(self.store.resolve()))
-                raise RestoreKVError(
-                    f"The vLLM server at {self.url} reads no documents; start it with "
-                    f"--kv-transfer-config '{config}'."
-                )
+                raise RestoreKVError(self._describe_start())
         self.client = httpx2.AsyncClient(
             headers=self.headers,
             timeout=httpx2.Timeout(None, connect=10),
             limits=httpx2.Limits(max_connections=None),  # the engine bounds the questions
+        )
+
+    def _describe_start(self) -> str:
+        """Return the error about a server that does not read documents of this form."""
+        config = json.dumps(self.form.make_config(self.store.resolve()))
+        variables = "".join(f"{name}={value} and " for name, value in self.form.environment.items())
+        others = " or ".join(name for name in FORMS if name != self.form.name)
+        return (
+            f"The vLLM server at {self.url} reads no {self.form.name} documents; start it with "
+            f"{variables}--kv-transfer-config '{config}', or pass --vllm-documents {others} here "
+            "if it was started for those."
         )
 
     def close(self) -> None:

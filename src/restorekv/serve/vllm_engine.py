@@ -1,6 +1,6 @@
-"""vLLM as the engine: the library compresses with one length in every head; vLLM answers.
+"""vLLM as the engine: the library compresses; vLLM answers.
 
-A compressed document goes to vLLM as a portable file and is asked by its placeholders
+A compressed document goes to vLLM as a file (vllm_documents.py) and is asked by its placeholders
 (docs/vllm.md). The full cache is vLLM's own: it reads the text, and its prefix cache keeps what it
 read. vLLM batches and queues the questions; here, each is one task that reads a stream.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +41,11 @@ from restorekv.serve.engine import (
     ServedQuestion,
     run_while_wanted,
 )
-from restorekv.serve.portables import Portables
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 from restorekv.serve.vllm_client import InProcessVllm, Piece, RemoteVllm, VllmClient
+from restorekv.serve.vllm_documents import DEFAULT, find_form
+from restorekv.serve.vllm_files import VllmFiles
 
 REMEMBERED = 256  # texts whose ids are remembered
 PATIENCE = 0.5  # seconds after which an answer that nobody waits for is broken off
@@ -55,7 +56,7 @@ UNSUPPORTED = ("repetition_penalty", "regex", "processors", "criteria")
 class VllmQuestion(ActiveQuestion):
     """A question with the ids that vLLM reads for its documents.
 
-    `files` are the keys of the caches in its portable file; documents that vLLM reads itself have
+    `files` are the keys of the caches in its file; documents that vLLM reads itself have
     none.
     """
 
@@ -72,10 +73,9 @@ class VllmEngine(CacheEngine[VllmQuestion]):
     """Answers up to `waiting` questions at a time, as vLLM schedules them.
 
     `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
-    this process with `options` of its AsyncEngineArgs.
+    this process with `options` of its AsyncEngineArgs and `documents_memory` bytes of documents.
+    `documents` names their form.
     """
-
-    compress_settings: ClassVar[Mapping[str, Any]] = {"allocation": "per-head"}
 
     def __init__(
         self,
@@ -88,31 +88,42 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         url: str = "",
         folder: Path | None = None,
         options: Mapping[str, Any] | None = None,
+        documents: str = DEFAULT,
+        documents_memory: int | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, store, memory, waiting)
+        self.form = find_form(documents)
+        super().__init__(model, tokenizer, store, memory, waiting, self.form.compress_settings)
         self.texts: OrderedDict[str, Context] = OrderedDict()  # that vLLM reads, by their hash
-        self.portables = Portables(folder or store.folder / "portable", memory)
-        store.on_drop = self.portables.forget
+        self.files = VllmFiles(folder or store.folder / self.form.name, memory, self.form)
+        store.on_drop = self.files.forget
         self.client: VllmClient
         if url:
             embeddings: Any = model.get_input_embeddings()
             vocabulary = embeddings.weight.shape[0]
-            self.client = RemoteVllm(url, self.portables.folder, vocabulary)
+            self.client = RemoteVllm(url, self.files.folder, vocabulary, self.form)
         else:
             fingerprint = fingerprint_model(model)
             copies = gguf.find_private_folder() / "vllm"
             self.client = InProcessVllm(
                 find_model_folder(model, tokenizer, copies, fingerprint),
                 str(model.dtype).removeprefix("torch."),
-                self.portables.folder,
+                self.files.folder,
                 fingerprint,
                 options or {},
+                self.form,
+                documents_memory,
             )
 
     @staticmethod
     def check_options(options: Mapping[str, Any]) -> None:
         """Refuse options that cannot work, before a model is loaded."""
         url = options.get("url")
+        find_form(options.get("documents", DEFAULT))
+        if options.get("documents_memory") and url:
+            raise RestoreKVError(
+                "--documents-memory goes without --vllm-url; give the server that runs "
+                '"documents_memory" in its --kv-transfer-config.'
+            )
         if options.get("folder") and not url:
             raise RestoreKVError(
                 "--vllm-store goes with --vllm-url; without one, the store's own folder is used."
@@ -153,7 +164,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
     def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compress a text; refuse, when a document is uploaded, what vLLM could not be given."""
         context = super().make_cache(content, variant, key)
-        context.portable()
+        self.form.check_context(context)
         return context
 
     def forget_document(self, sha256: str) -> None:
@@ -194,7 +205,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
     def prepare(self, question: ServedQuestion) -> VllmQuestion:
         """Return a question with its prompt as ids.
 
-        The portable file of its documents then stays until `write` has ended.
+        The file of its documents then stays until `write` has ended.
         """
         started = time.perf_counter()
         check_supported(question.sampling)
@@ -236,7 +247,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             rows=self._make_rows(question),
             cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
             started=started,
-            document_ids=self.portables.take(files, cache),
+            document_ids=self.files.take(files, cache),
             files=files,
         )
 
@@ -248,7 +259,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 task.result()
         finally:
             if active.files:
-                self.portables.give_back(active.files)
+                self.files.give_back(active.files)
 
     async def _stream(self, active: VllmQuestion) -> None:
         """Read vLLM's answers; tokens go to the rows and to whoever waits."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
-from restorekv.vllm.page_pool import PageTable, PageWriter
+from restorekv.vllm.page_pool import PagePool, PageTable, PageWriter
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.step_rows import (
     find_document_rows,
@@ -95,14 +95,18 @@ class RaggedAttention:
         if not worker_state.serves_documents(config):
             return
         refuse_special_attention(special)
-        worker_state.reserve_pool(
-            config=config,
-            page_size=worker_state.page_size(config),
-            head_dim=self.head_size,
-            dtype=config.model_config.dtype,
-            device=device,
-            writer=writer,
-        )
+
+        def make_pool() -> PagePool:
+            return PagePool(
+                pages=worker_state.count_pool_pages(config, self.head_size),
+                page_size=worker_state.page_size(config),
+                head_dim=self.head_size,
+                dtype=config.model_config.dtype,
+                device=device,
+                writer=writer,
+            )
+
+        worker_state.reserve_pool(config.instance_id, make_pool)
 
     @abstractmethod
     def attend_tail(

@@ -39,7 +39,7 @@ from restorekv.vllm.ragged_documents import (
     gather_pairs,
     load_pairs,
 )
-from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
+from restorekv.vllm.ragged_store import RaggedStore, describe_excess, pages_of_largest_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -199,13 +199,7 @@ class SchedulerHalf:
             if document.problem:
                 log.warning("A file of the store is not served: %s", document.problem)
         self.page_size = worker_state.page_size(config)
-        pages = worker_state.fit_pages(
-            worker_state.documents_memory(config),
-            self.page_size,
-            store.model.head_dim,
-            config.model_config.dtype,
-        )
-        self.ledger = PoolLedger(pages)
+        self.ledger = PoolLedger(worker_state.count_pool_pages(config, store.model.head_dim))
         self.asked: dict[str, StoredDocument] = {}  # by request
         self.problems: dict[str, str] = {}  # by request: why it ends
         self.prompt_lengths: dict[str, int] = {}  # of requests with a problem
@@ -270,8 +264,7 @@ class SchedulerHalf:
         if residency is Residency.TOO_LARGE:
             self._give_up(
                 request,
-                f"{document.path.name} takes {pages:,} pages of documents' memory, which has "
-                f"{self.ledger.pages:,}; give documents_memory more bytes.",
+                describe_excess(document.path, pages, self.ledger.pages),
             )
         return residency in (Residency.RESIDENT, Residency.TOO_LARGE)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.storage import cache_file
+from restorekv.vllm import worker_state
 from restorekv.vllm.document_store import DocumentStore, EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import count_pages_of_heads
 from restorekv.vllm.ragged_documents import LARGEST_ID, identify, make_mark
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class RaggedStore(DocumentStore):
@@ -59,3 +64,24 @@ def pages_of_largest_rank(lengths: Tensor, ranks: int, page_size: int) -> int:
     pages = count_pages_of_heads(lengths, page_size).sum(0)
     of_ranks = [pages[find_heads(rank, ranks, heads)].sum() for rank in range(ranks)]
     return int(torch.stack(of_ranks).max())
+
+
+def describe_excess(path: Path, pages: int, available: int) -> str:
+    """Return the error about a document that the whole pool cannot hold."""
+    return (
+        f"{path.name} takes {pages:,} pages of documents' memory, which has {available:,}; give "
+        "documents_memory more bytes."
+    )
+
+
+def refuse_too_large(document: StoredDocument, config: VllmConfig) -> None:
+    """Raise RestoreKVError for a document that the pool of an engine cannot hold."""
+    assert document.lengths is not None
+    pages = pages_of_largest_rank(
+        document.lengths,
+        config.parallel_config.tensor_parallel_size,
+        worker_state.page_size(config),
+    )
+    available = worker_state.count_pool_pages(config, config.model_config.get_head_size())
+    if pages > available:
+        raise RestoreKVError(describe_excess(document.path, pages, available))

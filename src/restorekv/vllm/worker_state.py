@@ -6,12 +6,10 @@ vLLM makes attention layers and connectors apart and gives them nothing in commo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from restorekv.vllm.page_pool import PagePool, PageWriter
+from restorekv.vllm.page_pool import PagePool
 
 MEMORY = 1 << 30  # bytes of documents, unless the connector's options say otherwise
 LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -39,36 +37,23 @@ def page_size(config: Any) -> int:
     return 32 if config.device_config.device_type == "cpu" else 16
 
 
-def fit_pages(memory: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many pages fit into `memory` bytes."""
-    return memory // (page_size * 2 * head_dim * dtype.itemsize)
+def count_pool_pages(config: Any, head_dim: int) -> int:
+    """Return how many pages the pool of a worker has, for heads of `head_dim` numbers."""
+    page_bytes = page_size(config) * 2 * head_dim * config.model_config.dtype.itemsize
+    return documents_memory(config) // page_bytes
 
 
-def reserve_pool(
-    config: Any,
-    page_size: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    writer: PageWriter,
-) -> PagePool:
+def reserve_pool(engine: str, make_pool: Callable[[], PagePool]) -> PagePool:
     """Return the pool of an engine, which the first of its attention layers makes.
 
     Args:
-        config: vLLM's; its instance id names the engine.
-        page_size: pairs of a page.
-        head_dim: D, of all layers.
-        dtype: of keys and values.
-        device: of the attention.
-        writer: puts pairs into pages.
+        engine: vLLM's instance id.
+        make_pool: is called once for an engine, when the pool of an earlier one is gone.
     """
-    pool = _pools.get(config.instance_id)
-    if pool is None:
+    if engine not in _pools:
         forget_pools()
-        pages = fit_pages(documents_memory(config), page_size, head_dim, dtype)
-        pool = PagePool(pages, page_size, head_dim, dtype, device, writer)
-        _pools[config.instance_id] = pool
-    return pool
+        _pools[engine] = make_pool()
+    return _pools[engine]
 
 
 def forget_pools() -> None:

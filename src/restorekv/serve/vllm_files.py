@@ -1,4 +1,4 @@
-"""Portable files of compressed documents, in the folder from which vLLM's connector reads them.
+"""Files of compressed documents, in the folder from which vLLM's connector reads them.
 
 They are copies: the store's caches are what survives. A file is written when its document is first
 asked. Those asked least recently go first, but never one that a question waits for.
@@ -11,34 +11,27 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from restorekv.context import CompressedContext
+from restorekv.serve.vllm_documents import DocumentFile, DocumentForm
 
 # Names of files that an earlier server has left here.
-OWN = re.compile(r"[0-9a-f]{32}\.safetensors")
+OWN = re.compile(r"[0-9a-f]{32}\.(rkv|safetensors)")
 
 # The keys of a document's caches, several where it is composed.
 Keys = tuple[str, ...]
 
 
-@dataclass
-class PortableFile:
-    """A file: the placeholders of its document, and its size in bytes."""
-
-    ids: list[int]
-    size: int
-
-
-class Portables:
+class VllmFiles:
     """Files of up to `limit` bytes, by the keys of the caches that they were made of."""
 
-    def __init__(self, folder: Path, limit: int) -> None:
+    def __init__(self, folder: Path, limit: int, form: DocumentForm) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.form = form
         self.folder = folder
         self.limit = limit
-        self.files: OrderedDict[Keys, PortableFile] = OrderedDict()
+        self.files: OrderedDict[Keys, DocumentFile] = OrderedDict()
         self.users: Counter[Keys] = Counter()  # questions that need the file now
         self.forgotten: set[Keys] = set()  # which go with their last question
         self.lock = threading.Lock()
@@ -50,7 +43,7 @@ class Portables:
     def find_path(self, keys: Sequence[str]) -> Path:
         """Return where a file is, or would be."""
         name = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
-        return self.folder / f"{name}.safetensors"
+        return self.folder / f"{name}{self.form.suffix}"
 
     def take(self, keys: Keys, context: CompressedContext) -> list[int]:
         """Return the placeholders of a document.
@@ -63,11 +56,9 @@ class Portables:
             path = self.find_path(keys)
             with self.writing:
                 if keys not in self.files or not path.exists():
-                    portable = context.portable()
-                    portable.save(path)
-                    size = portable.keys.nbytes + portable.values.nbytes
+                    written = self.form.write_file(context, path)
                     with self.lock:
-                        self.files[keys] = PortableFile(portable.ids.tolist(), size)
+                        self.files[keys] = written
             with self.lock:
                 self.files.move_to_end(keys)
                 return self.files[keys].ids
