@@ -21,6 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from restorekv.errors import RestoreKVError
+from restorekv.model.shape import list_windows
 from restorekv.model.support import UNLIMITED, get_support
 from tests.helpers import decoders, exactness
 
@@ -52,9 +53,12 @@ def judge(kind: str, seed: int = 0, **overrides: object) -> tuple[Family, list[s
     except Exception as error:  # configs and models check their sizes in their own ways
         return Family(kind, name, UNBUILT, type(error).__name__), []
     outcome, why, problems = judge_model(model, seed)
-    if outcome == USED and not overrides:
-        for variant in decoders.windowed_variants(kind):
-            problems += judge(kind, seed, **variant)[1]
+    if not overrides:
+        for variant in [*decoders.windowed_variants(kind), *decoders.hybrid_variants(kind)]:
+            mixed, others = judge(kind, seed, **variant)
+            problems += others
+            if outcome == WINDOWED and mixed.outcome == USED:
+                why += "; used where some layers have none"
     return Family(kind, name, outcome, why), problems
 
 
@@ -65,7 +69,10 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
     except RestoreKVError as error:
         return REFUSED, reason(error), []
     if limit == UNLIMITED:
-        return USED, "", exactness.compare(model, TEXT, QUESTION, ANSWER, RATIOS, seed)
+        windows = list_windows(model.config)
+        limited = len(windows) - windows.count(None)
+        why = f"{limited} of {len(windows)} layers have a window" if limited else ""
+        return USED, why, exactness.compare(model, TEXT, QUESTION, ANSWER, RATIOS, seed)
     text = limit - QUESTION - ANSWER
     problems = (
         exactness.compare(model, text, QUESTION, ANSWER, RATIOS, seed)
@@ -76,7 +83,7 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
         f"{what} is not refused"
         for what in exactness.answered_beyond(model, limit, QUESTION, ANSWER)
     ]
-    return WINDOWED, get_support(model).beyond, problems
+    return WINDOWED, get_support(model).beyond.partition(",")[0], problems
 
 
 def reason(error: RestoreKVError) -> str:

@@ -56,7 +56,7 @@ class CompressedContext:
     compressor: Compressor | None = None  # what made it, in the process that made it
 
     def __post_init__(self) -> None:
-        attention.plan_kernels(self.cache.layers)
+        attention.plan_kernels(self.cache.full_attention)
         self.cache.lock()
 
     @overload

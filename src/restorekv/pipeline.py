@@ -39,7 +39,7 @@ from restorekv.model.prompt import (
     get_default_between,
     make_context,
 )
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.model.tokenize import decode_utf8
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.cache_checks import count_pairs_and_bytes
@@ -247,4 +247,5 @@ def make_manifest(
         system=system,
         parts=[],
         earlier=0,
+        windows=describe_windows(model.config),
     )

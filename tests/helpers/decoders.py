@@ -212,6 +212,16 @@ def windowed_variants(kind: str) -> list[dict[str, object]]:
     return [mixed | ({"use_sliding_window": True} if hasattr(text, "use_sliding_window") else {})]
 
 
+def hybrid_variants(kind: str) -> list[dict[str, object]]:
+    """Return the settings by which every other layer of a type sees the whole text, where all have
+    a window in so small a model.
+    """
+    text = tiny_config(kind).get_text_config()
+    if set(getattr(text, "layer_types", None) or ()) != {"sliding_attention"}:
+        return []
+    return [{"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}]
+
+
 def tiny_text_config(
     config_class: type[PretrainedConfig], kind: str, overrides: dict
 ) -> PretrainedConfig:

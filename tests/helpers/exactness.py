@@ -17,7 +17,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
 from restorekv.model.prompt import Context
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, list_full_layers, list_windows
 from tests.helpers.models import build_tokenizer
 
 PREFIX = 3  # tokens of a chat prefix
@@ -108,16 +108,27 @@ def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
     text = keep.shape[-1]
     total = ids.shape[-1]
     causal = torch.ones(total, total, dtype=torch.bool).tril()
+    windows = list_windows(plain.config)
+    rows = {index: row for row, index in enumerate(list_full_layers(plain.config))}
+
+    def mask_of(layer: int, heads: int) -> Tensor:
+        window = windows[layer]
+        if window is None:
+            return hidden(causal, keep[rows[layer]], text, heads)
+        recent = causal & ~causal.tril(-window)
+        return hidden(recent, torch.ones(1, text, dtype=torch.bool), text, heads)
+
     plain.set_attn_implementation("eager")
-    with masked(plain, lambda layer, heads: hidden(causal, keep[layer], text, heads)):
+    with masked(plain, mask_of):
         return plain(input_ids=ids).logits
 
 
 def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
-    """Return what eager attention adds to the logits of one layer: (1, H * G, Q, K) float32."""
+    """Return what eager attention adds to the logits of one layer: (1, H * G, Q, K)."""
     visible = causal.expand(heads, -1, -1).clone()
     visible[:, text:, :text] &= keep.repeat_interleave(heads // len(keep), 0)[:, None]
-    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None]
+    dtype = torch.get_default_dtype()
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(dtype).min)[None]
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     model, tokenizer = mistral
     assert count_usable_positions(model) == WINDOW
     ids = exactness.random_ids(400)[0].tolist()
-    refusal = r"400 tokens, .* because layers see at most 300 positions; .*--max-context cut"
+    refusal = r"400 tokens, .* because every layer sees at most 300 positions, .*--max-context cut"
     with pytest.raises(RestoreKVError, match=refusal):
         compress(model, tokenizer, ids, adapter=None)
     cut = compress(
@@ -244,7 +244,9 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     )
     assert cut.context.positions < WINDOW and cut.manifest.cut
     small = compress(model, tokenizer, ids[:150], adapter=None, evictor="random", ratio=0.5)
-    beyond = "needs .* positions, and layers see at most 300 positions of MistralForCausalLM"
+    beyond = (
+        "needs .* positions, and in MistralForCausalLM every layer sees at most 300 positions, "
+    )
     with pytest.raises(RestoreKVError, match=f"longest answer allowed {beyond}"):
         small.ask("what?")  # 128 tokens unless told otherwise
     assert isinstance(small.ask("what?", max_new_tokens=8), str)
@@ -298,7 +300,8 @@ def test_commands_say_one_sentence(tmp_path, capsys, mistral):
     assert execute(["compress", str(text), "--model", folder, "-o", str(tmp_path / "x.rkv")]) != 0
     error = capsys.readouterr().err
     assert (
-        "layers see at most 300 positions" in error.replace("\n", " ") and "Traceback" not in error
+        "every layer sees at most 300 positions" in error.replace("\n", " ")
+        and "Traceback" not in error
     )
     assert not (tmp_path / "x.rkv").exists()
     folder = saved(decoders.build("gpt2"), tmp_path / "gpt2")

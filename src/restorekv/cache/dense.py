@@ -11,13 +11,15 @@ from transformers.cache_utils import Cache
 class DenseLayer(Protocol):
     """A layer of a filled cache of transformers or of a view of one.
 
-    keys and values (B, H, columns, D) hold every position, unless `is_initialized` is False: then
-    there are none yet, or they were released.
+    keys and values (B, H, columns, D) hold every position, those of a layer with a sliding window
+    (`is_sliding`) the last ones. Unless `is_initialized` is False: then there are none yet, or they
+    were released.
     """
 
     keys: Tensor
     values: Tensor
     is_initialized: bool
+    is_sliding: bool
 
     def get_seq_length(self) -> int: ...
 
@@ -29,3 +31,8 @@ def list_dense_layers(full: Cache) -> list[DenseLayer]:
     probe refuses such models before any of their caches is read.
     """
     return cast(list[DenseLayer], full.layers)
+
+
+def list_full_attention(full: Cache) -> list[DenseLayer]:
+    """Return the L layers of a full cache that see the whole text, which alone are scored."""
+    return [layer for layer in list_dense_layers(full) if not layer.is_sliding]

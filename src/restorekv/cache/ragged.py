@@ -9,7 +9,6 @@ tail[:n]). Positions count tokens seen, not kept.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +19,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from restorekv.cache import quantized
-from restorekv.cache.dense import DenseLayer, list_dense_layers
+from restorekv.cache.dense import DenseLayer, list_dense_layers, list_full_attention
 from restorekv.cache.quantized import QuantizedRows
+from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import Pair, TailLayer
 from restorekv.errors import RestoreKVError
 
@@ -98,29 +98,14 @@ class RaggedLayer(TailLayer):
         counts = self.offsets.diff().long()
         return torch.arange(self.heads, device=counts.device).repeat_interleave(counts)
 
-    def fork(self, batch: int = 1) -> RaggedLayer:
-        """Return a layer with the same context and restore cache and its own tail, for `batch`
-        questions.
-        """
-        layer = copy.copy(self)
-        layer.locked = False
-        layer.share_restore_cache(batch)
-        return layer
-
     def list_tensors(self) -> list[Tensor]:
-        """Return every tensor of the layer; the restore cache counts once while it is still the
-        whole tail.
-        """
+        """Return every tensor of the layer."""
         tensors = quantized.list_tensors(self.context_keys)
         tensors += quantized.list_tensors(self.context_values)
-        tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
+        tensors += [self.offsets, self.positions]
         if self.bias is not None:
             tensors.append(self.bias)
-        if self.buffers:
-            tensors += self.buffers
-        elif self.columns > self.restore_length:
-            tensors += self.pair
-        return tensors
+        return tensors + self.list_tail_tensors()
 
 
 @dataclass(frozen=True)
@@ -201,12 +186,25 @@ class ContextPairs:
 class RaggedCache(Cache):
     """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())`
     works.
+
+    Layers with a sliding window are of another kind, which is neither evicted nor counted; L is the
+    number of the others.
     """
 
-    layers: list[RaggedLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
+    layers: list[RaggedLayer | SlidingLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, layers: list[RaggedLayer]) -> None:
+    def __init__(self, layers: Iterable[RaggedLayer | SlidingLayer]) -> None:
         super().__init__(layers=list[Any](layers))
+
+    @property
+    def full_attention(self) -> list[RaggedLayer]:
+        """The L layers that see the whole text."""
+        return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+
+    @property
+    def sliding(self) -> list[SlidingLayer]:
+        """The layers that have a window."""
+        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
 
     @classmethod
     def from_dense(
@@ -225,8 +223,8 @@ class RaggedCache(Cache):
         Args:
             full: the full cache, with S + T columns or more.
             keep: (L, H, S + T) bool, which pairs stay.
-            restore_cache: keys and values (1, H, n, D) of every layer; by default the columns of
-                `full` after the first S + T.
+            restore_cache: keys and values (1, H, n, D) of every layer, those with a window
+                included; by default the columns of `full` after the first S + T.
             offset: moves the positions of questions (a control of the paper).
             consume: whether to empty each layer of `full` before the next is gathered, so that the
                 full and the ragged cache never exist side by side.
@@ -234,27 +232,16 @@ class RaggedCache(Cache):
         dense_layers = list_dense_layers(full)
         columns = keep.shape[-1]
         if restore_cache is None:
-            restore_cache = (
-                (dense.keys[:, :, columns:], dense.values[:, :, columns:]) for dense in dense_layers
-            )
+            restore_cache = (_take_after(dense, columns) for dense in dense_layers)
+        if len(list_full_attention(full)) != len(keep):
+            raise ValueError(f"{len(keep)} layers of a mask for {len(dense_layers)} of a cache")
+        masks = iter(keep)
         layers = []
-        for dense, layer_mask, (restore_keys, restore_values) in zip(
-            dense_layers, keep, restore_cache, strict=True
-        ):
-            mask = layer_mask.to(dense.keys.device)
-            heads, positions = mask.nonzero(as_tuple=True)
-            ends = mask.sum(-1).cumsum(0)
-            layer = RaggedLayer(
-                context_keys=dense.keys.detach()[0][heads, positions],
-                context_values=dense.values.detach()[0][heads, positions],
-                offsets=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
-                positions=positions.to(torch.int32),
-                seen=columns + offset,
-                # Copied, because a view would keep the whole full cache alive.
-                restore_keys=restore_keys.clone(),
-                restore_values=restore_values.clone(),
-            )
-            layers.append(layer)
+        for dense, restored in zip(dense_layers, restore_cache, strict=True):
+            if isinstance(dense, RecentLayer):
+                layers.append(SlidingLayer.from_recent(dense, columns, columns + offset, restored))
+            else:
+                layers.append(_gather_layer(dense, next(masks), columns + offset, restored))
             if consume:
                 _release_pairs(dense)
         return cls(layers)
@@ -264,7 +251,14 @@ class RaggedCache(Cache):
         """Return every pair of `full`, which is not changed, for passes whose own pairs go to the
         tails.
         """
-        return cls([RaggedLayer.from_full_layer(layer) for layer in list_dense_layers(full)])
+        layers: list[RaggedLayer | SlidingLayer] = []
+        for layer in list_dense_layers(full):
+            if isinstance(layer, RecentLayer):
+                seen = layer.get_seq_length()
+                layers.append(SlidingLayer.from_recent(layer, seen, seen))
+            else:
+                layers.append(RaggedLayer.from_full_layer(layer))
+        return cls(layers)
 
     def quantize(self, storage: str) -> None:
         """Convert the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
@@ -272,7 +266,7 @@ class RaggedCache(Cache):
         """
         if storage == "model":
             return
-        for layer in self.layers:
+        for layer in self.full_attention:
             layer.context_keys, layer.context_values = quantized.quantize(
                 layer.context_keys[:], layer.context_values[:], layer.bounds, storage
             )
@@ -306,12 +300,13 @@ class RaggedCache(Cache):
     @property
     def lengths(self) -> Tensor:
         """(L, H) int64: context pairs kept, without the restore cache."""
-        return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
+        return torch.stack([layer.offsets.diff().long().cpu() for layer in self.full_attention])
 
     def keep_mask(self, columns: int) -> Tensor:
         """Return which of the full cache's first columns are held: (L, H, columns) bool."""
-        keep = torch.zeros(len(self.layers), self.layers[0].heads, columns, dtype=torch.bool)
-        for index, layer in enumerate(self.layers):
+        layers = self.full_attention
+        keep = torch.zeros(len(layers), layers[0].heads, columns, dtype=torch.bool)
+        for index, layer in enumerate(layers):
             heads = layer.row_heads.cpu()
             positions = layer.positions.long().cpu()
             of_text = positions < columns  # the others are restore pairs of earlier texts
@@ -325,13 +320,18 @@ class RaggedCache(Cache):
         here: pass position_ids that start at `get_seq_length()` of this cache, as
         `CompressedContext.inputs(plain=True)` does. Refuses heads of different lengths and a bias.
         """
-        if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):
+        if self.sliding:
+            raise RestoreKVError(
+                "A plain cache has no layers with a sliding window; use the fork of this one."
+            )
+        layers = self.full_attention
+        if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in layers):
             raise RestoreKVError(
                 "A plain cache needs heads of one length and no bias; "
                 "evict with allocation='per-head'."
             )
         plain = DynamicCache()
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             keys = layer.context_keys[:].unflatten(0, (layer.heads, -1))[None]
             values = layer.context_values[:].unflatten(0, (layer.heads, -1))[None]
             plain.update(
@@ -344,11 +344,13 @@ class RaggedCache(Cache):
     @property
     def pairs(self) -> int:
         """Context pairs kept, prefix included, plus the restore cache's n*L*H."""
-        return sum(layer.bounds[-1] + layer.heads * layer.restore_length for layer in self.layers)
+        return sum(
+            layer.bounds[-1] + layer.heads * layer.restore_length for layer in self.full_attention
+        )
 
     def count_prefix_pairs(self, prefix: int) -> int:
         """Return how many kept pairs came from the first `prefix` columns."""
-        return sum(int((layer.positions < prefix).sum()) for layer in self.layers)
+        return sum(int((layer.positions < prefix).sum()) for layer in self.full_attention)
 
     @property
     def nbytes(self) -> int:
@@ -356,8 +358,38 @@ class RaggedCache(Cache):
         total = 0
         for layer in self.layers:
             total += sum(tensor.nbytes for tensor in layer.list_tensors())
+        for layer in self.full_attention:
             total += sum(getattr(plan, "nbytes", 0) for plan in layer.plans.values())
         return total
+
+    @property
+    def sliding_nbytes(self) -> int:
+        """Bytes of the layers with a window among them."""
+        return sum(tensor.nbytes for layer in self.sliding for tensor in layer.list_tensors())
+
+
+def _gather_layer(dense: DenseLayer, kept: Tensor, seen: int, restored: Pair) -> RaggedLayer:
+    """Return a layer with the pairs of a dense one that `kept` (H, S + T) bool marks."""
+    mask = kept.to(dense.keys.device)
+    heads, positions = mask.nonzero(as_tuple=True)
+    ends = mask.sum(-1).cumsum(0)
+    return RaggedLayer(
+        context_keys=dense.keys.detach()[0][heads, positions],
+        context_values=dense.values.detach()[0][heads, positions],
+        offsets=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        positions=positions.to(torch.int32),
+        seen=seen,
+        # Copied, because a view would keep the whole full cache alive.
+        restore_keys=restored[0].clone(),
+        restore_values=restored[1].clone(),
+    )
+
+
+def _take_after(dense: DenseLayer, columns: int) -> Pair:
+    """Return keys and values (1, H, n, D) of what a dense layer holds after the first columns."""
+    if isinstance(dense, RecentLayer):
+        return dense.take_columns(columns, dense.get_seq_length())
+    return dense.keys[:, :, columns:], dense.values[:, :, columns:]
 
 
 def _release_pairs(dense: Any) -> None:

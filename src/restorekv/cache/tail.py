@@ -13,6 +13,9 @@ is the same work (see `FixedSteps` in generation/fixed_steps.py).
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -138,6 +141,26 @@ class TailLayer(CompressedLayer):
     def columns(self) -> int:
         """The length n + q of the tail."""
         return self.keys.shape[-2]
+
+    def fork(self, batch: int = 1) -> Self:
+        """Return a layer with the same context and restore cache and its own tail, for `batch`
+        questions.
+        """
+        layer = copy.copy(self)
+        layer.locked = False
+        layer.share_restore_cache(batch)
+        return layer
+
+    def list_tail_tensors(self) -> list[Tensor]:
+        """Return the tensors of the tail; the restore cache counts once while it is still the
+        whole tail.
+        """
+        tensors = [self.restore_keys, self.restore_values]
+        if self.buffers:
+            tensors += self.buffers
+        elif self.columns > self.restore_length:
+            tensors += self.pair
+        return tensors
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
     )
     if m.cut:
         context += f", {m.cut:,} tokens were cut"
-    return {
+    facts = {
         "model": f"{m.model} ({m.dtype}, fingerprint {m.fingerprint})",
         "method": describe_method(m),
         "context": context,
@@ -102,6 +102,13 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
         "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share})",
         "tokens": f"{surviving:,} of {m.tokens:,} survive in at least one head",
     }
+    if m.windows:
+        facts["windows"] = (
+            f"{len(m.windows) - m.windows.count(0)} of {len(m.windows)} layers see the last "
+            f"{max(m.windows):,} tokens alone: {m.sliding_pairs:,} pairs outside the budget, "
+            f"{format_bytes(m.sliding_bytes)} of the bytes"
+        )
+    return facts
 
 
 def tabulate_heads(survivors: Survivors) -> Table:

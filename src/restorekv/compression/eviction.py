@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors, spec
@@ -21,6 +21,7 @@ from restorekv.compression.streaming import StreamedContext, split_context
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.offload import make_offloaded_cache
+from restorekv.model.prefill import make_full_cache
 from restorekv.model.prompt import Context, make_context, warn_if_beyond_positions
 from restorekv.restore.adapter import RestoreAdapter
 
@@ -147,9 +148,10 @@ class Eviction(Compressor):
             )
         support.prepare_model(model)
         seconds: dict[str, float] = {}
-        into = DynamicCache()
+        pinned = self.evictor.count_pinned_tail(context)  # columns that it may read again
+        into = make_full_cache(model, pinned)
         if self.config.offload:
-            into = make_offloaded_cache(model, context.positions)
+            into = make_offloaded_cache(model, context.positions, pinned)
         with torch.no_grad():
             if self.scoring:
                 full, scores = prefill_and_score(

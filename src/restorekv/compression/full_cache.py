@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
-from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.dense import list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
@@ -141,7 +141,7 @@ class ScoredContext(PreparedContext):
         With gradients all copies stay until the backward pass.
         """
         shape = CacheShape.from_model(self.model)
-        layer = list_dense_layers(self.full)[0]
+        layer = list_full_attention(self.full)[0]
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
+from restorekv.cache.sliding import SlidingLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
@@ -77,7 +78,7 @@ class Growth:
                 f"The evictor {evictor.name} scores a context as a whole; compress the whole text "
                 "again."
             )
-        has_bias = any(layer.bias is not None for layer in self.cache.layers)
+        has_bias = any(layer.bias is not None for layer in self.cache.full_attention)
         if self.eviction.config.offset or has_bias:
             raise RestoreKVError(
                 "Only a cache of an evictor without an offset can grow; compress the text in "
@@ -138,7 +139,7 @@ class Growth:
     @property
     def earlier(self) -> int:
         """The restore pairs of earlier parts among the context pairs of every head."""
-        layer = self.cache.layers[0]
+        layer = self.cache.full_attention[0]
         return int((layer.positions >= self.context.positions).sum()) // layer.heads
 
     @property
@@ -164,7 +165,7 @@ class Growth:
         budget = self.budget
         first = self.context.prefix if self.eviction.config.prefix_policy == "free" else 0
         held = 0
-        for layer in self.cache.layers:
+        for layer in self.cache.full_attention:
             of_text = (layer.positions >= first) & (layer.positions < self.context.positions)
             held += int(of_text.sum())
         room = budget.retained - held - self.carried * budget.layers * budget.heads
@@ -179,9 +180,11 @@ class Growth:
     def _open_cache(self) -> RaggedCache:
         """Return a cache whose context is all that is kept, restore pairs included, and whose tail
         is the prefix.
+
+        Layers with a window hold the end of the text alone, and the new part follows it there.
         """
         prefix = self.context.prefix
-        layers = []
+        layers: list[RaggedLayer | SlidingLayer] = []
         with time_phase(self.seconds, "prefill"):
             # The tail gets all pairs of the prefix, of which some may have been evicted.
             dense = []
@@ -189,6 +192,9 @@ class Growth:
                 dense = list_dense_layers(prefill(self.model, self.context.ids[:, :prefix]))
             for index, layer in enumerate(self.cache.layers):
                 keys, values = _make_empty_pairs(layer)
+                if isinstance(layer, SlidingLayer):
+                    layers.append(layer.with_restore_cache((keys, values)))
+                    continue
                 if dense:
                     keys = dense[index].keys
                     values = dense[index].values
@@ -204,12 +210,16 @@ class Growth:
         """Return what was kept, what `keep` (L, H, t) marks of the new part, and the restore
         cache.
         """
-        layers = []
+        layers: list[RaggedLayer | SlidingLayer] = []
         prefix = self.context.prefix
         seen = self.grown_context.positions
-        for index, (old, new, keep_layer) in enumerate(
-            zip(self.cache.layers, read.layers, keep, strict=True)
-        ):
+        masks = iter(keep)
+        for index, (old, new) in enumerate(zip(self.cache.layers, read.layers, strict=True)):
+            if isinstance(old, SlidingLayer) or isinstance(new, SlidingLayer):
+                recent = new.move_to(seen)
+                layers.append(recent.with_restore_cache(restored[index]) if restored else recent)
+                continue
+            keep_layer = next(masks)
             pairs = ContextPairs.from_layer(old)
             parts = [pairs.select(pairs.positions < self.context.positions)]
             if self.keeps_restore_pairs:
@@ -227,7 +237,7 @@ class Growth:
         return RaggedCache(layers)
 
 
-def _make_empty_pairs(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
+def _make_empty_pairs(layer: RaggedLayer | SlidingLayer) -> tuple[Tensor, Tensor]:
     """Return keys and values (1, H, 0, D)."""
     return layer.restore_keys[:, :, :0], layer.restore_values[:, :, :0]
 
@@ -248,7 +258,12 @@ def compose_caches(
                 "Only contexts with the same chat prefix can be composed; compress them with one "
                 "system text."
             )
-        has_bias = any(layer.bias is not None for layer in cache.layers)
+        if cache.sliding:
+            raise RestoreKVError(
+                "Caches of a model with sliding-window layers cannot be composed: those layers "
+                "hold the end of each text alone; compress the texts as one, or append them."
+            )
+        has_bias = any(layer.bias is not None for layer in cache.full_attention)
         if has_bias or cache.positions != context.positions:
             raise RestoreKVError(
                 "Only caches of evictors without an offset can be composed; compress the texts in "
@@ -259,7 +274,7 @@ def compose_caches(
     warn_if_beyond_positions(model, whole.positions, "The composed context")
     support.prepare_model(model)
     layers = []
-    for index in range(len(first_cache.layers)):
+    for index in range(len(first_cache.full_attention)):
         layers.append(_compose_layer(model, parts, index, whole))
     return whole, RaggedCache(layers)
 
@@ -280,7 +295,7 @@ def _compose_layer(
     start = 0
     end = whole.positions
     for number, (context, cache) in enumerate(parts):
-        layer = cache.layers[index]
+        layer = cache.full_attention[index]
         own = ContextPairs.from_layer(layer)
         first = context.prefix if number else 0
         text = own.select((own.positions < context.positions) & (own.positions >= first))

@@ -26,11 +26,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
+from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
 from restorekv.compression.config import Ratio
@@ -38,7 +38,7 @@ from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import BudgetError, RestoreKVError, warn
 from restorekv.evictors import Evictor
 from restorekv.model import support
-from restorekv.model.prefill import read_only_view
+from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -186,7 +186,7 @@ class Stream:
     def _note_most(self, cache: RaggedCache) -> None:
         """Keep the largest number of pairs that was ever held."""
         held = 0
-        for layer in cache.layers:
+        for layer in cache.full_attention:
             held += layer.bounds[-1] + layer.keys[0, ..., 0].numel()
         self.most = max(self.most, held)
 
@@ -196,8 +196,9 @@ class Stream:
         """
         seen = _select_part(self.context, part)
         evictor = self.source.evictor
-        into = DynamicCache()
-        if cache is not None:
+        if cache is None:
+            into = make_full_cache(self.model, evictor.count_pinned_tail(seen))
+        else:
             evictor = evictor.for_later_part(seen)
             into = cache
         read, scores = prefill_and_score(
@@ -210,12 +211,15 @@ class Stream:
             pin_prefix(self.scores, self.context.prefix)
         if isinstance(read, RaggedCache):
             return read
-        return RaggedCache([_to_tail(layer) for layer in list_dense_layers(read)])
+        return RaggedCache([_to_compressed_layer(layer) for layer in list_dense_layers(read)])
 
     def _evict_part(
         self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool
     ) -> None:
-        """Drop what does not stay, layer by layer; at the end the prefix joins the rest."""
+        """Drop what does not stay, layer by layer; at the end the prefix joins the rest.
+
+        A layer with a window keeps the last columns of what has been read and scored.
+        """
         prefix = self.context.prefix
         keep = self.choose_kept(last)
         seen = part.scored_end - prefix
@@ -225,7 +229,15 @@ class Stream:
         columns = torch.cat(
             [torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)]
         )
-        for index, (layer, keep_layer) in enumerate(zip(cache.layers, keep, strict=True)):
+        masks = iter(keep)
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, SlidingLayer):
+                recent = layer.move_to(part.scored_end, seen if last else None)
+                cache.layers[index] = (
+                    recent.with_restore_cache(restored[index]) if restored else recent
+                )
+                continue
+            keep_layer = next(masks)
             heads, slots = keep_layer[:, columns].nonzero(as_tuple=True)
             new = ContextPairs(
                 layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots]
@@ -268,8 +280,20 @@ def run_restore_pass(
     return restored
 
 
-def _to_tail(dense: DenseLayer) -> RaggedLayer:
-    """Return a ragged layer without a context, whose tail is all pairs of the dense one."""
+def _to_compressed_layer(dense: DenseLayer) -> RaggedLayer | SlidingLayer:
+    """Return a layer without a ragged context, whose tail is all pairs of the dense one; or one
+    with a window over all that a dense one with a window holds.
+    """
+    if isinstance(dense, RecentLayer):
+        return SlidingLayer(
+            context_keys=dense.keys,
+            context_values=dense.values,
+            first=dense.first,
+            window=dense.window,
+            seen=dense.get_seq_length(),
+            restore_keys=dense.keys[:, :, :0],
+            restore_values=dense.values[:, :, :0],
+        )
     heads = dense.keys.shape[1]
     nothing = dense.keys[0, 0, :0]
     offsets = torch.zeros(heads + 1, dtype=torch.int32, device=nothing.device)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.dense import list_full_attention
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import (
     Cache,
@@ -71,7 +71,7 @@ class ExpectedAttention(Evictor):
     ) -> Tensor:
         """Return (L, H, T), at least 0."""
         scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
-        for index, layer in enumerate(list_dense_layers(full)):
+        for index, layer in enumerate(list_full_attention(full)):
             keys = layer.keys[0, :, self.sinks :].float()
             mean, covariance = observer.predict_moments(
                 model, index, full.get_seq_length(), self.future

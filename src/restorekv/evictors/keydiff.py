@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.dense import list_full_attention
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 
 
@@ -35,7 +35,7 @@ class KeyDiff(Evictor):
     ) -> Tensor:
         """Return (L, H, T) in [-1, 1]."""
         scores = []
-        for layer in list_dense_layers(full):
+        for layer in list_full_attention(full):
             differences = _measure_difference(layer.keys[0].float())
             scores.append(differences[:, context.prefix :])
         return torch.stack(scores)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.dense import list_full_attention
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 
 
@@ -31,7 +31,7 @@ class Knorm(Evictor):
     ) -> Tensor:
         """Return (L, H, T), at most 0."""
         scores = []
-        for layer in list_dense_layers(full):
+        for layer in list_full_attention(full):
             keys = layer.keys[0, :, context.prefix :]
             scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))
         return torch.stack(scores)

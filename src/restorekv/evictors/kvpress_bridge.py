@@ -22,7 +22,7 @@ from torch import Tensor
 from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, list_full_layers
 
 MISSING = (
     "The evictor kvpress needs kvpress 0.5.5, which needs transformers < 5.3; "
@@ -102,7 +102,7 @@ def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[
     presses expect.
     """
     backbone: Any = get_backbone(model)
-    modules = [layer.self_attn for layer in backbone.layers]
+    modules = [backbone.layers[index].self_attn for index in list_full_layers(model.config)]
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
     handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
     try:

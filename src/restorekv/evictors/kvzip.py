@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.tail import Pair
 from restorekv.errors import RestoreKVError
@@ -92,7 +92,7 @@ class KVzip(Evictor):
     ) -> Tensor:
         """Return (L, H, T) float32; every pass writes the columns that it names."""
         shape = CacheShape.from_model(model)
-        layers = list_dense_layers(full)
+        layers = list_full_attention(full)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for each in passes:
             refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from restorekv.errors import ModelError
 from restorekv.evictors.base import Model
 from restorekv.model.observer import LayerView
+from restorekv.model.rope import compute_rotation
 from restorekv.model.shape import CacheShape, get_backbone
 
 
@@ -67,8 +68,7 @@ class QueryMoments:
         start + future - 1.
         """
         positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
-        rotary: Any = get_backbone(model).rotary_emb
-        cos, sin = (x[0].mean(0) for x in rotary(self.mean, positions))
+        cos, sin = (x[0].mean(0) for x in compute_rotation(model, self.mean, positions))
         mean = self.mean[layer]
         covariance = self.spread[layer] / max(self.count[layer], 1)
         # Twice the same step: C R^T transposed is R C, and R C R^T transposed is itself.

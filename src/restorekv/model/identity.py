@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, describe_windows
 
 SAMPLES = 64  # values of every weight in a fingerprint
 SKETCH_VALUES = 1024  # values of all matrices together in a sketch
@@ -76,6 +76,9 @@ def fingerprint_model(model: PreTrainedModel) -> str:
         repr(CacheShape.from_model(model)),
         json.dumps(get_rope_settings(model.config), sort_keys=True),
     ]
+    windows = describe_windows(model.config)
+    if windows:
+        facts.append(str(windows))
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
     named = _list_base_parameters(model)
     values = _sample_weights([weight for _, weight in named], SAMPLES).view(torch.int16).numpy()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import get_observer, observe_attention
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, list_full_layers
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class LayerView:
     """One layer in one pass of batch 1: Q query tokens over K keys, of which the last Q are their
     own.
 
+    `layer` counts the layers that see the whole text: it is the row of the scores (L, H, T).
     hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is
     after QK-norm and RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`;
     mask (1, 1, Q, K) or None = causal.
@@ -55,10 +56,13 @@ class Observer(Protocol):
 def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     """Call on_layer(LayerView) for every attention layer of every pass in the block, in order.
 
+    Layers with a sliding window are left out: nothing of them is evicted.
+
     A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged
     layer.
     """
     inputs: list[Tensor] = []
+    rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         # Hooks see the passes of other threads too, and without kwargs while PyTorch is still
@@ -74,12 +78,14 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         mask: Tensor | None,
         scale: float,
     ) -> Tensor | None:
+        if module.layer_idx not in rows:
+            return None
         ragged = None
         if isinstance(key, RaggedLayer):
             ragged = key
             key, value = ragged.pair
         view = LayerView(
-            layer=module.layer_idx,
+            layer=rows[module.layer_idx],
             module=module,
             scale=scale,
             hidden=inputs[0][0],
@@ -95,8 +101,8 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     layers: Any = get_backbone(model).layers
     with HOOKS_LOCK:
         handles = [
-            layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True)
-            for layer in layers
+            layers[index].self_attn.register_forward_pre_hook(before_layer, with_kwargs=True)
+            for index in rows
         ]
     try:
         with observe_attention(before_attention):

@@ -25,24 +25,28 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
+from restorekv.cache.sliding import RecentLayer
 from restorekv.errors import RestoreKVError
 from restorekv.model import offload_trials
 from restorekv.model.attention import proofs
-from restorekv.model.shape import CacheShape
+from restorekv.model.prefill import make_full_cache
+from restorekv.model.shape import CacheShape, list_windows
 
 Pair = tuple[Tensor, Tensor]  # keys and values (1, H, length, D)
 
 
-def make_offloaded_cache(model: PreTrainedModel, columns: int) -> Cache:
+def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) -> Cache:
     """Return an empty cache with room for S + T columns.
 
-    On a device where no store has proven itself, it offloads nothing.
+    On a device where no store has proven itself, it offloads nothing. Layers with a sliding window
+    stay where they are: they hold their last W - 1 + `margin` columns alone.
     """
     shape = CacheShape.from_model(model)
     device = model.device
@@ -51,10 +55,14 @@ def make_offloaded_cache(model: PreTrainedModel, columns: int) -> Cache:
         key = device, shape.heads, shape.groups, shape.head_dim, model.dtype
         streams = _uses_streams(device) and proofs.is_proven("offload", *key)
         if not streams and not proofs.is_proven("offload-plain", *key):
-            return DynamicCache()
+            return make_full_cache(model, margin)
     size = shape.heads, columns, shape.head_dim
     store = make_store(shape.layers, size, model.dtype, device, streams)
-    return Cache(layers=[*store.layers])
+    stored = iter(store.layers)
+    layers: list[Any] = []
+    for window in list_windows(model.config):
+        layers.append(next(stored) if window is None else RecentLayer(window, margin))
+    return Cache(layers=layers)
 
 
 def make_store(

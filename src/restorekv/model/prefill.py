@@ -8,12 +8,13 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from restorekv.cache.dense import DenseLayer, list_dense_layers
-from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import CompressedLayer
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, is_hybrid, list_windows
 
 CHUNK = 4096
 # Entries of a chunk's mask, so that it takes as much memory for a million tokens as for 16,384.
@@ -39,6 +40,8 @@ def prefill(
 ) -> Cache:
     """Return a cache with keys and values (1, H, S + T, D) of every layer.
 
+    A layer with a sliding window W holds its last W - 1 columns alone.
+
     Args:
         model: Its decoder runs, chunk by chunk.
         ids: (1, S + T).
@@ -46,10 +49,25 @@ def prefill(
             the mask is bounded, too.
         into: A cache to append to; a new one by default.
     """
-    full = DynamicCache() if into is None else into
+    full = make_full_cache(model) if into is None else into
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
     for piece in ids.to(model.device).split(chunk, dim=-1):
         get_backbone(model)(input_ids=piece, past_key_values=full, use_cache=True)
+    return full
+
+
+def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
+    """Return an empty cache for a model's own passes.
+
+    A layer with a sliding window W will hold its last W - 1 + `margin` columns alone: `margin`
+    columns at the end can be read a second time.
+    """
+    full = DynamicCache()
+    if is_hybrid(model):
+        full.layers = [
+            DynamicLayer() if window is None else RecentLayer(window, margin)
+            for window in list_windows(model.config)
+        ]
     return full
 
 
@@ -65,10 +83,24 @@ class ReadOnlyLayer(DynamicLayer):
         super().__init__()
         self.dense = dense
         self.columns = columns
+        self.is_sliding = dense.is_sliding
         self.is_initialized = True
+
+    @property
+    def first(self) -> int:
+        """Position of the first column that the dense layer holds."""
+        return self.dense.first if isinstance(self.dense, RecentLayer) else 0
 
     def get_seq_length(self, *_: object) -> int:
         return self.dense.get_seq_length() if self.columns is None else self.columns
+
+    # transformers 5.2 passes the positions of the queries, later versions their number.
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, query: int | Tensor
+    ) -> tuple[int, int]:
+        """Return the mask's width and the position of its first column."""
+        length = query.shape[0] if isinstance(query, Tensor) else query
+        return self.get_seq_length() - self.first + length, self.first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
@@ -76,9 +108,17 @@ class ReadOnlyLayer(DynamicLayer):
         """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
         self.keys = key_states
         self.values = value_states
-        keys = self.dense.keys[..., : self.columns, :]
-        values = self.dense.values[..., : self.columns, :]
+        keys, values = self._get_cached_pairs()
         return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
+
+    def _get_cached_pairs(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that a pass reads."""
+        if isinstance(self.dense, RecentLayer):
+            end = self.get_seq_length()
+            start = max(end - self.dense.window + 1, 0)
+            self.dense.take_columns(start, end)  # refuses what is no longer held
+            return self.dense.take_columns(self.first, end)
+        return self.dense.keys[..., : self.columns, :], self.dense.values[..., : self.columns, :]
 
 
 def read_only_view(full: Cache, columns: int | None = None) -> Cache:
@@ -86,14 +126,24 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
 
     Of a ragged cache, these are columns of its tail; the context is always read whole.
     """
-    return Cache(layers=[_view_layer(layer, columns) for layer in list_dense_layers(full)])
+    dropped = 0
+    if columns is not None and isinstance(full, RaggedCache):
+        dropped = full.full_attention[0].columns - columns
+    return Cache(layers=[_view_layer(layer, columns, dropped) for layer in list_dense_layers(full)])
 
 
-def _view_layer(layer: DenseLayer, columns: int | None) -> ReadOnlyLayer | RaggedLayer:
-    """Return one layer of such a cache."""
-    if not isinstance(layer, RaggedLayer):
+def _view_layer(
+    layer: DenseLayer, columns: int | None, dropped: int = 0
+) -> ReadOnlyLayer | RaggedLayer | SlidingLayer:
+    """Return one layer of such a cache; the tail of a layer with a window lacks the `dropped` last
+    columns, because it may hold fewer at its start than the others.
+    """
+    if not isinstance(layer, RaggedLayer | SlidingLayer):
         return ReadOnlyLayer(layer, columns)
     keys, values = layer.pair
+    if isinstance(layer, SlidingLayer):
+        end = layer.columns - dropped
+        return layer.with_restore_cache((keys[..., :end, :], values[..., :end, :]))
     return RaggedLayer(
         layer.context_keys,
         layer.context_values,
@@ -129,5 +179,13 @@ class QueryOnlyLayer(CompressedLayer):
 
 
 def query_only_view(full: Cache) -> Cache:
-    """Return a cache for passes whose observer reads `full` itself; nothing of it is copied."""
-    return Cache(layers=[QueryOnlyLayer(full.get_seq_length()) for _ in full.layers])
+    """Return a cache for passes whose observer reads `full` itself; nothing of it is copied.
+
+    Nobody observes layers with a window: the pass reads them as it reads a read-only view, so that
+    every such pass begins with what they hold at the end of the text.
+    """
+    seen = full.get_seq_length()
+    layers: list[CacheLayerMixin] = []
+    for layer in list_dense_layers(full):
+        layers.append(_view_layer(layer, None) if layer.is_sliding else QueryOnlyLayer(seen))
+    return Cache(layers=layers)

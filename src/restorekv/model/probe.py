@@ -13,7 +13,9 @@ rotate old keys anew when a text gets long. So seven tokens are read three times
 
 Which pairs a layer sees at any distance is asked of the function that transformers makes its masks
 from: it takes indices, so no long text has to be read. The first position that does not see the
-whole text is the end of what is exact.
+whole text is the end of what is exact. In a hybrid model, layers with a window alternate with
+others (shape.py): the function of the former has to show exactly the window that the config names,
+and only the latter can end what is exact.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from transformers.cache_utils import DynamicLayer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
-from restorekv.model.shape import CacheShape, compute_logits, get_backbone
+from restorekv.model.prefill import make_full_cache
+from restorekv.model.shape import CacheShape, compute_logits, get_backbone, list_windows
 
 UNLIMITED = sys.maxsize
 # Tokens that are read; the first and the third are one token at two positions.
@@ -70,7 +73,7 @@ HARMLESS = {
     "labels",
     "input_ids",
 }
-REMEDY = "use a decoder with RoPE whose layers all attend to the whole text"
+REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ class _Probe:
         self.model: Any = model
         self.backbone = backbone
         self.shape = shape
+        self.windows = list_windows(self.model.config)  # of every layer, None for the whole text
         words = self.model.get_input_embeddings().weight.shape[0]
         # (1, 7); a tiny vocabulary has fewer ids.
         self.ids = torch.tensor([IDS], device=model.device) % words
@@ -165,7 +169,8 @@ class _Probe:
 
     def run(self) -> Support:
         """Read the tokens three times and return the narrowest limit."""
-        cache = DynamicCache()
+        # Nothing of the few tokens has to leave a window before they are compared.
+        cache = make_full_cache(self.model, margin=len(IDS))
         with _record_pass(self.model) as record:
             output = self.backbone(
                 input_ids=self.ids,
@@ -194,12 +199,11 @@ class _Probe:
     def check_calls(self, record: PassRecord, cache: Any) -> None:
         """Refuse attention that is not each layer's softmax over plain keys and values."""
         shape = self.shape
+        layers = len(self.windows)
         called = [getattr(call.module, "layer_idx", None) for call in record.calls]
-        if called != list(range(shape.layers)) or len(cache.layers) != shape.layers:
-            if called and len(cache.layers) == shape.layers:
-                raise self.refusal(
-                    f"calls its attention {len(called)} times for {shape.layers} layers"
-                )
+        if called != list(range(layers)) or len(cache.layers) != layers:
+            if called and len(cache.layers) == layers:
+                raise self.refusal(f"calls its attention {len(called)} times for {layers} layers")
             raise self.refusal("does not compute attention through AttentionInterface")
         plain = (1, shape.heads, len(IDS), shape.head_dim)
         for call, layer in zip(record.calls, cache.layers, strict=True):
@@ -214,6 +218,10 @@ class _Probe:
             if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
                 raise self.refusal("attends to other keys or values than its cache holds")
             self.check_eager(call)
+        for call, window in zip(record.calls, self.windows, strict=True):
+            named = call.options.get("sliding_window")
+            if None not in (named, window) and int(named) != window:
+                raise self.refusal("has layers with another window than its config names")
 
     def check_eager(self, call: AttentionCall) -> None:
         """Refuse a layer whose class's eager attention is not the causal softmax of random queries
@@ -262,7 +270,7 @@ class _Probe:
         """
         shape = self.shape
         keep = torch.ones(shape.layers, shape.heads, CACHED, dtype=torch.bool)
-        first = DynamicCache()
+        first = make_full_cache(self.model, margin=len(IDS))
         for index, layer in enumerate(cache.layers):
             first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
         ragged = RaggedCache.from_dense(first, keep, offset=START)
@@ -277,21 +285,55 @@ class _Probe:
             raise self.refusal("computes other logits over a compressed cache than without")
 
     def find_window_limit(self, record: PassRecord) -> Support:
-        """Return up to where every layer sees the whole text, from the masks and from windows that
-        layers name.
+        """Return up to where every layer sees what it is taken to see, from the masks and from
+        windows that layers name: the whole text, or its window where a hybrid model has one.
         """
         limits = [UNLIMITED]
-        functions = set()
-        for call in record.calls:
+        functions: dict[int | None, set[Callable]] = {}  # by the window of the layers
+        for call, window in zip(record.calls, self.windows, strict=True):
             own = [function for mask, function in record.masks if mask is call.mask]
             if call.mask is not None and not own:  # it may hide pairs of a longer text
                 raise self.refusal("makes a mask of its own")
-            functions.update(own)
-            window = call.options.get("sliding_window")
-            if window is not None:
-                limits.append(int(window))
-        limits += [self.count_seen_whole(function) for function in functions]
-        return _make_window(min(limits))
+            functions.setdefault(window, set()).update(own)
+            named = call.options.get("sliding_window")
+            if named is not None and window is None:
+                limits.append(int(named))
+        for window, own in functions.items():
+            for function in own:
+                if window is None:
+                    limits.append(self.count_seen_whole(function))
+                else:
+                    self.check_window(function, window)
+        limit = min(limits)
+        seen_whole = max(self.count_seen_whole(each) for own in functions.values() for each in own)
+        return _make_window(limit, in_every_layer=seen_whole == limit < UNLIMITED)
+
+    def check_window(self, function: Callable, window: int) -> None:
+        """Refuse a mask function by which a token sees anything but itself and the window - 1
+        tokens before it.
+        """
+        generator = torch.Generator().manual_seed(0)
+        queries = torch.randint(DISTANCES, (PAIRS,), generator=generator)
+        # Everywhere, and close to both ends of what the window shows.
+        anywhere = torch.randint(DISTANCES, (PAIRS,), generator=generator)
+        near = torch.randint(-EDGE, EDGE + 1, (PAIRS,), generator=generator)
+        first = torch.arange(EDGE).repeat_interleave(EDGE)
+        far = torch.tensor([1 << power for power in range(18, 31)])
+        pairs = [
+            (queries, anywhere),
+            (queries, queries + near),
+            (queries, queries - window + near),
+            (first, torch.arange(EDGE).repeat(EDGE)),
+            (far, far - window),
+            (far, far - window + 1),
+            (far, far),
+            (far, torch.zeros_like(far)),
+        ]
+        for rows, keys in pairs:
+            keys = keys.clamp(min=0)
+            expected = (keys <= rows) & (keys > rows - window)
+            if not torch.equal(self.compute_visible(function, rows, keys), expected):
+                raise self.refusal("hides or shows pairs in a way of its own")
 
     def count_seen_whole(self, function: Callable) -> int:
         """Return how many positions a mask function lets see all before them, UNLIMITED if nothing
@@ -337,9 +379,13 @@ class _Probe:
         """
         limits = [UNLIMITED]
         layers: list[Any] = DynamicCache(config=self.model.config).layers
-        for layer in layers:
+        windows = self.windows if len(layers) == len(self.windows) else [None] * len(layers)
+        for layer, window in zip(layers, windows, strict=True):
             if getattr(layer, "is_sliding", False):
-                limits.append(int(layer.sliding_window))
+                if int(layer.sliding_window) != window:
+                    limits.append(int(layer.sliding_window))
+            elif window is not None:
+                raise self.refusal("keeps whole texts in layers that are said to have a window")
             elif type(layer) is not DynamicLayer:
                 raise self.refusal(f"keeps {type(layer).__name__} besides keys and values")
         return _make_window(min(limits))
@@ -397,7 +443,7 @@ class _Probe:
         """Return every layer's keys (H, CACHED, D) where the last token's position is `last`."""
         positions = self.positions[:, :CACHED].clone()
         positions[:, -1] = last
-        cache: Any = DynamicCache()
+        cache: Any = make_full_cache(self.model, margin=CACHED)
         self.backbone(
             input_ids=self.ids[:, :CACHED],
             position_ids=positions,
@@ -449,8 +495,14 @@ def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = Fal
     return bool(error <= tolerance * other.float().abs().max() + 1e-9)
 
 
-def _make_window(limit: int) -> Support:
+def _make_window(limit: int, in_every_layer: bool = False) -> Support:
     """Return a limit that is a window's."""
+    if in_every_layer:
+        return Support(
+            limit,
+            f"every layer sees at most {limit:,} positions, so that nothing of a longer text is "
+            "left to evict",
+        )
     if limit < UNLIMITED:
         return Support(limit, f"layers see at most {limit:,} positions")
     return Support(limit)
@@ -505,7 +557,7 @@ def _run_one_token(
             use_cache=True,
             **options,
         )
-    layers = CacheShape.from_model(model).layers
+    layers = len(list_windows(model.config))
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(
             f"{type(model).__name__} called its attention {len(record.calls)} times for "

@@ -75,6 +75,20 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
     text.max_position_embeddings = count_positions(text)
 
 
+def compute_rotation(
+    model: PreTrainedModel, like: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (1, Q, D) for positions (1, Q), in the dtype of `like`.
+
+    They are those of the layers that see the whole text, where layers with a window rotate
+    otherwise.
+    """
+    rotary: Any = get_backbone(model).rotary_emb
+    if isinstance(getattr(rotary, "rope_type", None), dict):
+        return rotary(like, positions, "full_attention")
+    return rotary(like, positions)
+
+
 def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     """Return keys (..., D) as if their tokens stood `positions` later, computed in float64."""
     rotary: Any = getattr(get_backbone(model), "rotary_emb", None)

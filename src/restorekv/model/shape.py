@@ -16,7 +16,11 @@ _WHOLE_TEXT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"
 
 @dataclass(frozen=True)
 class CacheShape:
-    """L layers, H KV heads, G query heads per KV head, D head dim, d hidden."""
+    """L layers, H KV heads, G query heads per KV head, D head dim, d hidden.
+
+    Of a hybrid model, L counts the layers that see the whole text: they alone are scored, evicted
+    and counted (see `list_windows`).
+    """
 
     layers: int
     heads: int
@@ -39,7 +43,7 @@ class CacheShape:
             heads = int(getattr(config, "num_key_value_heads", None) or queries)
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
             return cls(
-                layers=config.num_hidden_layers,
+                layers=list_windows(config).count(None),
                 heads=heads,
                 groups=queries // heads,
                 head_dim=head_dim,
@@ -52,6 +56,40 @@ class CacheShape:
                 f"({summarize_error(error)}); "
                 "use a decoder with one kind of attention in all layers."
             ) from error
+
+
+def list_windows(config: Any) -> tuple[int | None, ...]:
+    """Return the window W of every layer, or None where a layer sees the whole text.
+
+    A token in a layer with a window sees itself and the W - 1 tokens before it. A hybrid model has
+    both kinds of layers. A model with a window in every layer counts as one without windows here:
+    nothing of it could be evicted, and it is used up to the length of its window (probe.py).
+    """
+    config = config.get_text_config()
+    kinds = list(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    has_both = set(kinds) == {"full_attention", "sliding_attention"}
+    if not has_both or type(window) is not int or window < 2:
+        return (None,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def describe_windows(config: Any) -> list[int]:
+    """Return the windows of a hybrid model's layers as files record them, 0 for the whole text; of
+    any other model, an empty list.
+    """
+    windows = [window or 0 for window in list_windows(config)]
+    return windows if any(windows) else []
+
+
+def list_full_layers(config: Any) -> list[int]:
+    """Return the numbers of the layers that see the whole text, in ascending order."""
+    return [index for index, window in enumerate(list_windows(config)) if window is None]
+
+
+def is_hybrid(model: PreTrainedModel) -> bool:
+    """Return whether some layers of a model have a window and others see the whole text."""
+    return any(window is not None for window in list_windows(model.config))
 
 
 def get_backbone(model: PreTrainedModel) -> nn.Module:

@@ -2,7 +2,8 @@
 
 A model's class and config decide, so each pair of them is probed once per process. Up to
 `Support.positions` a window hides nothing and RoPE rotates alike, and the model is used; a longer
-text is refused.
+text is refused. In a hybrid model the layers with a window are computed as such, and only the
+others can end what is exact.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def refuse_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
     support = get_support(model)
     if positions > support.positions:
         raise ModelError(
-            f"{what} needs {positions:,} positions, and {support.beyond} of "
-            f"{type(model).__name__}; shorten it, or {REMEDY}."
+            f"{what} needs {positions:,} positions, and in {type(model).__name__} "
+            f"{support.beyond}; shorten it, or {REMEDY}."
         )
 
 
@@ -89,8 +90,8 @@ def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
     support = get_support(model)
     if support.changes_keys and positions > support.positions:
         raise ModelError(
-            f"Scoring this text reads it again up to position {positions:,}, and "
-            f"{support.beyond} of {type(model).__name__}; "
+            f"Scoring this text reads it again up to position {positions:,}, and in "
+            f"{type(model).__name__} {support.beyond}; "
             "shorten the text, or use an evictor that reads it once, such as snapkv."
         )
 

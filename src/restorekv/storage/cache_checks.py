@@ -36,7 +36,7 @@ from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.seal import largest_number
 
 if TYPE_CHECKING:
@@ -133,11 +133,25 @@ def check_manifest(manifest: Manifest) -> None:
             ),
             f"records {name} that cannot be printed",
         )
+    check_windows(manifest)
     check_adapter(manifest.adapter)
     try:
         parse_ratio(manifest.ratio)
     except RestoreKVError as error:
         raise ContradictionError(f"records what compress refuses: {error}") from None
+
+
+def check_windows(manifest: Manifest) -> None:
+    """Check the windows of a hybrid model's layers, which an ordinary model has none of."""
+    windows = manifest.windows
+    if not windows:
+        return
+    full = windows.count(0)
+    fits = len(windows) <= LAYERS and full == manifest.shape["layers"] and full < len(windows)
+    fits = fits and all(window == 0 or 2 <= window <= POSITIONS for window in windows)
+    require(fits, "records windows that no model's layers have")
+    cells = manifest.shape["heads"] * sum(manifest.count_sliding_columns())
+    require(cells <= CELLS, "records windows that no model's layers have")
 
 
 def check_adapter(adapter: dict[str, Any] | None) -> None:
@@ -180,7 +194,8 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         raise CacheFileError(
             f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
         )
-    if manifest.shape != vars(CacheShape.from_model(model)):
+    windows = describe_windows(model.config)
+    if manifest.shape != vars(CacheShape.from_model(model)) or manifest.windows != windows:
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )
@@ -202,6 +217,15 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
         require(bool((tensors[name] >= 0).all()), "has token ids below zero")
     for index, offsets in enumerate(tensors["offsets"].tolist()):
         expected |= check_layer(tensors, f"layers.{index}", offsets, manifest, columns)
+    for index, held in enumerate(manifest.count_sliding_columns()):
+        for name, length in (
+            ("keys", held),
+            ("values", held),
+            ("restore_keys", manifest.restore_tokens),
+            ("restore_values", manifest.restore_tokens),
+        ):
+            check_tensor(tensors, f"sliding.{index}.{name}", dtype, (heads, length, dim))
+            expected.add(f"sliding.{index}.{name}")
     require(set(tensors) == expected, "has tensors that do not belong to a cache of its shape")
 
 
@@ -295,9 +319,12 @@ def count_pairs_and_bytes(
     """Return what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
     + T `columns`.
     """
-    first = cache.layers[0]
+    first = cache.full_attention[0]
     of_prefix = cache.count_prefix_pairs(prefix)
-    numbers = len(cache.layers) * first.heads * columns * 2 * first.restore_keys.shape[-1]
+    # A full cache, too, holds no more than its window in a layer that has one.
+    held = len(cache.full_attention) * columns
+    held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
+    numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
     return {
         "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0),
         "pairs_of_prefix": of_prefix,

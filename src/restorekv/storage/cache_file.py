@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_record
 from restorekv.model.prompt import Context
@@ -73,10 +74,33 @@ class Manifest:
     system: str  # the system message before the text, where one was given
     parts: list[int]  # tokens of each text of a context that grew or was composed
     earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
+    # Of a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
+    # among the `layers` of the shape. Files of other models do not have this field.
+    windows: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict:
         """Return the manifest as files hold it."""
-        return asdict(self)
+        entries = asdict(self)
+        if not self.windows:
+            del entries["windows"]
+        return entries
+
+    def count_sliding_columns(self) -> list[int]:
+        """Return how many columns of the text each layer with a window holds, in every head."""
+        columns = self.prefix + self.tokens
+        return [min(window - 1, columns) for window in self.windows if window]
+
+    @property
+    def sliding_pairs(self) -> int:
+        """Pairs of the layers with a window, restore cache included, which no budget counts."""
+        held = self.count_sliding_columns()
+        return self.shape["heads"] * (sum(held) + len(held) * self.restore_tokens)
+
+    @property
+    def sliding_bytes(self) -> int:
+        """Bytes of these pairs, which are always in the model's dtype."""
+        width = self.shape["head_dim"] * getattr(torch, self.dtype).itemsize
+        return 2 * self.sliding_pairs * width
 
     def for_other_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
         """Return the record of a cache that was made from this one's; `changed` are fields that
@@ -174,6 +198,7 @@ def read_with_manifest(
     require(
         all(type(values[name]) is hint for name, hint in others.items()), "has a damaged manifest"
     )
+    entries.setdefault("windows", [])
     names = {each.name for each in fields(Manifest)}
     require(names == set(entries), "lacks fields that a manifest has, or has others")
     manifest = Manifest(**entries)
@@ -186,14 +211,20 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
     Only layers with an additive bias have one, and only keys and values of 8 bits have scales.
     """
+    layers = cache.full_attention
     tensors = {
         "context_ids": context.ids.to(torch.int32),
         "suffix_ids": context.suffix.to(torch.int32),
-        "offsets": torch.stack([layer.offsets for layer in cache.layers]),
-        "restore_keys": torch.stack([layer.restore_keys[0] for layer in cache.layers]),
-        "restore_values": torch.stack([layer.restore_values[0] for layer in cache.layers]),
+        "offsets": torch.stack([layer.offsets for layer in layers]),
+        "restore_keys": torch.stack([layer.restore_keys[0] for layer in layers]),
+        "restore_values": torch.stack([layer.restore_values[0] for layer in layers]),
     }
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(cache.sliding):
+        tensors[f"sliding.{index}.keys"] = layer.context_keys[0]
+        tensors[f"sliding.{index}.values"] = layer.context_values[0]
+        tensors[f"sliding.{index}.restore_keys"] = layer.restore_keys[0]
+        tensors[f"sliding.{index}.restore_values"] = layer.restore_values[0]
+    for index, layer in enumerate(layers):
         for name, rows in (("keys", layer.context_keys), ("values", layer.context_values)):
             parts = quantized.list_tensors(rows)
             tensors[f"layers.{index}.{name}"] = parts[0]
@@ -207,21 +238,52 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
 def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
     """Return the cache whose tensors `pack_cache` wrote."""
-    layers = []
-    for index, offsets in enumerate(tensors["offsets"]):
-        keys, values = unpack_context(tensors, index, offsets, manifest)
-        layer = RaggedLayer(
-            keys,
-            values,
-            offsets,
-            tensors[f"layers.{index}.positions"],
-            seen,
-            tensors["restore_keys"][index][None],
-            tensors["restore_values"][index][None],
-            tensors.get(f"layers.{index}.bias"),
-        )
-        layers.append(layer)
+    windows = manifest.windows or [0] * len(tensors["offsets"])
+    ragged = 0
+    sliding = 0
+    layers: list[RaggedLayer | SlidingLayer] = []
+    for window in windows:
+        if window:
+            layers.append(unpack_sliding_layer(tensors, sliding, window, seen, manifest))
+            sliding += 1
+        else:
+            layers.append(unpack_layer(tensors, ragged, seen, manifest))
+            ragged += 1
     return RaggedCache(layers)
+
+
+def unpack_layer(
+    tensors: dict[str, Tensor], index: int, seen: int, manifest: Manifest
+) -> RaggedLayer:
+    """Return the layer with that number among those that see the whole text."""
+    offsets = tensors["offsets"][index]
+    keys, values = unpack_context(tensors, index, offsets, manifest)
+    return RaggedLayer(
+        keys,
+        values,
+        offsets,
+        tensors[f"layers.{index}.positions"],
+        seen,
+        tensors["restore_keys"][index][None],
+        tensors["restore_values"][index][None],
+        tensors.get(f"layers.{index}.bias"),
+    )
+
+
+def unpack_sliding_layer(
+    tensors: dict[str, Tensor], index: int, window: int, seen: int, manifest: Manifest
+) -> SlidingLayer:
+    """Return the layer with that number among those that have a window."""
+    keys = tensors[f"sliding.{index}.keys"][None]
+    return SlidingLayer(
+        context_keys=keys,
+        context_values=tensors[f"sliding.{index}.values"][None],
+        first=manifest.prefix + manifest.tokens - keys.shape[-2],
+        window=window,
+        seen=seen,
+        restore_keys=tensors[f"sliding.{index}.restore_keys"][None],
+        restore_values=tensors[f"sliding.{index}.restore_values"][None],
+    )
 
 
 def unpack_context(

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
+from restorekv.cache.sliding import RecentLayer
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.manifest import hash_tokenizer
@@ -27,9 +28,9 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.decoding import get_stop_ids
 from restorekv.model import support
 from restorekv.model.identity import identify_model
-from restorekv.model.prefill import prefill
+from restorekv.model.prefill import make_full_cache, prefill
 from restorekv.model.prompt import Context, encode_question, make_context
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, list_windows
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
@@ -192,9 +193,10 @@ class TeacherCache:
         are_scores = partial(seal.has_sizes, sizes={"scores": scores_size})
         stored = self.store.load_or_compute("scores", key, are_scores, compute_scores)
         if self.store_prefill:
-            layer_size = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
             sizes = {}
-            for layer in range(shape.layers):
+            for layer, window in enumerate(list_windows(self.model.config)):
+                columns = min(context.positions, (window or context.positions + 1) - 1)
+                layer_size = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
                 sizes[f"keys.{layer}"] = layer_size
                 sizes[f"values.{layer}"] = layer_size
 
@@ -203,7 +205,7 @@ class TeacherCache:
 
             is_prefill = partial(seal.has_sizes, sizes=sizes)
             entry = self.store.load_or_compute("prefill", text, is_prefill, compute_prefill)
-            full = _unpack_cache(entry, self.model.device)
+            full = _unpack_cache(self.model, entry, context.positions)
         if full is None:
             full = prefill(self.model, context.ids)
         scores = stored["scores"].to(self.model.device)
@@ -259,21 +261,30 @@ def _hash_ids(ids: Tensor) -> str:
 
 
 def _pack_cache(full: DynamicCache) -> Tensors:
-    """Return keys and values of every layer, (1, H, S + T, D) each."""
+    """Return keys and values of every layer, (1, H, S + T, D) each; of layers with a window, the
+    last W - 1 columns.
+    """
     tensors = {}
     for index, layer in enumerate(full.layers):
-        tensors[f"keys.{index}"] = layer.keys
-        tensors[f"values.{index}"] = layer.values
+        keys, values = layer.keys, layer.values
+        if isinstance(layer, RecentLayer):
+            end = layer.get_seq_length()
+            keys, values = layer.take_columns(max(end - layer.window + 1, 0), end)
+        tensors[f"keys.{index}"] = keys
+        tensors[f"values.{index}"] = values
     return tensors
 
 
-def _unpack_cache(tensors: Tensors, device: torch.device) -> DynamicCache:
-    """Return the cache whose keys and values `_pack_cache` packed."""
-    full = DynamicCache()
+def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> DynamicCache:
+    """Return the cache of S + T positions whose keys and values `_pack_cache` packed."""
+    full = make_full_cache(model)
     for index in range(len(tensors) // 2):
-        keys = tensors[f"keys.{index}"].to(device)
-        values = tensors[f"values.{index}"].to(device)
+        keys = tensors[f"keys.{index}"].to(model.device)
+        values = tensors[f"values.{index}"].to(model.device)
         full.update(keys, values, index)
+    for layer in full.layers:
+        if isinstance(layer, RecentLayer):
+            layer.first = positions - layer.keys.shape[-2]
     return full
 
 
@@ -311,7 +322,8 @@ def _are_targets(
         sizes[f"{number}.answer"] = (torch.int64, ())
         sizes[f"{number}.hidden"] = (model.dtype, (tokens, shape.hidden))
         for name in record:
-            state_size = (model.dtype, (shape.layers, tokens, shape.hidden))
+            layers = len(list_windows(model.config))
+            state_size = (model.dtype, (layers, tokens, shape.hidden))
             sizes[f"{number}.state.{name}"] = state_size
     return seal.has_sizes(tensors, sizes)
 

@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
 from restorekv import spec
-from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, load_shares
 from restorekv.compression.attention_matching.matching import Targets, fit_head, observe_layer
@@ -145,7 +145,7 @@ class AttentionMatching(Compressor):
                 observe_layer(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
                 for (query, scale), layer in zip(
                     collect_reference_queries(model, full, ids, chosen),
-                    list_dense_layers(full),
+                    list_full_attention(full),
                     strict=True,
                 )
             ]
@@ -189,7 +189,7 @@ class MatchedContext(ScoredContext):
         is unchanged.
         """
         cache = super().evict(budget, restore_tokens, consume)
-        for layer, targets in zip(cache.layers, self.targets, strict=True):
+        for layer, targets in zip(cache.full_attention, self.targets, strict=True):
             self.match(layer, targets)
         return cache
 
@@ -225,8 +225,9 @@ def collect_reference_queries(
     """
     reading = copy.copy(full)
     reading.layers = [copy.copy(layer) for layer in full.layers]
-    queries: list[list[Tensor]] = [[] for _ in full.layers]
-    scales = [0.0 for _ in full.layers]
+    layers = len(list_full_attention(full))
+    queries: list[list[Tensor]] = [[] for _ in range(layers)]
+    scales = [0.0] * layers
     chosen = chosen.to(model.device)
     columns = full.get_seq_length()
 

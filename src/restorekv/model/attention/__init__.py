@@ -1,8 +1,9 @@
 """The attention function "restorekv", registered with transformers.
 
 It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA,
-or a `RaggedLayer` twice, which goes to one of the backends here, or a `MultiContextLayer` or
-`FlatLayer` twice, whose documents go there one by one. A backend computes softmax(q [K_context;
+or a `RaggedLayer` twice, which goes to one of the backends here, or a `SlidingLayer` twice, which
+goes to sliding.py, or a `MultiContextLayer` or `FlatLayer` twice, whose documents go there one by
+one. A backend computes softmax(q [K_context;
 K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
 
 On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that
@@ -26,8 +27,9 @@ from restorekv.cache import quantized
 from restorekv.cache.flat import FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError, RestoreKVError
-from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles
+from restorekv.model.attention import cascade, frozen, naive, proofs, sliding, stored, tiles
 
 # Importing the trials registers the backends as components that have to prove themselves.
 from restorekv.model.attention import trials as _trials  # noqa: F401
@@ -176,9 +178,11 @@ def _get_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dt
 def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
     """Store the context of a cache as `storage` says: "model" leaves it, "int8" and "fp8" pack it.
 
+    What layers with a window hold of it stays in the model's dtype.
+
     A device that has not proven that it can pack gets rows that the CPU has packed.
     """
-    first = cache.layers[0]
+    first = cache.full_attention[0]
     head_dim = first.restore_keys.shape[-1]
     if (
         storage == "model"
@@ -187,7 +191,7 @@ def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
     ):
         cache.quantize(storage)
         return
-    for layer in cache.layers:
+    for layer in cache.full_attention:
         keys, values = quantized.quantize(
             layer.context_keys[:].cpu(), layer.context_values[:].cpu(), layer.bounds, storage
         )
@@ -269,7 +273,7 @@ def attend_layer(
         # Rows of different questions lie end to end; each part has its own cache.
         flat = []
         for own, rows, mask in key.split_query(query):
-            part, _ = attend_layer(module, rows, own, own, mask, scaling=scale)
+            part = _attend_part(module, rows, own, mask, scale)
             flat.append(part.flatten(0, 1))
         joined = flat[0] if len(flat) == 1 else torch.cat(flat)
         return joined[None], None
@@ -280,9 +284,10 @@ def attend_layer(
     if isinstance(key, MultiContextLayer):
         parts = []
         for own, rows, mask in key.split_query(query, attention_mask):
-            part, _ = attend_layer(module, rows, own, own, mask, scaling=scale)
-            parts.append(part)
+            parts.append(_attend_part(module, rows, own, mask, scale))
         return torch.cat(parts), None
+    if isinstance(key, SlidingLayer):
+        return _attend_sliding(query, key, attention_mask, scale, kwargs), None
     callback = _get_variable(_callback)
     replacement = None
     if callback is not None:
@@ -309,6 +314,36 @@ def attend_layer(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
     )
+
+
+def _attend_part(
+    module: nn.Module,
+    query: Tensor,
+    layer: RaggedLayer | SlidingLayer,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of the rows of one document, whose mask is our own."""
+    if isinstance(layer, SlidingLayer):
+        result = sliding.attend_rows(query, layer, mask, scale)
+        return result.transpose(1, 2).contiguous()
+    result, _ = attend_layer(module, query, layer, layer, mask, scaling=scale)
+    return result
+
+
+def _attend_sliding(
+    query: Tensor, layer: SlidingLayer, mask: Tensor | None, scale: float, options: dict[str, Any]
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of a layer with a window in a pass of any kind."""
+    named = options.get("sliding_window")
+    if named is not None and named != layer.window:
+        raise ModelError(
+            f"The cache was made for a window of {layer.window:,} positions, and the layer has "
+            f"{named:,}; compress the text again."
+        )
+    # A static tail belongs to a loop of ours, whose mask says which columns are written.
+    attend = sliding.attend_rows if layer.static else sliding.attend_sequence
+    return attend(query, layer, mask, scale).transpose(1, 2).contiguous()
 
 
 def _shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:

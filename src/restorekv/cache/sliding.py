@@ -1,0 +1,165 @@
+"""Layers with a sliding window, beside the layers that see the whole text.
+
+A token in such a layer sees itself and the W - 1 tokens before it. So nothing is evicted there: of
+a context only the last W - 1 columns matter, and they stay dense, in every head. What follows is an
+ordinary tail, from which nothing is dropped: turns can be taken back, and what a question sees is
+decided by positions (model/attention/sliding.py).
+
+transformers makes one mask for the layers with `is_sliding` and one for the others, each from the
+sizes that the first layer of its kind names.
+"""
+
+# Keys and values are properties of a tail and attributes in transformers.
+# pyright: reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from restorekv.cache.tail import Pair, TailLayer
+
+
+class RecentLayer(DynamicLayer):
+    """A dense layer of a full cache that keeps its last W - 1 + `margin` columns.
+
+    Args:
+        window: W.
+        margin: columns besides, for code that reads the end of a text a second time.
+    """
+
+    is_sliding = True
+    is_croppable = False
+
+    def __init__(self, window: int, margin: int = 0) -> None:
+        super().__init__()
+        self.window = window
+        self.margin = margin
+        self.first = 0  # position of the first column that is held
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append (1, H, Q, D); return all that was held with it, and keep the end."""
+        keys, values = super().update(key_states, value_states)
+        surplus = keys.shape[-2] - (self.window - 1 + self.margin)
+        if surplus > 0:
+            # Copied, because a view would keep the dropped columns alive.
+            self.keys = keys[:, :, surplus:].clone()
+            self.values = values[:, :, surplus:].clone()
+            self.first += surplus
+        return keys, values
+
+    def get_seq_length(self, *_: object) -> int:
+        """Return the number of positions seen."""
+        return self.first + super().get_seq_length()
+
+    # transformers 5.2 passes the positions of the queries, later versions their number.
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, query: int | Tensor
+    ) -> tuple[int, int]:
+        """Return the mask's width and the position of its first column."""
+        length = query.shape[0] if isinstance(query, Tensor) else query
+        return super().get_seq_length() + length, self.first
+
+    def take_columns(self, start: int, end: int) -> Pair:
+        """Return keys and values (1, H, end - start, D) of the positions [start, end)."""
+        if not self.first <= start <= end <= self.get_seq_length():
+            raise ValueError(f"positions {start}:{end} are not held, from {self.first} on are")
+        columns = slice(start - self.first, end - self.first)
+        return self.keys[:, :, columns], self.values[:, :, columns]
+
+
+class SlidingLayer(TailLayer):
+    """One layer with a window over a context: its last columns, and the tail that follows it.
+
+    Args:
+        context_keys: (1, H, N, D), the last N <= W - 1 columns of the context.
+        context_values: (1, H, N, D).
+        first: position of the first of these columns.
+        window: W.
+        seen: the number of positions that the context occupied.
+        restore_keys: (1, H, n, D), the first columns of the tail.
+        restore_values: (1, H, n, D).
+    """
+
+    is_sliding = True
+
+    def __init__(
+        self,
+        context_keys: Tensor,
+        context_values: Tensor,
+        first: int,
+        window: int,
+        seen: int,
+        restore_keys: Tensor,
+        restore_values: Tensor,
+    ) -> None:
+        super().__init__(restore_keys, restore_values, seen)
+        self.context_keys = context_keys
+        self.context_values = context_values
+        self.first = first
+        self.window = window
+
+    @classmethod
+    def from_recent(
+        cls, dense: RecentLayer, columns: int, seen: int, restored: Pair | None = None
+    ) -> SlidingLayer:
+        """Return a layer over the first `columns` positions of a dense one.
+
+        Args:
+            dense: the layer of a full cache.
+            columns: S + T.
+            seen: the position at which questions begin.
+            restored: keys and values (1, H, n, D) of the restore cache; none by default.
+        """
+        start = max(columns - (dense.window - 1), 0)
+        keys, values = dense.take_columns(start, columns)
+        if restored is None:
+            restored = keys[:, :, :0], values[:, :, :0]
+        return cls(
+            context_keys=keys.detach().clone(),
+            context_values=values.detach().clone(),
+            first=start,
+            window=dense.window,
+            seen=seen,
+            restore_keys=restored[0].clone(),
+            restore_values=restored[1].clone(),
+        )
+
+    @property
+    def context_columns(self) -> int:
+        """N."""
+        return self.context_keys.shape[-2]
+
+    def move_to(self, end: int, seen: int | None = None) -> SlidingLayer:
+        """Return a layer over the context and the tail up to position `end`, with an empty tail.
+
+        The tail's columns have to follow the context's directly, as they do after a text was read.
+        `seen` is `end` unless given.
+        """
+        assert self.first + self.context_columns == self.seen, "the tail follows the context"
+        start = max(end - (self.window - 1), self.first)
+        columns = slice(start - self.first, end - self.first)
+        keys = torch.cat([self.context_keys, self.keys], -2)[:, :, columns].clone()
+        values = torch.cat([self.context_values, self.values], -2)[:, :, columns].clone()
+        return SlidingLayer(
+            context_keys=keys,
+            context_values=values,
+            first=start,
+            window=self.window,
+            seen=end if seen is None else seen,
+            restore_keys=keys[:, :, :0],
+            restore_values=values[:, :, :0],
+        )
+
+    def with_restore_cache(self, restored: Pair) -> SlidingLayer:
+        """Return the same context with keys and values (1, H, n, D) as its tail."""
+        return SlidingLayer(
+            self.context_keys, self.context_values, self.first, self.window, self.seen, *restored
+        )
+
+    def list_tensors(self) -> list[Tensor]:
+        """Return every tensor of the layer."""
+        return [self.context_keys, self.context_values, *self.list_tail_tensors()]

@@ -1,0 +1,106 @@
+"""Tiny random hybrid models, and what transformers' own model computes when it is shown the same
+pairs.
+
+The oracle is the class's own eager attention over one dense pass in float64. Its mask for every
+layer and head is made here, from the config's own words.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.helpers import decoders, exactness
+
+WINDOW = 16
+MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+# Five layers with a window to one without, two kinds of RoPE, norms of queries and keys; windows on
+# the last layers alone; layers without RoPE among those that see everything.
+HYBRIDS: dict[str, dict[str, object]] = {
+    "gemma3_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        },
+    },
+    "qwen2": {
+        "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+        "use_sliding_window": True,
+    },
+    "qwen3": {"layer_types": MIXED, "use_sliding_window": True},
+    "cohere2": {},
+}
+Visible = Callable[[int, int], Tensor]
+
+
+def build_hybrid(kind: str, seed: int = 0, double: bool = False) -> PreTrainedModel:
+    """Return a random model with some windows of 16 tokens."""
+    settings = {"max_position_embeddings": 4096, "sliding_window": WINDOW, **HYBRIDS[kind]}
+    model = decoders.build(kind, seed, **settings)
+    return model.double() if double else model
+
+
+def full_rows(model: PreTrainedModel) -> dict[int, int]:
+    """Return the row of the scores by the number of each layer that sees everything."""
+    kinds = model.config.layer_types
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    return {index: row for row, index in enumerate(full)}
+
+
+def show(visible: Tensor, heads: int) -> Tensor:
+    """Return what eager attention adds to its logits, (1, H * G, Q, K), for bools (H', Q, K)."""
+    dtype = torch.float64
+    shown = visible.repeat_interleave(heads // len(visible), 0)
+    return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)[None]
+
+
+def make_masks(
+    model: PreTrainedModel, total: int, rows: list[tuple[int, int, Tensor]], first: int = 0
+) -> Callable[[int, int], Tensor]:
+    """Return the masks of a dense pass of `total` tokens for `exactness.masked`.
+
+    Args:
+        model: whose config names the layers' kinds.
+        total: tokens.
+        rows: what the tokens [start, end) see in the layers that see everything: (start, end, keep
+            (L, H, K)), of the first K tokens; all others before them are seen.
+        first: the first query, where the tokens before it are cached.
+    """
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    of_layer = full_rows(model)
+
+    def mask_of(layer: int, heads: int) -> Tensor:
+        if layer not in of_layer:
+            return show((causal & ~causal.tril(-WINDOW))[None, first:], heads)
+        kv_heads = len(rows[0][2][0]) if rows else 1
+        visible = causal.expand(kv_heads, -1, -1).clone()
+        for start, end, keep in rows:
+            visible[:, start:end, : keep.shape[-1]] &= keep[of_layer[layer]][:, None]
+        return show(visible[:, first:], heads)
+
+    return mask_of
+
+
+@torch.no_grad()
+def dense_logits(
+    model: PreTrainedModel, ids: Tensor, rows: list[tuple[int, int, Tensor]]
+) -> Tensor:
+    """Return the logits of one dense pass over ids (1, K) in float64; see `make_masks`."""
+    plain = exactness.plain_copy(model).double()
+    plain.set_attn_implementation("eager")
+    with exactness.masked(plain, make_masks(plain, ids.shape[-1], rows)):
+        return plain(input_ids=ids).logits
+
+
+@torch.no_grad()
+def attention_weights(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the weights (L, H, G, K, K) of the layers that see everything, by transformers."""
+    plain = exactness.plain_copy(model).double()
+    plain.set_attn_implementation("eager")
+    found = plain(input_ids=ids, output_attentions=True).attentions
+    heads = plain.config.num_key_value_heads
+    return torch.stack([found[index][0].unflatten(0, (heads, -1)) for index in full_rows(plain)])

@@ -1,0 +1,324 @@
+"""Models with sliding-window layers beside layers that see the whole text: what they answer over a
+small cache, against transformers' own model with a mask for every layer and head.
+"""
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.sliding import RecentLayer, SlidingLayer
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
+from restorekv.errors import ModelError, RestoreKVError
+from restorekv.evictors.kvzip import make_repetitions
+from restorekv.generation import decoding
+from restorekv.model import attention
+from restorekv.model.prefill import make_full_cache, prefill
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
+from restorekv.model.support import UNLIMITED, get_support
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers import decoders, exactness
+from tests.helpers.exactness import TOKENIZER, random_ids
+from tests.helpers.hybrids import (
+    HYBRIDS,
+    WINDOW,
+    attention_weights,
+    build_hybrid,
+    dense_logits,
+    full_rows,
+    make_masks,
+)
+
+S, TEXT, QUESTION = 3, 90, 40  # the question alone is longer than the window
+CLOSE = 2e-5  # relative to the largest logit, in float32
+SPECS = ["kvzip:chunk=32", "snapkv:window=24", "random"]  # a window of SnapKV longer than 16
+
+
+def make_context(count=TEXT, seed=0):
+    return Context(random_ids(count, seed), S, random_ids(2, 9))
+
+
+def prepare(model, spec="random", context=None, **config):
+    compressor = make_compressor(spec, CompressionConfig(**config))
+    return compressor.prepare(model, TOKENIZER, context or make_context())
+
+
+def read(model, cache, asked, batch=1):
+    """Logits of a question over a fork."""
+    first = cache.get_seq_length()
+    positions = torch.arange(first, first + asked.shape[-1])[None]
+    return model(
+        input_ids=asked.expand(batch, -1),
+        position_ids=positions,
+        past_key_values=cache.fork(batch),
+        use_cache=True,
+    ).logits
+
+
+def error(own, expected):
+    return float((own.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_of_both_kinds_are_told_apart_and_proven(kind):
+    model = build_hybrid(kind)
+    full = list(full_rows(model))
+    assert get_support(model).positions == UNLIMITED
+    assert CacheShape.from_model(model).layers == len(full) < model.config.num_hidden_layers
+    cache = prepare(model).evict(0.5)
+    kinds = [type(layer) for layer in cache.layers]
+    assert [index for index, each in enumerate(kinds) if each is RaggedLayer] == full
+    assert cache.lengths.shape[0] == len(full)
+    assert {layer.context_columns for layer in cache.sliding} == {WINDOW - 1}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_nothing_is_lost_at_ratio_1(kind):
+    model = build_hybrid(kind)
+    plain = exactness.plain_copy(model).double()
+    context = make_context()
+    asked = random_ids(QUESTION, 1)
+    cache = prepare(model, context=context).evict(1)
+    whole = torch.cat([context.ids, asked], -1)
+    with torch.no_grad():
+        expected = plain(input_ids=whole).logits[:, TEXT:]
+        assert error(read(model, cache, asked), expected) < CLOSE
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
+    model = build_hybrid(kind)
+    context = make_context()
+    asked = random_ids(QUESTION, 1)
+    cache = prepare(model, spec, context).evict(0.3)
+    keep = cache.keep_mask(TEXT)
+    shape = CacheShape.from_model(model)
+    budget = int(0.3 * (TEXT - S) * shape.layers * shape.heads)
+    assert int(keep[..., S:].sum()) == budget == cache.pairs - shape.layers * shape.heads * S
+    whole = torch.cat([context.ids, asked], -1)
+    expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
+    with torch.no_grad():
+        assert error(read(model, cache, asked), expected) < CLOSE
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_greedy_answers_beyond_the_window_are_those_of_generate(kind):
+    model = build_hybrid(kind)
+    plain = exactness.plain_copy(model)
+    context = make_context()
+    lengths = (1, 5, WINDOW, QUESTION)
+    asked = [random_ids(length, length) for length in lengths]
+    wanted = []
+    for each in asked:
+        ids = torch.cat([context.ids, each], -1)
+        written = plain.generate(
+            ids, max_new_tokens=3 * WINDOW, do_sample=False, eos_token_id=2, pad_token_id=0
+        )
+        wanted.append(written[0, ids.shape[-1] :].tolist())
+    cache = prepare(model, context=context).evict(1)
+    for graph in (False, True):  # rows of one batch with padding, and steps of fixed work
+        written = decoding.generate_ids(model, TOKENIZER, cache, asked, 3 * WINDOW, graph=graph)
+        assert [each.tolist() for each in written] == wanted
+    other = prepare(model, context=make_context(50, 7)).evict(1)
+    caches = [cache, other, cache, other]
+    written = decoding.generate_ids(model, TOKENIZER, caches, asked, 3 * WINDOW)
+    assert [written[0].tolist(), written[2].tolist()] == [wanted[0], wanted[2]]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_transformers_own_generate_reads_a_fork(kind):
+    model = build_hybrid(kind)
+    context = make_context()
+    asked = random_ids(QUESTION, 1)
+    cache = prepare(model, context=context).evict(0.4)
+    own = decoding.generate_ids(model, TOKENIZER, cache, [asked], 24)[0].tolist()
+    ids = torch.cat([context.ids, asked], -1)
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache.fork(), **options
+    )
+    assert written[0, ids.shape[-1] :].tolist() == own
+    padding = torch.ones_like(ids)
+    padding[:, TEXT + 3] = 0
+    with pytest.raises(ModelError, match="Rows with padding"):
+        model.generate(ids, attention_mask=padding, past_key_values=cache.fork(), **options)
+
+
+@pytest.mark.parametrize("chunk", [7, 32, 4096])
+def test_a_prefill_in_chunks_holds_the_end_in_layers_with_a_window(chunk):
+    model = build_hybrid("gemma3_text")
+    ids = random_ids(TEXT)
+    full = prefill(model, ids, chunk, into=make_full_cache(model, 5))
+    expected = exactness.plain_copy(model)(input_ids=ids, use_cache=True).past_key_values
+    for ours, theirs in zip(full.layers, expected.layers, strict=True):
+        held = ours.keys.shape[-2]
+        assert held == (WINDOW - 1 + 5 if isinstance(ours, RecentLayer) else TEXT)
+        common = min(held, theirs.keys.shape[-2])
+        for name in ("keys", "values"):
+            own = getattr(ours, name)[:, :, -common:]
+            torch.testing.assert_close(
+                own, getattr(theirs, name)[:, :, -common:], rtol=1e-4, atol=1e-5
+            )
+    with pytest.raises(ValueError, match="not held"):
+        full.layers[0].take_columns(0, TEXT)
+
+
+def test_scores_are_those_of_the_layers_that_see_everything():
+    """Against the weights of transformers' own eager attention, in float64."""
+    model = build_hybrid("gemma3_text", double=True)
+    model.config.query_pre_attn_scalar = model.config.head_dim  # SnapKV divides by sqrt(D)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = model.config.head_dim**-0.5
+    context = make_context()
+    weights = attention_weights(model, context.ids)
+    h2o = prepare(model, "h2o", context).scores
+    torch.testing.assert_close(h2o.double(), weights.amax((2, 3))[..., S:], rtol=1e-4, atol=1e-6)
+    snapkv = prepare(model, "snapkv:window=24,kernel=1", context).scores
+    expected = weights[..., -24:, S:-24].mean((2, 3))
+    torch.testing.assert_close(snapkv.double()[..., :-24], expected, rtol=1e-4, atol=1e-6)
+    tova = prepare(model, "tova", context).scores
+    expected = weights[..., -1, S:-1].mean((1, 2))[:, None].expand_as(tova[..., :-1])
+    torch.testing.assert_close(tova.double()[..., :-1], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end():
+    """Of a dense pass over text and repetition, KVzip's softmax is the part over sinks, chunk and
+    repetition: the windows of the second chunk must not have moved with the first.
+    """
+    model = build_hybrid("gemma3_text", double=True)
+    context = make_context()
+    scores = prepare(model, "kvzip:chunk=48", context).scores
+    for each in make_repetitions(TOKENIZER, context, 48):
+        weights = attention_weights(model, torch.cat([context.ids, each.ids], -1))
+        rows = weights[..., TEXT:, :]
+        sinks = min(4, each.start)
+        inside = [*range(sinks), *range(each.start, each.end), *range(TEXT, rows.shape[-1])]
+        part = rows[..., each.start : each.end] / rows[..., inside].sum(-1, keepdim=True)
+        found = scores[..., each.start - S : each.end - S]
+        torch.testing.assert_close(found.double(), part.amax((2, 3)), rtol=1e-4, atol=1e-6)
+
+
+def make_adapter(model, n=6):
+    adapter = RestoreAdapter.create(model, n, rank=2, alpha=4)
+    with torch.no_grad():
+        for parameter in adapter.lora:
+            parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
+    return adapter
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, offload):
+    """The restore tokens read all there is, and questions read what is kept and the restore
+    tokens; in layers with a window both see what is near.
+    """
+    model = build_hybrid(kind, double=True)
+    adapter = make_adapter(model)
+    context = make_context()
+    asked = random_ids(QUESTION, 1)
+    total = TEXT + 6 + QUESTION
+    with torch.enable_grad():
+        prepared = prepare(model, "random", context, offload=offload)
+        cache = prepared.with_restore_cache(adapter).evict(0.4)
+        own = read(model, cache, asked)
+        own.square().mean().backward()
+    keep = cache.keep_mask(TEXT)
+    gradients = {
+        name: weight.grad.clone()
+        for name, weight in adapter.named_parameters()
+        if weight.grad is not None
+    }
+    adapter.zero_grad()
+
+    plain = exactness.plain_copy(model)
+    plain.set_attn_implementation("eager")
+    dense = DynamicCache()
+    plain(input_ids=context.ids, past_key_values=dense, use_cache=True)
+    with torch.enable_grad():
+        twin = adapter.adapted_model.get_decoder()
+        masks = make_masks(model, TEXT + 6, [], first=TEXT)
+        with exactness.masked(adapter.adapted_model, masks):
+            twin(
+                inputs_embeds=adapter.embeddings.double()[None],
+                position_ids=torch.arange(TEXT, TEXT + 6)[None],
+                past_key_values=dense,
+                use_cache=True,
+            )
+        masks = make_masks(model, total, [(TEXT + 6, total, keep)], first=TEXT + 6)
+        with exactness.masked(plain, masks):
+            expected = plain(
+                input_ids=asked,
+                position_ids=torch.arange(TEXT + 6, total)[None],
+                past_key_values=dense,
+                use_cache=True,
+            ).logits
+        expected.square().mean().backward()
+    assert error(own.detach(), expected.detach()) < 5e-6  # softmaxes of float32 are in it
+    assert gradients
+    for name, weight in adapter.named_parameters():
+        if name not in gradients:
+            assert weight.grad is None or not weight.grad.any()
+            continue
+        size = weight.grad.abs().max()
+        assert float((gradients[name] - weight.grad).abs().max()) <= 1e-4 * float(size) + 1e-9, name
+
+
+def test_8_bits_hold_what_is_evicted_and_not_the_windows():
+    model = build_hybrid("gemma3_text")
+    asked = random_ids(QUESTION, 1)
+    cache = prepare(model).evict(0.5)
+    with torch.no_grad():
+        before = read(model, cache, asked)
+        attention.store_context(cache, "int8", CacheShape.from_model(model).groups)
+        after = read(model, cache, asked)
+    assert all(layer.context_keys.dtype == torch.float32 for layer in cache.sliding)
+    assert 0 < error(after, before.double()) < 0.2
+
+
+def test_a_model_with_a_window_in_every_layer_is_used_within_it():
+    model = decoders.build("mistral", sliding_window=WINDOW)
+    assert CacheShape.from_model(model).layers == decoders.LAYERS
+    with pytest.raises(ModelError, match="every layer sees at most 16 positions"):
+        prepare(model)
+
+
+def test_a_window_that_a_mask_does_not_show_is_refused():
+    model = build_hybrid("qwen3")
+    model.model.layers[0].self_attn.sliding_window = WINDOW + 1
+    model.config.name = "another config, which is probed anew"
+    with pytest.raises(ModelError, match="another window"):
+        get_support(model)
+
+
+def test_threads_share_one_cache():
+    model = build_hybrid("gemma3_text")
+    cache = prepare(model).evict(0.4)
+    asked = [random_ids(length, length) for length in (3, 9, 20, 33)]
+    alone = [
+        decoding.generate_ids(model, TOKENIZER, cache, [each], 24)[0].tolist() for each in asked
+    ]
+    found: dict[int, list[int]] = {}
+
+    def ask(number):
+        found[number] = decoding.generate_ids(model, TOKENIZER, cache, [asked[number]], 24)[
+            0
+        ].tolist()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [found[number] for number in range(4)] == alone
+
+
+def test_what_a_plain_cache_cannot_be_is_refused():
+    cache = prepare(build_hybrid("qwen3"), allocation="per-head").evict(0.5)
+    with pytest.raises(RestoreKVError, match="no layers with a sliding window"):
+        cache.to_dynamic_cache()
+    assert isinstance(cache, RaggedCache) and isinstance(cache.layers[0], SlidingLayer)
