@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
+from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.sliding import RecentLayer
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
@@ -265,7 +266,7 @@ def _pack_cache(full: DynamicCache) -> Tensors:
     last W - 1 columns.
     """
     tensors = {}
-    for index, layer in enumerate(full.layers):
+    for index, layer in enumerate(list_dense_layers(full)):
         keys, values = layer.keys, layer.values
         if isinstance(layer, RecentLayer):
             end = layer.get_seq_length()
@@ -282,7 +283,7 @@ def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> D
         keys = tensors[f"keys.{index}"].to(model.device)
         values = tensors[f"values.{index}"].to(model.device)
         full.update(keys, values, index)
-    for layer in full.layers:
+    for layer in list_dense_layers(full):
         if isinstance(layer, RecentLayer):
             layer.first = positions - layer.keys.shape[-2]
     return full

@@ -73,6 +73,11 @@ class EngineModel:
         Raises:
             CacheFileError: the document was made for something else.
         """
+        if manifest.windows:
+            raise CacheFileError(
+                f"{path} was made by a model with sliding-window layers, whose state vLLM cannot "
+                "be given; serve it with the library's own engine."
+            )
         found = {
             "rope": manifest.rope,
             "layers": manifest.shape["layers"],

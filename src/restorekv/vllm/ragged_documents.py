@@ -126,7 +126,7 @@ def gather_pairs(
     keys = []
     values = []
     lengths = []
-    for layer in cache.layers:
+    for layer in cache.full_attention:
         if layer.bias is not None:
             raise RestoreKVError(
                 "Caches of Attention Matching add a bias to logits, which vLLM's attention cannot; "
