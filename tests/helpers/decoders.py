@@ -133,6 +133,7 @@ SIZES = {
     "use_cache": True,
 }
 # What single classes need besides.
+MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 MLA = {"head_dim": 8, "num_key_value_heads": HEADS, "qk_head_dim": 16}
 SPECIAL: dict[str, dict[str, object]] = {
     **dict.fromkeys(
@@ -156,7 +157,9 @@ SPECIAL: dict[str, dict[str, object]] = {
     "dots3_note": {"num_key_value_heads": HEADS},
     "dots3_note_text": {"num_key_value_heads": HEADS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    # Every sixth layer or so sees the whole text, and tiny models have four.
+    **{key: {"layer_types": MIXED} for key in ("gemma3", "gemma3_text", "kolibri1")},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": MIXED},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "zaya": {"num_experts_per_tok": 1},
@@ -206,7 +209,7 @@ def windowed_variants(kind: str) -> list[dict[str, object]]:
     if not hasattr(text, "sliding_window") or not kinds or set(kinds) != {"full_attention"}:
         return []
     mixed = {
-        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "layer_types": MIXED,
         "sliding_window": WINDOW,
     }
     return [mixed | ({"use_sliding_window": True} if hasattr(text, "use_sliding_window") else {})]
@@ -219,7 +222,7 @@ def hybrid_variants(kind: str) -> list[dict[str, object]]:
     text = tiny_config(kind).get_text_config()
     if set(getattr(text, "layer_types", None) or ()) != {"sliding_attention"}:
         return []
-    return [{"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}]
+    return [{"layer_types": MIXED}]
 
 
 def tiny_text_config(
