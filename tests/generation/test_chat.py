@@ -22,7 +22,7 @@ def tail_ids(chat):
     return [*chat.ids(), *chat.turns[-1].answer.ids[-1:]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer, family, system):
     """Ids and greedy answers are those of the whole conversation, read at once over the

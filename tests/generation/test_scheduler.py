@@ -31,7 +31,7 @@ OPTIONS = (
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3"])
 def world(request, tiny_tokenizer):
     """A model, its tokenizer, and documents of which the heads keep different numbers of pairs."""
     model = build_model(request.param)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -40,6 +42,20 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
 }
+# Some of its layers have a window that is shorter than most texts of the tests.
+HYBRID = {
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+}
 
 
 # For tests that take seconds: one family in `make test`, the other in the nightly run.
@@ -48,7 +64,7 @@ ONE_FAMILY = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
 
 def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A random model in float32 with restorekv's attention; overrides go into the config."""
-    config_class, model_class, extra = FAMILIES[family]
+    config_class, model_class, extra = {**FAMILIES, **HYBRID}[family]
     torch.manual_seed(seed)
     model = model_class._from_config(
         config_class(**{**SHAPE, **extra, **overrides}), attn_implementation=attention.NAME

@@ -35,12 +35,13 @@ def files(store: Path) -> dict[str, float]:
         pytest.param("snapkv", False, marks=pytest.mark.slow),
     ],
 )
-def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills, family):
     config = replace(LIVE, evictor=evictor, hidden_weight=0.1, attention_weight=0.1)
-    train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
+    train_adapter(build_model(family), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
     for run in ("filling", "filled"):
         train_adapter(
-            build_model("qwen3"),
+            build_model(family),
             tiny_tokenizer,
             EXAMPLES,
             config,

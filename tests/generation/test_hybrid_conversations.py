@@ -1,0 +1,252 @@
+"""Conversations and texts that grow or are read in parts, where some layers have a window: against
+dense passes of transformers' own model, with a mask for every layer and head.
+"""
+
+import json
+
+import pytest
+import torch
+
+from restorekv import CompressedContext, ask_many, compose, compress, evictors
+from restorekv.cli import execute
+from restorekv.compression.streaming import Stream, split_context
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.generation import decoding
+from restorekv.model.prompt import encode_question
+from restorekv.seal import read_sealed, write_sealed
+from restorekv.storage.cache_file import KIND
+from tests.helpers import exactness
+from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
+from tests.helpers.hybrids import WINDOW, build_hybrid, dense_logits
+from tests.helpers.models import build_model
+
+LONG = TEXT * 3
+CLOSE = 2e-5
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "qwen2"])
+def model(request):
+    return build_hybrid(request.param)
+
+
+def plain_argmax(model, ids, count):
+    """The likeliest tokens of a plain model for the last `count` tokens of ids."""
+    with torch.no_grad():
+        logits = exactness.plain_copy(model)(input_ids=ids).logits[0]
+    return logits[-count - 1 : -1].argmax(-1).tolist()
+
+
+def check_turns(model, document, chat):
+    """The latest answer is the plain model's, which reads text and conversation at once."""
+    answer = list(chat.turns[-1].answer.ids)
+    ids = torch.tensor([[*document.context.ids[0].tolist(), *chat.ids(), answer[-1]]])
+    assert plain_argmax(model, ids, len(answer)) == answer
+
+
+def test_turns_forget_what_leaves_the_window(model, tiny_tokenizer):
+    small = compress(model, tiny_tokenizer, LONG, ratio=1)
+    chat = small.chat()
+    for _ in range(2):
+        for question in QUESTIONS:
+            chat.ask(question, WINDOW)
+            check_turns(model, small, chat)
+    before = chat.turns[-2].answer.ids
+    other = chat.fork()
+    chat.undo(2)
+    chat.ask(QUESTIONS[1], WINDOW)
+    assert chat.turns[-1].answer.ids == before
+    check_turns(model, small, chat)
+    other.ask(QUESTIONS[0], WINDOW)
+    check_turns(model, small, other)
+
+
+def test_a_folded_conversation_goes_on_as_if_it_were_whole(model, tiny_tokenizer):
+    small = compress(model, tiny_tokenizer, LONG, ratio=1)
+    chat = small.chat()
+    for question in QUESTIONS:
+        chat.ask(question, WINDOW)
+    chat.fold()
+    assert chat.document.kept.all()
+    chat.ask(QUESTIONS[0], 2 * WINDOW)
+    check_turns(model, chat.document, chat)
+
+
+@pytest.mark.parametrize("evictor", ["snapkv:window=8", "kvzip:chunk=40", "random"])
+def test_what_is_appended_reads_what_was_kept_and_its_window(model, tiny_tokenizer, evictor):
+    first = exactness.random_ids(80, 1)[0].tolist()
+    second = exactness.random_ids(60, 2)[0].tolist()
+    options = {"ratio": 0.4, "adapter": None, "evictor": evictor}
+    small = compress_with(model, tiny_tokenizer, first, **options)
+    grown = small.append(second)
+    old, total = small.context.positions, grown.context.positions
+    asked = encode_question(tiny_tokenizer, grown.context, QUESTIONS[1])
+    ids = torch.cat([grown.context.ids, asked], -1)
+    rows = [(old, total, small.kept), (total, ids.shape[1], grown.kept)]
+    expected = dense_logits(model, ids, rows)[:, total:]
+    check_logits(model, grown.cache, asked, expected)
+    assert grown.kept[..., :old].equal(small.kept)
+
+
+@pytest.mark.parametrize("evictor", ["snapkv:window=8", "kvzip:chunk=40", "h2o", "random"])
+def test_a_part_of_a_stream_reads_what_is_held_and_its_window(
+    model, tiny_tokenizer, evictor, monkeypatch
+):
+    """SnapKV reads the last columns of a part again with the next one, which moves windows back."""
+    text = exactness.random_ids(150, 1)[0].tolist()
+    held = []
+    choose = Stream.choose_kept
+
+    def remember(stream, last):
+        held.append(choose(stream, last))
+        return held[-1]
+
+    monkeypatch.setattr(Stream, "choose_kept", remember)
+    small = compress_with(
+        model, tiny_tokenizer, text, streaming=64, ratio=0.3, adapter=None, evictor=evictor
+    )
+    prefix, total = small.context.prefix, small.context.positions
+    parts = split_context(evictors.make_evictor(evictor), small.context, small.manifest.streaming)
+    assert len(parts) == len(held) == 3
+    asked = encode_question(tiny_tokenizer, small.context, QUESTIONS[1])
+    ids = torch.cat([small.context.ids, asked], -1)
+    # Every part sees what is left of those before it, and the question what is left in the end.
+    starts = [part.start for part in parts[1:]] + [total]
+    rows = [(total, ids.shape[1], small.kept)]
+    for start, end, keep in zip(starts, starts[1:], held, strict=False):
+        kept = keep[..., :start].clone()
+        kept[..., :prefix] = True
+        rows.append((start, end, kept))
+    expected = dense_logits(model, ids, rows)[:, total:]
+    check_logits(model, small.cache, asked, expected)
+
+
+def check_logits(model, cache, asked, expected):
+    first = cache.get_seq_length()
+    positions = torch.arange(first, first + asked.shape[-1])[None]
+    with torch.no_grad():
+        own = model(
+            input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True
+        ).logits
+    assert float((own.double() - expected).abs().max() / expected.abs().max()) < CLOSE
+
+
+def test_several_texts_answer_in_one_batch_as_alone(model, tiny_tokenizer):
+    adapter = make_adapter(model)
+    documents = [
+        compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=adapter),
+        compress_with(model, tiny_tokenizer, TEXT[:60], ratio=0.6, adapter=None),
+        compress_with(model, tiny_tokenizer, LONG, ratio=0.3, adapter=None, streaming=60),
+    ]
+    pairs = [(document, QUESTIONS) for document in documents]
+    alone = [document.ask(QUESTIONS, 2 * WINDOW) for document in documents]
+    assert ask_many(pairs, 2 * WINDOW) == alone
+    one_by_one = [[each.ask(question, 2 * WINDOW) for question in QUESTIONS] for each in documents]
+    assert one_by_one == alone
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"offset": 5, "adapter": None}])
+def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, options, capsys):
+    settings = {"ratio": 0.4, "adapter": make_adapter(model), **options}
+    small = compress_with(model, tiny_tokenizer, LONG, **settings)
+    path = tmp_path / "doc.rkv"
+    small.save(path)
+    again = CompressedContext.load(path, model, tiny_tokenizer)
+    assert again.manifest == small.manifest and again.digest == small.digest
+    assert again.ask(QUESTIONS, 2 * WINDOW) == small.ask(QUESTIONS, 2 * WINDOW)
+    m = small.manifest
+    assert m.windows == [WINDOW * (kind[0] == "s") for kind in model.config.layer_types]
+    assert m.sliding_bytes == small.cache.sliding_nbytes
+    of_layers = small.cache.sliding
+    held = sum(layer.heads * (layer.context_columns + layer.restore_length) for layer in of_layers)
+    assert m.sliding_pairs == held and m.bytes_held == small.cache.nbytes
+    assert execute(["inspect", str(path)]) == 0
+    assert f"see the last {WINDOW} tokens alone" in " ".join(capsys.readouterr().out.split())
+    if m.offset:
+        return  # such a cache cannot grow
+    grown = again.append(exactness.random_ids(50, 3)[0].tolist(), adapter=None, restore="none")
+    grown.save(path)
+    assert CompressedContext.load(path, model, tiny_tokenizer).digest == grown.digest
+
+
+def change(name, make):
+    """A change of one tensor of a file."""
+
+    def apply(tensors, manifest):
+        tensors[name] = make(tensors[name])
+
+    return apply
+
+
+def record(**fields):
+    """A change of the manifest of a file."""
+
+    def apply(tensors, manifest):
+        manifest.update(fields)
+
+    return apply
+
+
+DAMAGE = {
+    "fewer columns": change("sliding.0.keys", lambda x: x[:, 1:].clone()),
+    "more columns": change("sliding.0.values", lambda x: torch.cat([x, x[:, :1]], 1)),
+    "fewer heads": change("sliding.1.keys", lambda x: x[:1].clone()),
+    "another dtype": change("sliding.1.values", lambda x: x.half()),
+    "not finite": change("sliding.0.keys", lambda x: x * float("nan")),
+    "huge numbers": change("sliding.0.values", lambda x: x + 1e30),
+    "another restore cache": change("sliding.0.restore_keys", lambda x: x[:, :-1].clone()),
+    "a wider window": record(windows=[WINDOW + 1, 0] * 2),
+    "a huge window": record(windows=[2**40, 0] * 2),
+    "no window": record(windows=[0, 0, 0, 0]),
+    "a window of one": record(windows=[1, 0, 1, 0]),
+    "a negative window": record(windows=[-16, 0, -16, 0]),
+    "windows in other layers": record(windows=[0, WINDOW, 0, WINDOW]),
+    "too many layers": record(windows=[WINDOW, 0] * 2 + [WINDOW]),
+    "no windows at all": record(windows=[]),
+    "words": record(windows=["16", 0, "16", 0]),
+    "endless layers": record(windows=[WINDOW] * 100_000 + [0, 0]),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE)
+def test_files_that_contradict_themselves_are_refused(tiny_tokenizer, tmp_path, harm):
+    hybrid = build_hybrid("qwen3")
+    small = compress_with(hybrid, tiny_tokenizer, LONG, ratio=0.4, adapter=make_adapter(hybrid))
+    path = tmp_path / "doc.rkv"
+    small.save(path)
+    metadata, tensors = read_sealed(path, KIND)
+    manifest = json.loads(metadata["manifest"])
+    DAMAGE[harm](tensors, manifest)
+    write_sealed(path, KIND, tensors, {"manifest": json.dumps(manifest)})
+    with pytest.raises(CacheFileError):
+        CompressedContext.load(path, hybrid, tiny_tokenizer)
+
+
+def test_a_file_without_windows_is_not_for_a_hybrid_model(tiny_tokenizer, tmp_path):
+    plain = build_model("qwen3")
+    small = compress_with(plain, tiny_tokenizer, LONG, ratio=0.4, adapter=None)
+    assert small.manifest.windows == [] and "windows" not in small.manifest.to_json()
+    small.save(tmp_path / "doc.rkv")
+    with pytest.raises(CacheFileError):
+        CompressedContext.load(tmp_path / "doc.rkv", build_hybrid("qwen3"), tiny_tokenizer)
+
+
+def test_what_moves_keys_is_refused(tiny_tokenizer):
+    hybrid = build_hybrid("qwen3")
+    small = compress_with(
+        hybrid, tiny_tokenizer, LONG, ratio=0.4, adapter=None, allocation="per-head"
+    )
+    with pytest.raises(RestoreKVError, match="cannot be composed"):
+        compose([small, small])
+    with pytest.raises(RestoreKVError, match="no layers with a sliding window"):
+        small.portable()
+
+
+def test_the_first_token_of_a_question_comes_after_the_restore_tokens(model, tiny_tokenizer):
+    """Greedy answers over a restored cache, token by token as in one pass over the question."""
+    small = compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=make_adapter(model))
+    asked = encode_question(tiny_tokenizer, small.context, QUESTIONS[1])[0]
+    written = decoding.generate_ids(model, tiny_tokenizer, small.cache, [asked], 2 * WINDOW)[0]
+    ids = torch.cat([asked, written])[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, past_key_values=small.cache.fork(), use_cache=True).logits[0]
+    assert logits[-len(written) - 1 : -1].argmax(-1).tolist() == written.tolist()
