@@ -20,7 +20,7 @@ from tests.helpers.source import (
 ROOMS = (  # each imports only from itself and from those before it
     "restorekv.errors",
     "restorekv.spec",
-    "restorekv.bounds",
+    "restorekv.size_limits",
     "restorekv.cluster",
     "restorekv.files",
     "restorekv.seal",

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.config import Ratio
+from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import SINKS, ScoredContext
 from restorekv.evaluation.protocols import AskingProtocol
 from restorekv.evaluation.stats import draw_resamples
@@ -44,7 +44,7 @@ class Case:
     tokenizer: Tokenizer
     protocol: AskingProtocol
     sample: Sample
-    ratio: Ratio
+    ratio: RatioOrBudget
     adapter: RestoreAdapter | None = None
     index: int = 0
 

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from restorekv.bounds import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
 from restorekv.errors import RestoreKVError, explain_write_errors, summarize_error
+from restorekv.size_limits import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
 
 # Several machines may write to one disk.
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"

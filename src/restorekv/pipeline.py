@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.bounds import TEXT_BYTES
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import Budget, parse_ratio
@@ -42,6 +41,7 @@ from restorekv.model.prompt import (
 from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.model.tokenize import decode_utf8
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
 from restorekv.storage.cache_file import Manifest
 
@@ -66,7 +66,7 @@ def compress(
     """Compress a context to a share of its KV pairs.
 
     Args:
-        model: The model that will answer. It is not changed.
+        model: The model that will answer. Its weights are not changed.
         tokenizer: Its tokenizer.
         context: A text, the `Path` of one, token ids, or messages: one of the user, after one of
             the system if there is one.

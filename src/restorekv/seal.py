@@ -25,9 +25,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from restorekv.bounds import HEADER_BYTES, LARGEST_NUMBER
 from restorekv.errors import RestoreKVError, explain_write_errors, make_printable, summarize_error
 from restorekv.files import FETCH_AGAIN, open_with_size, parse_record, read_exactly, replace_file
+from restorekv.size_limits import HEADER_BYTES, LARGEST_NUMBER
 
 CHECKSUM = "checksum"
 BLANK = "0" * 64  # in the checksum's place while it is computed

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from restorekv import CompressedContext, compress, load_model
-from restorekv.bounds import LARGEST_NUMBER
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import decoding, fixed_steps
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.model.prompt import make_context
+from restorekv.size_limits import LARGEST_NUMBER
 from restorekv.storage.cache_checks import ContradictionError, check_scales
 from tests.helpers.compressing import compress_with
 from tests.hostile.damage import File

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 from restorekv import evictors
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
+from restorekv.model import attention
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -79,7 +80,9 @@ def mean_rotation(dim, theta, positions):
     return total
 
 
-def expected(dense, context, sinks=4, future=512, covariance=True, values=True, epsilon=0.0):
+def expected(
+    dense, context, sinks=4, future=512, covariance=True, values=True, epsilon=0.0, scale=None
+):
     """(L, H, S + T), zero in the first `sinks` columns."""
     ahead, result = range(context.positions, context.positions + future), []
     for keys, value, queries in zip(dense.keys, dense.values, dense.queries, strict=True):
@@ -92,10 +95,12 @@ def expected(dense, context, sinks=4, future=512, covariance=True, values=True, 
             shares = []
             for query in queries.view(heads, -1, *queries.shape[1:])[head]:
                 past = query[sinks:] @ rotation.T
-                logits = keys[head, sinks:] @ past.mean(0) / dim**0.5
+                factor = scale or dim**-0.5
+                logits = keys[head, sinks:] @ past.mean(0) * factor
                 if covariance:
                     spread = torch.cov(past.T, correction=0)
-                    logits += torch.stack([k @ spread @ k for k in keys[head, sinks:]]) / (2 * dim)
+                    spreads = torch.stack([k @ spread @ k for k in keys[head, sinks:]])
+                    logits += spreads * factor**2 / 2
                 shares.append(logits.exp() / logits.exp().sum())
             looked = sum(shares) / len(shares)
             scores[head, sinks:] = (
@@ -163,7 +168,7 @@ def test_the_covariance_stands_a_large_mean():
     )
 
     class View:
-        layer, module = 0, model.model.layers[0].self_attn
+        layer, module, scale = 0, model.model.layers[0].self_attn, shape.head_dim**-0.5
 
     for start in range(0, 400, 50):
         view = View()
@@ -201,6 +206,42 @@ def test_keydiff_knorm_and_tova(tiny_model, prefix, chunk):
             assert pinned(found, [context.tokens - 1])[0]
             found, wanted = found[..., :-1], wanted[..., :-1]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_use_the_scale_of_the_model():
+    """Granite multiplies its logits by a number of its config; sqrt(D) would be another softmax."""
+    torch.manual_seed(0)
+    sizes = vars(build_model("llama").config)
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = GraniteConfig(
+        vocab_size=320,
+        intermediate_size=48,
+        attention_multiplier=1.7,
+        **{name: sizes[name] for name in names},
+    )
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    model = GraniteForCausalLM(config).eval().requires_grad_(False)
+    for layer in model.model.layers:  # queries and keys large enough for a softmax that is not flat
+        layer.self_attn.q_proj.weight *= 20
+        layer.self_attn.k_proj.weight *= 20
+    context = make_context()
+    dense = Dense(model, context)
+    attention.install_attention(model)
+    heads = CacheShape.from_model(model).heads
+
+    last = torch.stack([weights[:, -1].mean(0).expand(heads, -1) for weights in dense.attention])
+    found = score("tova", model, context)[..., :-1].double()
+    torch.testing.assert_close(found, last[..., 3:-1], rtol=1e-4, atol=1e-6)
+
+    window = torch.stack(
+        [weights[:, -5:].mean(1).view(heads, -1, T + 3).mean(1) for weights in dense.attention]
+    )
+    found = score("snapkv:window=5,kernel=1", model, context)[..., :-5].double()
+    torch.testing.assert_close(found, window[..., 3:-5], rtol=1e-4, atol=1e-6)
+
+    exact = expected(dense, context, scale=1.7)[..., 4:]
+    found = score("expected-attention", model, context)[..., 1:].double()
+    torch.testing.assert_close(found, exact, rtol=5e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("sinks", [0, 4, 8])

@@ -119,11 +119,11 @@ def test_blocks_of_any_size_are_the_same_rows(tiny_model):
         torch.randn(2, 3, 11, 8, generator=generator),
         torch.randn(2, 30, 8, generator=generator),
     )
-    [(low, high, whole)] = iterate_attention_blocks(query, key)
+    [(low, high, whole)] = iterate_attention_blocks(query, key, 8**-0.5)
     assert (low, high) == (0, 11) and whole.sum(-1).allclose(torch.ones(2, 3, 11))
     for block in (1, 6 * 30 * 4):
         seen = 0
-        for low, high, weights in iterate_attention_blocks(query, key, block):
+        for low, high, weights in iterate_attention_blocks(query, key, 8**-0.5, block):
             assert weights.shape[-1] == 30 - 11 + high and weights.numel() <= max(block, 6 * 30)
             torch.testing.assert_close(weights, whole[:, :, low:high, : weights.shape[-1]])
             seen += high - low

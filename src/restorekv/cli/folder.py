@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.session import (
     check_outputs_apart,
     notes,
@@ -38,6 +37,7 @@ from restorekv.model.prompt import get_default_between
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
 from restorekv.seal import digest_file
+from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_file import read_cache
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}

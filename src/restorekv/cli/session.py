@@ -24,7 +24,6 @@ from rich.text import Text
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.errors import make_visible
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
@@ -33,6 +32,7 @@ from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_shipped_name
 from restorekv.model.tokenize import decode_utf8
 from restorekv.readers.extract import KINDS, extract_text
+from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_file import Manifest, read_cache
 
 

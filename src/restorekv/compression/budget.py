@@ -23,7 +23,10 @@ PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
 
 @dataclass(frozen=True)
 class Budget:
-    """`restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was
+    """B for one context and model, and the part of it that restore tokens take.
+
+    `tokens` is T_b, the columns that compete, and not always the T of `Context.tokens`.
+    `restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was
     asked for.
 
     on_small_budget says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what
@@ -142,8 +145,8 @@ def _explain_small_budget(ratio: Fraction, tokens: int, restore_tokens: int) -> 
     """
     if restore_tokens > tokens:
         return (
-            f"The context has {tokens} tokens, fewer than the {restore_tokens} restore tokens; "
-            "give a longer context or no adapter."
+            f"{tokens} tokens compete for the budget, fewer than the {restore_tokens} restore "
+            "tokens; give a longer context or no adapter."
         )
     smallest = ceil(Fraction(restore_tokens, tokens) * 10_000) / 10_000
     return (

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
-from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.compression.config import CompressionConfig, RatioOrBudget
 from restorekv.errors import AdapterError
 from restorekv.model.prompt import Context
 from restorekv.restore.adapter import RestoreAdapter
@@ -111,7 +111,7 @@ class PreparedContext(ABC):
 
     @abstractmethod
     def evict(
-        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
         """Return the cache at one budget.
 
@@ -123,7 +123,7 @@ class PreparedContext(ABC):
         """
 
     def evict_timed(
-        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache that `evict` makes, and the seconds of every phase of the call."""
         seconds: dict[str, float] = {}

@@ -23,7 +23,7 @@ from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model.prompt import TOO_LONG, Context
 
 RestoreFrom = Literal["full", "evicted"]
-Ratio = float | str | Fraction | Budget
+RatioOrBudget = float | str | Fraction | Budget
 RESTORE_FROM: tuple[str, ...] = ("full", "evicted")
 # The fields that decide which pairs a method keeps. Results, cache files and adapters record them.
 RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
@@ -32,7 +32,7 @@ RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "o
 @dataclass(frozen=True)
 class CompressionConfig:
     """Everything that decides a cache besides the model, the text, the evictor, the adapter and the
-    ratio.
+    ratio, and how it is made.
 
     `compress` uses all fields. `Eviction` uses those up to `offload`: it takes a context that is
     tokenized already, and makes a cache that is not quantized.
@@ -121,7 +121,12 @@ class CompressionConfig:
         return context.tokens if self.prefix_policy == "free" else context.positions
 
     def make_budget(
-        self, ratio: Ratio, context: Context, layers: int, heads: int, restore_tokens: int = 0
+        self,
+        ratio: RatioOrBudget,
+        context: Context,
+        layers: int,
+        heads: int,
+        restore_tokens: int = 0,
     ) -> Budget:
         """Return the budget of a context.
 

@@ -24,7 +24,7 @@ from restorekv.cache.dense import list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
-from restorekv.compression.config import Ratio
+from restorekv.compression.config import RatioOrBudget
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.evictors import Evictor
 from restorekv.model import attention
@@ -145,7 +145,7 @@ class ScoredContext(PreparedContext):
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
 
-    def make_budget(self, ratio: Ratio, restore_tokens: int | None = None) -> Budget:
+    def make_budget(self, ratio: RatioOrBudget, restore_tokens: int | None = None) -> Budget:
         """Return the `Budget` for `ratio`.
 
         `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
@@ -155,7 +155,7 @@ class ScoredContext(PreparedContext):
         return self.config.make_budget(ratio, self.context, layers, heads, tokens)
 
     def evict(
-        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
         """Choose the pairs that stay and gather them, with the restore cache as the tail.
 

@@ -33,7 +33,7 @@ from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
-from restorekv.compression.config import Ratio
+from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import BudgetError, RestoreKVError, warn
 from restorekv.evictors import Evictor
@@ -104,13 +104,13 @@ class StreamedContext(PreparedContext):
         return replace(self, adapter=adapter)
 
     def evict(
-        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
         """Read the context part by part; there is nothing to consume."""
         return self.evict_timed(budget, restore_tokens)[0]
 
     def evict_timed(
-        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache and the seconds of every phase of reading."""
         shape = CacheShape.from_model(self.model)

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from restorekv.bounds import ROW_ELEMENTS, TEXT_BYTES
 from restorekv.errors import RestoreKVError, import_extra, summarize_error
 from restorekv.files import check_elements, check_levels, open_regular_file
 from restorekv.seal import digest_file
+from restorekv.size_limits import ROW_ELEMENTS, TEXT_BYTES
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)

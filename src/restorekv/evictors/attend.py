@@ -23,23 +23,26 @@ REDUCTIONS = ("max", "mean")
 
 
 def iterate_attention_blocks(
-    query: Tensor, key: Tensor, block: int = BLOCK
+    query: Tensor, key: Tensor, scale: float, block: int = BLOCK
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (low, high, weights) for blocks of the rows of query (H, G, Q, D) over key (H, K, D),
     whose last Q columns are the queries' own.
 
     weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with
-    logits scaled by 1 / sqrt(D), over every key that any of them sees. Rows are independent, so one
-    pass over the blocks is exact.
+    logits times the model's `scale`, over every key that any of them sees. Rows are independent, so
+    one pass over the blocks is exact.
     """
-    heads, groups, rows, dim = query.shape
+    heads, groups, rows, _ = query.shape
     before = key.shape[1] - rows
+    # Dividing by sqrt(D) and multiplying by its inverse differ in the last bit; figures were made
+    # with the first.
+    divisor = 1 / scale
     key = key.float()
     step = max(block // (heads * groups * key.shape[1]), 1)
     for low in range(0, rows, step):
         high = min(low + step, rows)
         part = query[:, :, low:high].float().flatten(1, 2)  # (H, G * rows, D)
-        logits = part @ key[:, : before + high].transpose(1, 2) / dim**0.5
+        logits = part @ key[:, : before + high].transpose(1, 2) / divisor
         logits = logits.unflatten(1, (groups, -1))
         # Causal among the block's own columns; it sees all earlier ones.
         later = torch.ones(high - low, high - low, dtype=torch.bool, device=logits.device).triu(1)

@@ -4,7 +4,7 @@ Before RoPE a head's queries have mean m and covariance C, over all columns but 
 With R the average rotation over the next `future` positions S+T ..., and softmax_i over the same
 columns (prefix included),
 
-    a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))
+    a_i = softmax_i(scale k_i R m + scale^2 k_i R C R^T k_i / 2)
     score_i = (mean over G of a_i + epsilon) ||v_i||
 
 The sinks are always kept. covariance=false drops the second term, values=false epsilon and ||v_i||.
@@ -76,7 +76,9 @@ class ExpectedAttention(Evictor):
             mean, covariance = observer.predict_moments(
                 model, index, full.get_seq_length(), self.future
             )
-            weights = compute_expected_weights(keys, mean, covariance * self.covariance)
+            weights = compute_expected_weights(
+                keys, mean, covariance * self.covariance, observer.scales[index]
+            )
             if self.values:
                 values = layer.values[0, :, self.sinks :].float()
                 weights = (weights + self.epsilon) * values.norm(dim=-1)

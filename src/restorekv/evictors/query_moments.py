@@ -36,6 +36,7 @@ class QueryMoments:
         )
         self.spread = self.mean.unsqueeze(-1).repeat(1, 1, 1, 1, shape.head_dim)
         self.count = [0] * shape.layers
+        self.scales = [1.0] * shape.layers  # of the layers' logits, once they were seen
         self.skip = skip
 
     @torch.no_grad()
@@ -43,6 +44,7 @@ class QueryMoments:
         """Handle one layer of one chunk of the prefill."""
         assert view.hidden is not None
         layer = view.layer
+        self.scales[layer] = view.scale
         before = view.key.shape[1] - view.query.shape[2]
         hidden = view.hidden[max(self.skip - before, 0) :]
         seen = self.count[layer]
@@ -87,16 +89,17 @@ def _project_queries(module: Any, hidden: Tensor) -> Tensor:
     return query.transpose(0, 1).float()
 
 
-def compute_expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Return (H, K), the mean over G of E[exp(q k_i / sqrt(D))], normalized to sum 1, for Gaussian
-    q.
+def compute_expected_weights(
+    keys: Tensor, mean: Tensor, covariance: Tensor, scale: float
+) -> Tensor:
+    """Return (H, K), the mean over G of E[exp(scale q k_i)], normalized to sum 1, for Gaussian q.
 
     keys (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G *
-    K * D floats.
+    K * D floats. `scale` is the model's own.
     """
-    dim = keys.shape[-1]
+    divisor = 1 / scale  # sqrt(D) in most models; attend.py says why it divides
     weights = []
     for k, m, c in zip(keys, mean, covariance, strict=True):
-        logits = m @ k.T / dim**0.5 + (k @ c * k).sum(-1) / (2 * dim)
+        logits = m @ k.T / divisor + (k @ c * k).sum(-1) / (2 * divisor**2)
         weights.append(logits.softmax(-1).mean(0))
     return torch.stack(weights)

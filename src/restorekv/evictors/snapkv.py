@@ -3,14 +3,15 @@ context attends to.
 
 With the last w positions of the context as observation window,
 
-    score_i = mean over the window's queries j of softmax_i(q_j k_i / sqrt(D)),
+    score_i = mean over the window's queries j of softmax_i(scale q_j k_i),
               max-pooled over 7 neighboring columns,
 
-and the window itself is always kept. Where the appendix says nothing there are settings: `groups`
-reduces the query heads of a KV head before pooling ("mean", as in the code that RestoreKV's authors
-published, or "max"); the first `sinks` columns of the context are kept too (0; 4 in that code). The
-softmax is causal over every key, prefix and window included; the pool is over the context's
-columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
+and the window itself is always kept. The scale is the model's own: 1 / sqrt(D) in most, another
+number in Granite, where kvpress still divides by sqrt(D). Where the appendix says nothing there are
+settings: `groups` reduces the query heads of a KV head before pooling ("mean", as in the code that
+RestoreKV's authors published, or "max"); the first `sinks` columns of the context are kept too (0;
+4 in that code). The softmax is causal over every key, prefix and window included; the pool is over
+the context's columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass, replace
@@ -95,7 +96,7 @@ class SnapKV(Evictor):
         """
         heads, groups, rows, _ = view.query.shape
         total = torch.zeros(heads, groups, last - first, device=view.query.device)
-        for _, _, weights in iterate_attention_blocks(view.query, view.key):
+        for _, _, weights in iterate_attention_blocks(view.query, view.key, view.scale):
             total += weights[..., first:last].sum(2)
         mean = reduce_groups(total / rows, self.groups)
         if self.pool == "max":

@@ -1,10 +1,10 @@
 """TOVA (arXiv:2401.06104): keeps what the last token attends to.
 
-    score_i = mean over all H * G query heads of a layer of softmax_i(q_last k_i / sqrt(D)),
+    score_i = mean over all H * G query heads of a layer of softmax_i(scale q_last k_i),
 
-the same for every KV head of the layer; the softmax is over the whole sequence, prefix included.
-The last token itself is always kept, as in TOVAPress of kvpress 0.5.5, while in the paper its
-weight decides. No settings.
+with the model's own scale, the same for every KV head of the layer; the softmax is over the whole
+sequence, prefix included. The last token itself is always kept, as in TOVAPress of kvpress 0.5.5,
+while in the paper its weight decides. No settings.
 """
 
 from dataclasses import dataclass

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.bounds import POSITIONS, SYSTEM_LETTERS
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import matches_type, read_json, write_json
@@ -46,6 +45,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.support import refuse_beyond
+from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
 FORMAT = "restorekv-chat"
 VERSION = 1

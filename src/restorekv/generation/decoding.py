@@ -154,8 +154,8 @@ def decode_batch(
     graph: bool = False,
     rows: Sequence[TokenChooser] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (row, id) for every row of a batch that `padded` made; `cache` grows by all but each
-    row's last token.
+    """Yield (row, id) for every row of a batch that `pad_prompts` made; `cache` grows by all but
+    each row's last token.
 
     `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
     makes every token's step the same work, on a GPU a CUDA graph.
@@ -267,8 +267,8 @@ def make_groups(
     limits: Sequence[int],
     rows: Sequence[TokenChooser] | None,
 ) -> list[Group]:
-    """Return the rows of a batch that `padded` made, a group for each context; `cache` is what
-    `fork_caches` returned.
+    """Return the rows of a batch that `pad_prompts` made, a group for each context; `cache` is
+    what `fork_caches` returned.
     """
     ids, positions, visible = batch
     hides = not bool(visible.all())
@@ -405,7 +405,7 @@ def choose_ids(
 
 
 def to_finite_ids(marked: Tensor) -> list[int]:
-    """Return the ids (B, 1) that `likeliest` marked as numbers; refuse a row without one."""
+    """Return the ids (B, 1) that `find_likeliest` marked as numbers; refuse a row without one."""
     chosen = marked[:, 0].tolist()
     if min(chosen) < 0:
         refuse_not_finite()

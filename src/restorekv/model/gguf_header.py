@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from restorekv.bounds import LAYERS, WIDTH
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.files import open_with_size
+from restorekv.size_limits import LAYERS, WIDTH
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

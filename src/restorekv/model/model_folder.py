@@ -15,9 +15,9 @@ from typing import Any
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from restorekv.bounds import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
 from restorekv.errors import ModelError, make_printable, reraise_as, summarize_error
 from restorekv.files import check_elements, read_bytes
+from restorekv.size_limits import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _SAFE = ".safetensors"

@@ -1,6 +1,8 @@
 """Text to token ids through any chat template.
 
-No other module uses templates, and tokenize.py alone calls tokenizers.
+Templates are rendered here alone, and tokenize.py alone encodes texts. Two others know templates as
+text: tokenize.py looks for the control tokens that one writes, and gguf_tokenizer.py takes one out
+of a file.
 
 The template is rendered around a separator and split there, as kvpress does. What precedes the
 separator, with the text, is the context that is compressed; what follows it closes the user's turn
@@ -19,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.bounds import AROUND_LETTERS, AROUND_TOKENS
 from restorekv.errors import RestoreKVError, TextTooLongError, check_choice, warn
 from restorekv.model.rope import count_positions
 from restorekv.model.support import get_support, refuse_beyond
@@ -29,6 +30,7 @@ from restorekv.model.tokenize import (
     refuse_control_tokens,
     tokenize_text,
 )
+from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
 SEPARATOR = "<restorekv-separator>"
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
@@ -49,8 +51,8 @@ class Context:
     """
 
     ids: Tensor
-    prefix: int
-    suffix: Tensor
+    prefix: int  # S, a number of tokens
+    suffix: Tensor  # the ids themselves, (1, P)
     suffix_text: str = field(default="", compare=False)
     between: str = field(default="", compare=False)
 
@@ -294,5 +296,13 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 def encode_text(
     tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = ""
 ) -> Tensor:
-    """Return the ids (1, length) int64 of `text_ids`."""
+    """Return the ids of `tokenize_text` as a tensor (1, length) int64.
+
+    Args:
+        tokenizer: The model's.
+        text: The user's words.
+        before: The template's text before them.
+        after: The template's text after them.
+        more: The first words of the answer.
+    """
     return torch.tensor([tokenize_text(tokenizer, text, before, after, more)], dtype=torch.long)

@@ -92,7 +92,7 @@ def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
         raise ModelError(
             f"Scoring this text reads it again up to position {positions:,}, and in "
             f"{type(model).__name__} {support.beyond}; "
-            "shorten the text, or use an evictor that reads it once, such as snapkv."
+            "shorten the text, or use an evictor that does not, such as snapkv."
         )
 
 

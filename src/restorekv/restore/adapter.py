@@ -3,7 +3,7 @@ eviction keeps.
 
     C_restore = KV(E; theta + LoRA, C_full)
 
-at positions T+1 .. T+n, causally, before anything is dropped.
+at positions S+T .. S+T+n-1, causally, before anything is dropped.
 
 LoRA belongs to this pass alone, which runs through a twin of the model: PEFT's layers are in the
 twin's modules, the weights are the model's own, and the model *is* the frozen model. (PEFT's own
@@ -215,9 +215,10 @@ class RestoreAdapter(nn.Module):
         return short
 
     def append(self, full: Cache, count: int | None = None) -> None:
-        """Run the n tokens, or the first `count`, over `full`, which grows by their pairs.
+        """Run the n tokens, or the first `count`, over a cache, which grows by their pairs.
 
-        `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
+        `full` is an evicted cache, or a view of the full cache of S + T columns: the view grows,
+        and what it shows does not. Gradients reach E and LoRA.
         """
         first = full.get_seq_length()
         embeddings = self.embeddings[:count].to(self.model.dtype)

@@ -54,7 +54,7 @@ class LocalQuestion(ActiveQuestion):
 
 
 class EmbeddedEngine(CacheEngine[LocalQuestion]):
-    """Answers up to generate.BATCH questions at a time.
+    """Answers up to `decoding.BATCH` questions at a time.
 
     At most `waiting` more wait for a place; None is no limit. They hold no document.
     """

@@ -119,7 +119,7 @@ class ServedQuestion:
         system: the system message, or "".
         limit: how many tokens an answer may have.
         sampling: how the answers are written.
-        on_token: called with (sample, id, *Row.likely) for every token, from any thread.
+        on_token: called with (sample, id, *TokenChooser.likely) for every token, from any thread.
         done: the `Reply`, or an error.
         started: whether it no longer waits.
         cancelled: whether nobody waits for the answers any more.

@@ -167,7 +167,7 @@ class PendingAnswer:
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
-        """Yield (sample, piece of its text, its ids with `Row.likely`).
+        """Yield (sample, piece of its text, its ids with `TokenChooser.likely`).
 
         Whoever stops listening ends the writing.
         """

@@ -17,17 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.bounds import (
-    AROUND_LETTERS,
-    AROUND_TOKENS,
-    CELLS,
-    LARGEST_NUMBER,
-    LAYERS,
-    NAME_LETTERS,
-    POSITIONS,
-    SYSTEM_LETTERS,
-    WIDTH,
-)
 from restorekv.cache import quantized
 from restorekv.cache.quantized import STORAGE_DTYPES, STORAGES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
@@ -38,6 +27,17 @@ from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
 from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.seal import largest_number
+from restorekv.size_limits import (
+    AROUND_LETTERS,
+    AROUND_TOKENS,
+    CELLS,
+    LARGEST_NUMBER,
+    LAYERS,
+    NAME_LETTERS,
+    POSITIONS,
+    SYSTEM_LETTERS,
+    WIDTH,
+)
 
 if TYPE_CHECKING:
     from restorekv.storage.cache_file import Manifest

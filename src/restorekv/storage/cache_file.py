@@ -58,7 +58,7 @@ class Manifest:
     restore_from: str
     offset: int
     evictor: str
-    adapter: dict[str, Any] | None  # source and hash of the restore adapter
+    adapter: dict[str, Any] | None  # of the restore adapter: the fields of cache_checks.ADAPTER
     pairs: int  # what the budget counts
     pairs_of_prefix: int  # kept pairs that came from the chat prefix
     pairs_held: int  # everything, prefix and restore cache included

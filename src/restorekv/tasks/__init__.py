@@ -16,7 +16,7 @@ from restorekv.tasks.scbench import SCBench
 from restorekv.tasks.squad import HotpotQA, XQuAD
 from restorekv.tasks.tiny import TinySuite
 
-__all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make"]
+__all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make_benchmark"]
 
 KINDS = (
     TinySuite,

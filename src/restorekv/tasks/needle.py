@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from restorekv.bounds import TEXT_BYTES
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes
 from restorekv.model.tokenize import tokenize_text
+from restorekv.size_limits import TEXT_BYTES
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, separate_question
 from restorekv.tasks.metrics import contains_text

@@ -39,7 +39,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, load_shares
 from restorekv.compression.attention_matching.matching import Targets, fit_head, observe_layer
 from restorekv.compression.compressor import Compressor, Progress, time_phase
-from restorekv.compression.config import CompressionConfig, Ratio
+from restorekv.compression.config import CompressionConfig, RatioOrBudget
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import support
@@ -183,7 +183,7 @@ class MatchedContext(ScoredContext):
 
     @torch.no_grad()
     def evict(
-        self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
         """Return the kept keys of each head with bias and fitted values; a head that loses nothing
         is unchanged.

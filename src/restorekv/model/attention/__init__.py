@@ -138,9 +138,12 @@ def get_observer() -> Callback | None:
 
 
 def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Return the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`.
+    """Return the function that answers a query (B, H, G, Q, D) from a layer.
 
-    `frozen` has gradients everywhere.
+    The first rule that applies: the backend that an open `force_backend` block names; `stored` for
+    a layer of 8-bit codes; on a device that needs proofs, the fastest backend of LADDER that can
+    answer and has proven itself there; elsewhere `cascade`, if it can answer; and `frozen`, which
+    has gradients everywhere.
     """
     name = _get_variable(_backend)
     if name is not None:

@@ -79,7 +79,7 @@ def plan_tiles(layers: Iterable[RaggedLayer]) -> None:
 
 
 def get_tiles(layer: RaggedLayer) -> Tiles:
-    """Return the layer's lists, which are made now if `plan` was not called."""
+    """Return the layer's lists, which are made now if `plan_tiles` was not called."""
     plan_tiles([layer])
     return cast(Tiles, layer.plans[PLAN])
 

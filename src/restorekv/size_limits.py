@@ -1,6 +1,6 @@
-"""How much a reader takes from a file that someone else wrote.
+"""Size limits: how much a reader takes from a file that someone else wrote.
 
-Every reader shares these bounds: cache files, portable caches, adapters, gates, checkpoints,
+Every reader shares these limits: cache files, portable caches, adapters, gates, checkpoints,
 stores, conversations, results and rows of data. Each is far above what this package writes and what
 models need, and small enough that no file within it takes gigabytes or minutes.
 """
