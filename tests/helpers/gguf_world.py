@@ -28,12 +28,22 @@ PARTS = {
 }
 
 
-def name_of(parameter: str) -> str:
-    """llama.cpp's name of a parameter of transformers' Llama or Qwen3."""
+# Where those of Gemma 3 differ: it has a norm before and after each half of a layer.
+GEMMA3_PARTS = {
+    **PARTS,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def name_of(parameter: str, architecture: str = "llama") -> str:
+    """llama.cpp's name of a parameter of transformers' Llama, Qwen3 or Gemma 3."""
     if parameter in NAMES:
         return NAMES[parameter]
     _, _, layer, part = parameter.split(".", 3)
-    return f"blk.{layer}.{PARTS[part.removesuffix('.weight')]}.weight"
+    parts = GEMMA3_PARTS if architecture == "gemma3" else PARTS
+    return f"blk.{layer}.{parts[part.removesuffix('.weight')]}.weight"
 
 
 def places(parameter: str, rows: int, model: PreTrainedModel) -> np.ndarray:
@@ -65,7 +75,11 @@ def write(
     or replaced.
     """
     config = model.config
-    architecture = architecture or config.model_type
+    architecture = architecture or config.model_type.removesuffix("_text")
+    rope = config.rope_parameters
+    if architecture == "gemma3":
+        rope = rope["full_attention"]  # that of windows is not in the file
+        extra = {"gemma3.attention.sliding_window": config.sliding_window, **(extra or {})}
     writer = gguf.GGUFWriter(path, architecture)
     fields = {
         "general.name": "Run 7 Ep2",
@@ -80,7 +94,7 @@ def write(
         f"{architecture}.attention.key_length": config.head_dim,
         f"{architecture}.attention.value_length": config.head_dim,
         f"{architecture}.vocab_size": config.vocab_size,
-        f"{architecture}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{architecture}.rope.freq_base": float(rope["rope_theta"]),
         **tokenizer_fields(tokenizer),
         **(extra or {}),
     }
@@ -89,9 +103,13 @@ def write(
     for parameter, weight in model.state_dict().items():
         values = weight.numpy()
         values = values[places(parameter, len(values), model)]
+        if architecture == "gemma3" and "norm" in parameter:
+            values = values + 1  # Gemma's norms multiply by 1 + w, and llama.cpp by what it reads
         its = kind if values.ndim > 1 else Kind.F32
-        if parameter != without:
-            writer.add_tensor(name_of(parameter), gguf.quants.quantize(values, its), raw_dtype=its)
+        is_tied = parameter == "lm_head.weight" and config.tie_word_embeddings
+        if parameter != without and not is_tied:
+            name = name_of(parameter, architecture)
+            writer.add_tensor(name, gguf.quants.quantize(values, its), raw_dtype=its)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

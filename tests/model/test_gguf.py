@@ -20,7 +20,8 @@ from restorekv.model.names import get_model_name
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
-gguf_world = pytest.importorskip("gguf_world", reason="the package gguf is not installed")
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+from tests.helpers import gguf_world
 
 TEXT = "<|im_start|>the code of  the red house\n\n is seven; who lives?<|im_end|>"
 LOAD = (

@@ -18,7 +18,7 @@ from restorekv import load_model
 from restorekv.errors import ModelError, RestoreKVWarning
 from restorekv.model import gguf, gguf_header, gguf_tokenizer, load
 from restorekv.model.load import load_tokenizer
-from restorekv.model.names import SMOLLM2_ID, find_shipped_name
+from restorekv.model.names import SMOLLM2_ID, find_known_name
 from tests.helpers import gguf_world
 from tests.helpers.models import build_model
 from tests.hostile.damage import EVIL, RAN, evil_model
@@ -134,14 +134,14 @@ def test_an_adapters_folder_loads_no_model_that_its_config_names(folder):
 @pytest.mark.parametrize(
     "name", ["", ".", "someone/model", "/tmp/model", "model.gguf", "../tiny", "tiny/", "SMOLLM2"]
 )
-def test_a_file_may_name_only_what_ships(name):
-    assert find_shipped_name(name) is None
+def test_a_file_may_name_only_what_is_known(name):
+    assert find_known_name(name) is None
 
 
-def test_names_of_what_ships():
-    assert [find_shipped_name(name) for name in ("tiny", "smollm2", SMOLLM2_ID)] == [
+def test_names_that_are_known():
+    assert [find_known_name(name) for name in ("tiny", "gemma3-270m", SMOLLM2_ID)] == [
         "tiny",
-        "smollm2",
+        "gemma3-270m",
         "smollm2",
     ]
 

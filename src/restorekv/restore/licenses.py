@@ -1,4 +1,5 @@
-"""Licenses of adapters: the hub's names for them, and how an adapter inherits one from its data.
+"""Licenses of adapters: the hub's names for them, and how an adapter inherits one from its data
+and its base model.
 
 Only training and publishing come here; loading an adapter does not. None of this is legal advice.
 """
@@ -7,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from restorekv.model.names import GEMMA3, GEMMA3_ID
 from restorekv.restore.adapter_file import AdapterCard
 
 UNKNOWN = "unknown"
+GEMMA = "gemma"
+# Types of models under Google's Gemma terms, which later generations are not under.
+GEMMA_TYPES = frozenset("gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text".split())
 PERMISSIVE = frozenset(
     "apache-2.0 mit curl bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 isc ncsa "
     "postgresql unlicense wtfpl zlib cc0-1.0 pddl public-domain odc-by cdla-permissive-1.0 "
@@ -101,9 +106,23 @@ def combine_licenses(licenses: Iterable[str]) -> str:
     return UNKNOWN
 
 
+def find_base_license(card: AdapterCard) -> str | None:
+    """Return the license of the base model that its adapters inherit, or None if none is known.
+
+    Gemma's terms count an adapter as a derivative of the model, to be passed on under them.
+    """
+    architecture = (card.weights or {}).get("architecture")
+    model_type = architecture.get("model_type") if isinstance(architecture, dict) else None
+    is_gemma = card.model in (GEMMA3, GEMMA3_ID) or model_type in GEMMA_TYPES
+    return GEMMA if is_gemma else None
+
+
 def inherit_license(card: AdapterCard, data: list[dict] | None) -> str | None:
     """Return the license after training on `data`: what was non-commercial before stays so."""
     licenses = list_licenses(data)
+    base = find_base_license(card)
+    if base:
+        licenses.append(base)
     if card.license and (card.source or forbids_commercial_use(card.license)):
         licenses.append(card.license)
     return combine_licenses(licenses) if licenses else None

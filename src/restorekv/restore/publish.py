@@ -17,7 +17,9 @@ from restorekv.files import read_bytes, read_json
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, AdapterCard, StoredAdapter
 from restorekv.restore.licenses import (
+    PERMISSIVE,
     UNKNOWN,
+    find_base_license,
     find_noncommercial_license,
     forbids_commercial_use,
     inherit_license,
@@ -91,6 +93,12 @@ def decide_license(
     if strict and not forbids_commercial_use(license):
         raise AdapterError(
             f"The adapter is recorded as, or trained on, {strict}; {license} allows more, so {fix}."
+        )
+    base = find_base_license(card)
+    if base and normalize_license(license) in PERMISSIVE:
+        raise AdapterError(
+            f"The base model is licensed {base}, whose terms adapters inherit; {license} allows "
+            f"more, so publish it under {base}."
         )
     return replace(card, license=normalize_license(license))
 
