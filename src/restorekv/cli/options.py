@@ -54,7 +54,7 @@ MODEL_HELP = "smollm2, gemma3-270m, tiny, a model folder, a GGUF file or a hub i
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 OtherModel = Annotated[
     str | None,
-    typer.Option("--model", help=f"The model, needed unless it is one that ships. {MODEL_HELP}"),
+    typer.Option("--model", help=f"The model, needed unless it has a name here. {MODEL_HELP}"),
 ]
 System = Annotated[
     str, typer.Option(help="The system message before the text; unless given, the template's own.")

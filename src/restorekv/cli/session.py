@@ -141,7 +141,7 @@ def open_documents(
 
 
 def _find_model_of_file(file: Path, name: str) -> str:
-    """Return the model that a file was made with, if it ships; refuse to open any other because a
+    """Return the model that a file was made with, if its name is ours; refuse any other because a
     file says so.
     """
     known = find_known_name(name)
