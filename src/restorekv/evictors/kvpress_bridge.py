@@ -26,7 +26,7 @@ from restorekv.model.shape import get_backbone, list_full_layers
 
 MISSING = (
     "The evictor kvpress needs kvpress 0.5.5, which needs transformers < 5.3; "
-    "run pip install 'restorekv[kvpress]' in an environment of its own."
+    "run pip install kvpress==0.5.5 in an environment of its own."
 )
 
 

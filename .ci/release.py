@@ -1,0 +1,131 @@
+"""Prepare a release: check the tree, write the version, build and check the wheels.
+
+    python .ci/release.py 0.2.0            # on a clean main; commits and tags, pushes nothing
+    python .ci/release.py 0.2.0 --write    # only writes the version into the files
+
+The version stands in pyproject.toml of the package and of both distributions, in `__version__`, in
+CITATION.cff, and as the newest heading of CHANGELOG.md. What is built lies in dist/, ready for
+`twine upload dist/*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = (".", "distributions/restorekv-tiny", "distributions/restorekv-smollm2")
+VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
+WHEEL_BYTES = 2 << 20  # of the package itself, which is code and ships no weights
+UNRELEASED = "unreleased"
+
+
+class ReleaseError(Exception):
+    """A reason not to release, and what to do about it."""
+
+
+def replace_once(path: Path, pattern: str, replacement: str) -> None:
+    """Replace the only match of a pattern in a file."""
+    text = path.read_text("utf-8")
+    changed, count = re.subn(pattern, lambda match: replacement, text, flags=re.MULTILINE)
+    if count != 1:
+        raise ReleaseError(
+            f"{path} has {count} lines like {pattern!r}, not one; write the version by hand."
+        )
+    path.write_text(changed, "utf-8")
+
+
+def write_version(root: Path, version: str, today: datetime.date) -> None:
+    """Write a version into every file that names it, and a date beside it where there is one."""
+    if not VERSION.fullmatch(version):
+        raise ReleaseError(f"{version} is no version; write it like 0.2.0 or 0.2.0rc1.")
+    for project in PROJECTS:
+        settings = root / project / "pyproject.toml"
+        replace_once(settings, r'^version = ".*"$', f'version = "{version}"')
+    source = root / "src" / "restorekv" / "__init__.py"
+    replace_once(source, r'^__version__ = ".*"$', f'__version__ = "{version}"')
+    citation = root / "CITATION.cff"
+    replace_once(citation, r"^version: .*$", f"version: {version}")
+    replace_once(citation, r"^date-released: .*$", f"date-released: {today.isoformat()}")
+    replace_once(
+        root / "CHANGELOG.md",
+        rf"^## \S+ \({UNRELEASED}\)$",
+        f"## {version} ({today.isoformat()})",
+    )
+
+
+def run(*command: str) -> str:
+    """Run a command in the repository and return its output; a failure ends the release."""
+    print("$", *command, flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ReleaseError(f"`{' '.join(command)}` failed; nothing was committed or tagged.")
+    return done.stdout
+
+
+def check_tree(version: str) -> None:
+    """Refuse a tree that is not a clean main, and a version that exists."""
+    if run("git", "status", "--porcelain").strip():
+        raise ReleaseError("The tree has changes; commit or remove them first.")
+    branch = run("git", "rev-parse", "--abbrev-ref", "HEAD").strip()
+    if branch != "main":
+        raise ReleaseError(f"This is the branch {branch}; release from main.")
+    if run("git", "tag", "--list", f"v{version}").strip():
+        raise ReleaseError(f"The tag v{version} exists; choose the next version.")
+
+
+def build_wheels() -> None:
+    """Build the wheels of all projects and the package's sdist into dist/, and check them."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for project in PROJECTS:
+        run(sys.executable, "-m", "build", "--outdir", "dist", project)
+    run(
+        sys.executable,
+        "-m",
+        "twine",
+        "check",
+        "--strict",
+        *map(str, sorted((ROOT / "dist").iterdir())),
+    )
+    [wheel] = (ROOT / "dist").glob("restorekv-[0-9]*.whl")
+    if wheel.stat().st_size > WHEEL_BYTES:
+        raise ReleaseError(
+            f"{wheel.name} has {wheel.stat().st_size:,} bytes; "
+            f"the package ships code alone, at most {WHEEL_BYTES:,}."
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("version", help="as in 0.2.0")
+    parser.add_argument("--write", action="store_true", help="only write it into the files")
+    options = parser.parse_args()
+    try:
+        if not options.write:
+            check_tree(options.version)
+        write_version(ROOT, options.version, datetime.date.today())
+        if options.write:
+            return
+        run("make", "lint", "test")
+        build_wheels()
+        run("git", "commit", "--all", "--message", f"Release {options.version}")
+        run(
+            "git",
+            "tag",
+            "--annotate",
+            f"v{options.version}",
+            "--message",
+            f"restorekv {options.version}",
+        )
+    except ReleaseError as error:
+        sys.exit(str(error))
+    print("Push with `git push --follow-tags`, then publish with `twine upload dist/*`.")
+
+
+if __name__ == "__main__":
+    main()
