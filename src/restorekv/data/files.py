@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 from restorekv.errors import RestoreKVError, import_extra, summarize_error
 from restorekv.files import check_elements, check_levels, open_regular_file
@@ -104,7 +104,7 @@ def stream_hub_rows(where: str, origin: dict) -> Iterator[dict]:
         raise _make_read_error(where, error) from error
 
 
-def load_hub_dataset(*name: str, **options: Any) -> Iterable[dict]:
+def load_hub_dataset(*name: str | None, **options: Any) -> Iterable[dict]:
     """Return `datasets.load_dataset`, without its messages; its errors share no base class."""
     library = import_extra("datasets", "data")
     library.logging.set_verbosity(library.logging.CRITICAL)
@@ -125,7 +125,7 @@ def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
             yield f"row {number}", row
         return
     try:
-        with open_regular_file(file, str(file)) as raw, gzip.open(raw) if packed else raw as stream:
+        with open_regular_file(file, str(file)) as raw, _unpack(raw, packed) as stream:
             if kind == ".txt":
                 yield "its text", {"text": _read_plain_text(file, stream)}
             elif _has_object_per_line(file, stream) or kind == ".jsonl":
@@ -151,7 +151,13 @@ def _iterate_json(file: Path, content: bytes) -> Iterator[tuple[str, object]]:
         yield f"row {number}", value
 
 
-def _has_object_per_line(file: Path, stream: BinaryIO) -> bool:
+def _unpack(raw: IO[bytes], packed: bool) -> IO[bytes]:
+    """Return the stream, or the one that gzip unpacks from it."""
+    # typeshed does not say that a GzipFile is an IO[bytes], though it has all of its methods.
+    return cast("IO[bytes]", gzip.open(raw)) if packed else raw
+
+
+def _has_object_per_line(file: Path, stream: IO[bytes]) -> bool:
     """Return whether a JSON file has one object per line; refuse a binary file, however long."""
     first = stream.readline(LONGEST_LINE)
     stream.seek(0)
@@ -164,7 +170,7 @@ def _has_object_per_line(file: Path, stream: BinaryIO) -> bool:
         return False
 
 
-def _read_limited(file: Path, stream: BinaryIO) -> bytes:
+def _read_limited(file: Path, stream: IO[bytes]) -> bytes:
     """Return what a stream holds, which may unfold from a small file; refuse more than
     TEXT_BYTES.
     """
@@ -174,7 +180,7 @@ def _read_limited(file: Path, stream: BinaryIO) -> bytes:
     return content
 
 
-def _read_plain_text(file: Path, stream: BinaryIO) -> str:
+def _read_plain_text(file: Path, stream: IO[bytes]) -> str:
     try:
         return (
             _read_limited(file, stream)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -35,7 +35,7 @@ class Question:
     answers: tuple[str, ...]
     max_new_tokens: int
     answer_prefix: str = ""
-    facts: Mapping[str, object] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Benchmark(ABC):
     title: ClassVar[str]  # the name in papers: RULER, LongBench
     license: ClassVar[str]  # of the data
     metric: ClassVar[str]  # what `score` computes, in words
-    data: ClassVar[str]  # where the samples come from; a property if settings decide
+    data: ClassVar[str]  # where the samples come from
     right_from: ClassVar[float] = 1.0  # the least score of an answer that counts as right
     known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
 
@@ -110,7 +110,19 @@ class Benchmark(ABC):
         """Return what a result records: source and license of the data, metric, stand-ins for
         official data.
         """
-        return {"data": self.data, "license": self.license, "metric": self.metric}
+        return {
+            "data": self.describe_data(),
+            "license": self.describe_license(),
+            "metric": self.metric,
+        }
+
+    def describe_data(self) -> str:
+        """Return where the samples come from: `data`, unless the settings decide."""
+        return self.data
+
+    def describe_license(self) -> str:
+        """Return the license of the samples: `license`, unless the settings decide."""
+        return self.license
 
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         """Return the samples that a run asks."""

@@ -151,8 +151,7 @@ class Quality(Lettered):
                 articles.setdefault(key, []).extend(labeled)
         return {article: questions for article, questions in articles.items() if questions}
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         articles = f"first {self.articles} articles" if self.articles else "all articles"
         return f"{self.file}, {articles}, {self.subset} questions"
 
@@ -224,6 +223,5 @@ class LongHealth(Lettered):
             f"{name}-{row['No']}", text, options, stripped.index(right), protocol
         )
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         return f"{self.file}, patients a context: {self.patients}"

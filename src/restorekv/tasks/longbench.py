@@ -101,8 +101,7 @@ class LongBench(Benchmark):
         classes = {"classes": question.facts["classes"]} if metric is score_class else {}
         return max(metric(answer, reference, **classes) for reference in question.answers)
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         return self.path or f"{HUB} (Hugging Face)"
 
     def to_json(self) -> dict[str, object]:

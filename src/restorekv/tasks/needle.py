@@ -74,9 +74,8 @@ class Needle(Benchmark):
                     if depth < 100
                     else len(hay)
                 )
-                text = tokenizer.decode(
-                    hay[:place] + needle + hay[place:], clean_up_tokenization_spaces=False
-                ).strip()
+                ids = hay[:place] + needle + hay[place:]
+                text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).strip()
                 name = f"{length}-{depth:g}"
                 task = f"needle_{length}"
                 facts = {"length": length, "depth": depth}
@@ -102,13 +101,11 @@ class Needle(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         return contains_text(prediction, question.answers[0])
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         generated = f"generated prose (restorekv.tasks.prose), seed {self.seed}"
         return f"text files of {self.path}, by name" if self.path else generated
 
-    @property
-    def license(self) -> str:
+    def describe_license(self) -> str:
         return "as the files" if self.path else "Apache-2.0"
 
 
@@ -148,6 +145,6 @@ def find_sentence_end(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
     """Return the last place up to `place` that follows an id of a full stop and perhaps space, or
     else the start.
     """
-    while place and tokenizer.decode([ids[place - 1]]).strip() != ".":
+    while place and str(tokenizer.decode([ids[place - 1]])).strip() != ".":
         place -= 1
     return place

@@ -53,8 +53,7 @@ class Qasper(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         return self.path or f"{HUB if self.source == 'official' else longbench.HUB} (Hugging Face)"
 
     def to_json(self) -> dict[str, object]:

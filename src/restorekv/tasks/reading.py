@@ -101,8 +101,7 @@ class Reading(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         return self.path or f"{self.source}, as it ships"
 
     def to_json(self) -> dict[str, object]:

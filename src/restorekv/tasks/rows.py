@@ -5,6 +5,7 @@ refuses other forms.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from restorekv.data.files import iterate_values, list_source_files, load_hub_dataset
@@ -77,7 +78,7 @@ def check_form(problem: str, fix: str) -> Iterator[None]:
         raise RestoreKVError(f"{problem}{detail}; {fix}.") from error
 
 
-def get_field(row: Any, name: str, kind: type = str) -> Any:
+def get_field(row: Any, name: str, kind: type | UnionType = str) -> Any:
     """Return `row[name]`, or raises FieldError unless it is a `kind`."""
     if not isinstance(row, dict) or not isinstance(row.get(name), kind):
         raise FieldError(name)

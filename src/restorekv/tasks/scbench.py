@@ -129,8 +129,7 @@ class SCBench(Benchmark):
     def averages_contexts(self, protocol: str) -> bool:
         return protocol == "kvzip"
 
-    @property
-    def data(self) -> str:
+    def describe_data(self) -> str:
         return self.path or f"{HUB} (Hugging Face), {self.revision}"
 
     def to_json(self) -> dict[str, object]:
@@ -292,8 +291,9 @@ def _is_named(node: Any, language: str) -> bool:
     if language != "cpp":
         return node.child_by_field_name("name") is not None
     declarator = node.child_by_field_name("declarator")
-    is_function = declarator is not None and declarator.type == "function_declarator"
-    name = declarator.child_by_field_name("declarator") if is_function else None
+    if declarator is None or declarator.type != "function_declarator":
+        return False
+    name = declarator.child_by_field_name("declarator")
     return name is not None and name.type == "identifier"
 
 

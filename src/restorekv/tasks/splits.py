@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 Split = Literal["training", "development", "evaluation"]
-TRAINING = "training"
-DEVELOPMENT = "development"
-EVALUATION = "evaluation"
+TRAINING: Split = "training"
+DEVELOPMENT: Split = "development"
+EVALUATION: Split = "evaluation"
 
 EVALUATION_NOVEL = "Burnett_Garden_1911"
 DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"
@@ -20,7 +20,11 @@ DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"
 
 def split_novel(name: str) -> Split:
     """Return the split of a novel; `name` is its file name without ".txt"."""
-    return {EVALUATION_NOVEL: EVALUATION, DEVELOPMENT_NOVEL: DEVELOPMENT}.get(name, TRAINING)
+    if name == EVALUATION_NOVEL:
+        return EVALUATION
+    if name == DEVELOPMENT_NOVEL:
+        return DEVELOPMENT
+    return TRAINING
 
 
 def split_fairytale(file: str, index: int) -> Split:

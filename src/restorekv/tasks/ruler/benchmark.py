@@ -33,7 +33,7 @@ from restorekv.tasks.rows import (
 )
 from restorekv.tasks.ruler import documents
 from restorekv.tasks.ruler.draft import DraftTask, PromptDraft, find_most_units, get_answer_limit
-from restorekv.tasks.ruler.needles import NEEDLES, Essays, hide_needles
+from restorekv.tasks.ruler.needles import HAYSTACKS, NEEDLES, Essays, hide_needles
 from restorekv.tasks.ruler.synthetic import (
     EXAMPLE_TOKENS,
     SHORT,
@@ -55,7 +55,7 @@ INSTEAD = (
     "generate"
 )
 NOVEL = "novel"
-ESSAY_TASKS = tuple(task for task, settings in NEEDLES.items() if "haystack" not in settings)
+ESSAY_TASKS = tuple(task for task in NEEDLES if task not in HAYSTACKS)
 # That names a task's file.
 SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}
 # What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about
@@ -188,8 +188,8 @@ class Ruler(Benchmark):
                 task = find_frequent_words(self.length)
             case "qa_1" | "qa_2":
                 return self._make_asker(name)
-            case _ if "haystack" in NEEDLES[name]:
-                task = hide_needles(**NEEDLES[name])
+            case _ if name in HAYSTACKS:
+                task = hide_needles(HAYSTACKS[name], **NEEDLES[name])
             case _:
                 haystack = self._make_haystack(name)
                 return lambda index: hide_needles(haystack(index), **NEEDLES[name])

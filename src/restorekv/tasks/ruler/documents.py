@@ -134,9 +134,10 @@ def generate_articles(count: int, rng: Random) -> DraftTask:
     filler = prose.draw_sentences(rng)
     documents = []
     answering = rng.randrange(len(PARAGRAPHS))
-    while len(documents) < count:
+    asked = None  # set on the first pass, after the draws of its names
+    while asked is None or len(documents) < count:
         values = _draw_values(rng, new_name, "town founder river market owner patron artist")
-        if not documents:
+        if asked is None:
             query, key = rng.choice(PARAGRAPHS[answering]["questions"])
             near = tuple(index for index in range(len(PARAGRAPHS)) if index != answering)
             asked = DocumentQuestion(query.format(**values), (values[key],), (answering,), near)
@@ -154,9 +155,10 @@ def generate_pairs(count: int, rng: Random) -> DraftTask:
     new_name = _draw_names(rng)
     filler = prose.draw_sentences(rng)
     documents = []
-    while len(documents) < max(count, WITH_A_PAIR + 2):
+    asked = None  # set on the first pass, after the draws of its names
+    while asked is None or len(documents) < max(count, WITH_A_PAIR + 2):
         values = _draw_values(rng, new_name, "person birthplace company town")
-        if not documents:
+        if asked is None:
             query, key = rng.choice(GRAMMAR["bridges"])
             asked = DocumentQuestion(
                 query.format(**values), (values[key],), (0, 1), tuple(range(2, WITH_A_PAIR + 2))

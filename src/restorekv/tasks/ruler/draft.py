@@ -39,7 +39,8 @@ class PromptDraft(NamedTuple):
     @classmethod
     def fill(cls, prompt: str, answers: Iterable[str], **values: object) -> Self:
         """Put values into the places of a prompt."""
-        return cls(*(part.format(**values) for part in PROMPTS[prompt]), tuple(answers))
+        context, question, answer_prefix = (part.format(**values) for part in PROMPTS[prompt])
+        return cls(context, question, answer_prefix, tuple(answers))
 
 
 class DraftTask(NamedTuple):

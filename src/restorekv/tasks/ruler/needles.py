@@ -6,22 +6,37 @@ import uuid
 from bisect import bisect_left
 from collections.abc import Iterator
 from random import Random
+from typing import Literal, TypedDict
 
 from restorekv.tasks.ruler.draft import DraftTask, PromptDraft, draw_word_pair
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-# Arguments of `hide_needles`; the haystack is essays unless named.
-NEEDLES: dict[str, dict[str, object]] = {
-    "niah_single_1": {"haystack": "noise"},
+NeedleKind = Literal["words", "numbers", "uuids"]
+
+
+class NeedleSettings(TypedDict, total=False):
+    """Arguments of `hide_needles` after the haystack."""
+
+    key: NeedleKind
+    value: NeedleKind
+    keys: int
+    values: int
+    queries: int
+
+
+NEEDLES: dict[str, NeedleSettings] = {
+    "niah_single_1": {},
     "niah_single_2": {},
     "niah_single_3": {"value": "uuids"},
     "niah_multikey_1": {"keys": 4},
-    "niah_multikey_2": {"haystack": "needle"},
-    "niah_multikey_3": {"haystack": "needle", "key": "uuids", "value": "uuids"},
+    "niah_multikey_2": {},
+    "niah_multikey_3": {"key": "uuids", "value": "uuids"},
     "niah_multivalue": {"values": 4},
     "niah_multiquery": {"keys": 4, "queries": 4},
 }
+# Of the tasks that hide their needles in lines; the others hide them in essays.
+HAYSTACKS = {"niah_single_1": "noise", "niah_multikey_2": "needle", "niah_multikey_3": "needle"}
 DEPTHS = [round(100 * step / 39) for step in range(40)]  # per cent, evenly spaced
 
 
@@ -45,8 +60,8 @@ class Essays:
 
 def hide_needles(
     haystack: str | Essays,
-    key: str = "words",
-    value: str = "numbers",
+    key: NeedleKind = "words",
+    value: NeedleKind = "numbers",
     keys: int = 1,
     values: int = 1,
     queries: int = 1,
@@ -118,7 +133,7 @@ def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str
     return "\n".join(lines)
 
 
-def _draw_unused(kind: str, rng: Random, taken: set[str]) -> str:
+def _draw_unused(kind: NeedleKind, rng: Random, taken: set[str]) -> str:
     """Return a word pair, number or uuid that is not yet in `taken`, and adds it."""
     while True:
         match kind:
