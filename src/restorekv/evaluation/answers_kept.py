@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from restorekv.evaluation.frame import FULL_CACHE, GridResults
+from restorekv.evaluation.frame import FULL_CACHE, GridResults, Row
 from restorekv.evaluation.rows import SeedPool
 from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
@@ -68,7 +69,7 @@ def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAn
     return found
 
 
-def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, object]:
+def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, Any]:
     """Return how many answers there were and are, and the share with its interval over contexts."""
     contexts = {
         name: place for place, name in enumerate(dict.fromkeys(each.context for each in answers))
@@ -78,7 +79,7 @@ def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, object]:
     for each in answers:
         kept[contexts[each.context]] += each.kept
         right[contexts[each.context]] += 1
-    figures: dict[str, object] = {
+    figures: dict[str, Any] = {
         "right": int(right.sum()),
         "kept": int(kept.sum()),
         "contexts": len(contexts),
@@ -89,7 +90,7 @@ def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, object]:
     return figures
 
 
-def list_kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
+def list_kept_rows(grid: GridResults) -> Iterator[Row]:
     """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
 
     Conditions without a finished full cache have no answers to keep and are left out.
@@ -97,8 +98,9 @@ def list_kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
     answers: dict[tuple[str, float], list[KeptAnswer]] = {}
     for entry in grid.entries:
         columns = entry.columns
-        compared = columns["method"] != FULL_CACHE and entry.full and entry.full.done
-        if compared and entry.pool.done:
+        if columns["method"] == FULL_CACHE or entry.full is None:
+            continue
+        if entry.full.done and entry.pool.done:
             key = columns["method"], columns["ratio"]
             found = list_kept_answers(entry.pool, entry.full, columns["condition"])
             answers.setdefault(key, []).extend(found)
@@ -115,7 +117,7 @@ def make_kept_table(grid: GridResults) -> Table | None:
     rows = [row for row in list_kept_rows(grid) if row["right"]]
     if max((row["contexts"] for row in rows), default=0) < FEW:
         return None
-    columns: Mapping[str, Callable[[Mapping], str]] = {
+    columns: Mapping[str, Callable[[Row], str]] = {
         "texts": lambda row: row["part"],
         "method": lambda row: row["method"],
         "r": lambda row: f"{row['ratio']:g}",
@@ -145,7 +147,7 @@ def _split_answers(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]
     return parts
 
 
-def _format_kept(row: Mapping) -> str:
+def _format_kept(row: Row) -> str:
     """Return the number kept, the share, and the interval where there are contexts enough."""
     text = f"{row['kept']:,} ({format_percent(row['share'], 0)})"
     if row["contexts"] < FEW:

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context, style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame
@@ -54,7 +56,7 @@ class Mark:
     hatch: str = ""
 
     @property
-    def line_style(self) -> dict[str, object]:
+    def line_style(self) -> dict[str, Any]:
         """Keywords for `Axes.plot`; a hollow marker is larger, to show around a filled one."""
         return {
             "label": self.label,
@@ -85,7 +87,7 @@ class Chart:
     @cached_property
     def composed(self) -> Figure:
         """The figure with the title and a legend of all panels above and the note below."""
-        entries: dict[str, object] = {}
+        entries: dict[str, Artist] = {}
         for axes in self.figure.axes:
             handles, labels = axes.get_legend_handles_labels()
             entries |= dict(zip(labels, handles, strict=True))
@@ -135,7 +137,8 @@ def make_figure(panels: Sequence[tuple[str, float, float]]) -> tuple[Figure, lis
             lines.append([number, number])
     heights = [max(panels[number][2] for number in line) for line in lines]
     figure = Figure(figsize=(WIDE, sum(heights)), layout="constrained")
-    axes = figure.subplot_mosaic(lines, height_ratios=heights)
+    mosaic: Any = lines  # matplotlib's annotation of nested lists leaves out lists of numbers
+    axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
     for number, (title, width, _) in enumerate(panels):
         axes[number].set_title(textwrap.fill(title, int(width * 10)))
     return figure, [axes[number] for number in range(len(panels))]
@@ -144,7 +147,7 @@ def make_figure(panels: Sequence[tuple[str, float, float]]) -> tuple[Figure, lis
 def plot_line(
     axes: Axes,
     mark: Mark,
-    x: Sequence[float],
+    x: Sequence[float] | np.ndarray,
     y: Sequence[float],
     interval: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from restorekv import tasks
 from restorekv.errors import RestoreKVError, import_extra
@@ -31,7 +31,7 @@ GROUP = "group"
 TASK = "task"
 ASKED = ("model", "dtype", "protocol", "benchmark", "max_context", "prefix_policy")
 SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
-Row = Mapping[str, object]
+Row = Mapping[str, Any]  # of columns of different types, by title
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,23 @@ share their work.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Self, TypeVar, get_type_hints
+from typing import Any, Self, TypeVar, cast, get_type_hints
 
 from restorekv import tasks
 from restorekv.compression.adapters import find_shipped_adapter
-from restorekv.compression.budget import parse_ratio
-from restorekv.compression.config import CompressionConfig
+from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
+from restorekv.compression.config import CompressionConfig, RestoreFrom
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.files import matches_type
 from restorekv.model.names import TINY, tiny_path, to_canonical_name
 
 Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 FULL = "full"
 SHIPPED = ""  # means the adapter that ships for an evictor and a model
 IGNORED_BY_FULL = (
@@ -63,7 +64,7 @@ class Cell:
     streaming: int = 0
 
     @classmethod
-    def full_cache(cls, **common: object) -> Self:
+    def full_cache(cls, **common: Any) -> Self:
         """Return the cell of the full cache, which every method of a grid is measured against."""
         return cls(evictor=FULL, ratio="1", **common)
 
@@ -121,12 +122,13 @@ class Cell:
 
     def config(self, prefix_policy: str) -> CompressionConfig:
         """Return how the cell compresses; `prefix_policy` counts where the cell names none."""
-        policy = self.prefix_policy or prefix_policy
+        # Words of a cell's file; `CompressionConfig` refuses those that it does not know.
+        policy = cast("PrefixPolicy", self.prefix_policy or prefix_policy)
         return CompressionConfig(
             prefix_policy=policy,
-            on_small_budget=self.on_small_budget,
+            on_small_budget=cast("OnSmallBudget", self.on_small_budget),
             allocation=self.allocation,
-            restore_from=self.restore_from,
+            restore_from=cast("RestoreFrom", self.restore_from),
             offset=self.offset,
             streaming=self.streaming or None,
         )
@@ -150,7 +152,7 @@ class Grid:
     seeds: Sequence[int] = ()
     count: int | None = None
     storages: Sequence[str] = ("model",)
-    common: dict[str, object] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
 
     def list_cells(self) -> list[Cell]:
         """Return every cell once; specs and ratios take their shortest form, so that equal cells
@@ -246,9 +248,9 @@ def group_jobs(cells: Iterable[Cell]) -> list[Job]:
     return [Job(tuple(members)) for members in groups.values()]
 
 
-def group_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Return the items of every key, both in order of appearance."""
-    groups: dict[Hashable, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups

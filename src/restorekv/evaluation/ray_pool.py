@@ -55,7 +55,7 @@ class RayWorker(WorkerProcess, LocalPool):
             str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)
         ]
 
-    def answer_context(self, job: Job, sample: str, cells: Sequence[Cell]) -> list[Line]:
+    def answer_context(self, job: Job, sample: str, cells: list[Cell]) -> list[Line]:
         return next(self.answer_contexts(job, [(sample, cells)]))
 
 

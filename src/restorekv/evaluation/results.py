@@ -9,7 +9,7 @@ DIR/cells/<name>/cell.json      the cell and what it was made with, written firs
 import json
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -131,7 +131,7 @@ class Result:
         self.__dict__.pop("lines", None)
 
 
-def list_answers(contexts: Iterable[tuple[Hashable, dict]]) -> list[ScoredAnswer]:
+def list_answers(contexts: Iterable[tuple[int | str, dict]]) -> list[ScoredAnswer]:
     """Return the answers in the lines of (a context's name, its line)."""
     return [
         ScoredAnswer(name, answer["task"], answer["id"], answer["prediction"], answer["score"])
@@ -213,8 +213,10 @@ def flatten_identity(facts: Mapping[str, object], before: str = "") -> dict[str,
     """Return nested facts under names as "benchmark.digest"; RoPE stays one."""
     names: dict[str, object] = {}
     for key, value in facts.items():
-        nested = isinstance(value, Mapping) and key != "rope"
-        names |= flatten_identity(value, f"{before}{key}.") if nested else {before + key: value}
+        if isinstance(value, Mapping) and key != "rope":
+            names |= flatten_identity(value, f"{before}{key}.")
+        else:
+            names[before + key] = value
     return names
 
 

@@ -3,10 +3,10 @@ programs.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -75,11 +75,11 @@ class SeedPool:
         return sum(len(result.lines) for result in self.results), samples
 
     @cached_property
-    def contexts(self) -> dict[Hashable, dict]:
+    def contexts(self) -> dict[int | str, dict]:
         """The line of every context, each context once: two seeds may have drawn the same one."""
         if len(self.results) == 1:
             return {line["sample"]: line for line in self.results[0].lines}
-        lines: dict[Hashable, dict] = {}
+        lines: dict[int | str, dict] = {}
         for result in self.results:
             for line in result.lines:
                 # Seeds number their contexts alike, so a name says also what was asked of which.
@@ -122,13 +122,13 @@ class SeedPool:
 
     def score_tasks(
         self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None
-    ) -> dict:
+    ) -> dict[str, Any]:
         """Return `stats.score_answers`, with the paired gain over `base` if given.
 
         With `full` too, `recovered` is the share of the base's loss to it that came back, None
         without a loss.
         """
-        figures = score_answers(
+        figures: dict[str, Any] = score_answers(
             self.list_counted_answers(members),
             base.list_counted_answers(members) if base else (),
             self.averages_contexts,
@@ -238,9 +238,9 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
     figures = result.summary
     left_out = SeedPool((full,)).find_tasks_without_loss() if full else ()
     base = base if cell.restored else None
-    pool, of_base, of_full = (
-        SeedPool((each,), left_out) if each else None for each in (result, base, full)
-    )
+    pool = SeedPool((result,), left_out)
+    of_base = SeedPool((base,), left_out) if base else None
+    of_full = SeedPool((full,), left_out) if full else None
     score = pool.score_tasks(base=of_base, full=of_full)
     recovered = {"recovered": score.pop("recovered")} if "recovered" in score else {}
     questions = {"questions": figures["questions"]}  # also those of the tasks that means leave out

@@ -49,9 +49,11 @@ class WorkerPool(Protocol):
 
     def open_job(self, job: Job) -> tuple[Identities, list[str]]:
         """Return what every cell is made with, and the ids of the samples in order."""
+        ...
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
         """Yield, for every entry of `missing` in its order, a line of each cell."""
+        ...
 
 
 class LocalPool:

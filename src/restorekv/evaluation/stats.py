@@ -9,6 +9,7 @@ are. Differences are paired: every resampled set of contexts counts for both sid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -69,14 +70,14 @@ def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> lis
 
 def score_answers(
     answers: Sequence[ScoredAnswer], base: Sequence[ScoredAnswer] = (), by_context: bool = False
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return a score with its interval; with the base's answers also the paired gain over it with
     its own.
     """
     score = zip(
         ("score", "low", "high"), bootstrap_score(answers, by_context=by_context), strict=True
     )
-    figures = dict(score) | {
+    figures: dict[str, Any] = dict(score) | {
         "questions": len(answers),
         "contexts": len({answer.document for answer in answers}),
     }

@@ -98,7 +98,9 @@ def format_score(
 ) -> str:
     """Write a figure with its interval, if it has one: "91.4 (88.5 to 94.0)"."""
     text = format_number(value, digits)
-    return text if low is None else f"{text} ({format_range(low, high, digits)})"
+    if low is None or high is None:
+        return text
+    return f"{text} ({format_range(low, high, digits)})"
 
 
 def format_gain(
@@ -110,7 +112,9 @@ def format_gain(
     """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses."""
     text = format_number(value, sign=True)
     arrow = {"+": "▲", MINUS: "▼"}.get(text[0], "=")
-    interval = "" if low is None else format_range(low, high, sign=True)
+    interval = ""
+    if low is not None and high is not None:
+        interval = format_range(low, high, sign=True)
     details = "; ".join(part for part in (interval, more) if part)
     return f"{arrow} {text} ({details})" if details else f"{arrow} {text}"
 
