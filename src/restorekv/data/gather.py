@@ -231,10 +231,12 @@ class SourceBuilder:
         round differently.
         """
         first = result.contexts
-        attempts: list[list[dict] | None] = []
+        attempts: list[list[dict]] = []
         for place, (document, _) in enumerate(waiting):
-            attempts.append(stored.find_attempts(first + place, document))
-        if None in attempts:
+            found = stored.find_attempts(first + place, document)
+            if found is not None:
+                attempts.append(found)
+        if len(attempts) < len(waiting):
             if source.asked_once:
                 attempts = [teacher.answer_prompt(context, item) for item, context in waiting]
             else:

@@ -114,6 +114,6 @@ def find_problem(kind: type[Entry], value: object) -> str | None:
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":
-            return str(first["ctx"]["error"])
+            return str(first.get("ctx", {})["error"])
         return f"its {'.'.join(map(str, first['loc']))}" if first["loc"] else "it is no object"
     return None

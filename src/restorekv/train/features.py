@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class Features:
     target: Tensor
     document: Tensor
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor) -> "Features":
         """Return the tokens `rows` (a mask or indices)."""
         return Features(self.hidden[rows], self.target[rows], self.document[rows])
 
@@ -53,7 +52,7 @@ class Features:
         hidden = self.hidden[rows].to(device, torch.float32).transpose(0, 1)
         return hidden, self.target[rows].to(device).permute(1, 2, 0)
 
-    def split_held_out(self, share: float) -> tuple[Self, Self]:
+    def split_held_out(self, share: float) -> tuple["Features", "Features"]:
         """Split off whole contexts, evenly spaced: (train, held out)."""
         count = int(self.document.max()) + 1
         if count < 2:
@@ -147,6 +146,7 @@ def observe_context(
     # A long context is read piece by piece: `view` has the states of the last tokens alone.
     def store_hidden(view: LayerView) -> None:
         end = view.key.shape[1]
+        assert view.hidden is not None, "`observe_layers` records the input of every layer"
         hidden[view.layer, end - view.hidden.shape[0] : end] = view.hidden
 
     with observe_layers(model, store_hidden):

@@ -201,6 +201,7 @@ def fit_fastkvzip(
 ) -> Stacked:
     """Take `steps` steps on random tokens, the same ones for all layers."""
     gate = _make_trainable(_init_fastkvzip(shape, config), device)
+    assert config.lr is not None and config.batch is not None, "`resolve` sets them for this kind"
     optimizer = torch.optim.SGD(gate.values(), lr=0.0, momentum=0.9)
     generator = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
@@ -247,6 +248,8 @@ def fit_mlp(
     generator = torch.Generator().manual_seed(config.seed)
     layers = shape.layers
     width = config.width
+    assert config.lr is not None and config.batch is not None, "`resolve` sets them for this kind"
+    assert width is not None, "`resolve` sets it from the model"
     first = _init_linear(generator, "0", layers, width, shape.hidden)
     last = _init_linear(generator, "2", layers, shape.heads, width)
     gate = _make_trainable(first | last, device)

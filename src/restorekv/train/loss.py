@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -159,7 +159,8 @@ def record_states(
         return record_output
 
     handles = []
-    for layer in get_backbone(model).layers:
+    layers: Any = get_backbone(model).layers
+    for layer in layers:
         for name in names:
             module = layer if name == HIDDEN else layer.self_attn
             handles.append(module.register_forward_hook(make_hook(name)))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -227,14 +228,15 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     remember_identity(model)
     backbone = get_backbone(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in backbone.layers:
+    layers: Any = backbone.layers
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
-    layers = set(backbone.layers.parameters())
-    fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - layers)
+    in_layers = set(layers.parameters())
+    fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - in_layers)
     # The hook names the layer itself, because the restore pass runs it for the layer's twin.
-    last = backbone.layers[-1]
+    last = layers[-1]
     last.register_forward_hook(lambda _, *rest: _gather_for_pairs(last, *rest), with_kwargs=True)
-    model.to(device)
+    nn.Module.to(model, device)
 
 
 def is_sharded(backbone: nn.Module) -> bool:
@@ -242,7 +244,7 @@ def is_sharded(backbone: nn.Module) -> bool:
     return hasattr(backbone, "unshard")
 
 
-def _gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+def _gather_for_pairs(layer: Any, args: tuple, kwargs: dict, output: object) -> None:
     """Gather the last layer for the backward pass of the restore pass.
 
     FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output

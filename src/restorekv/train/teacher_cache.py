@@ -9,10 +9,11 @@ only.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,14 +68,14 @@ class TensorStore:
     facts: dict[str, object] = field(default_factory=dict)
     full: bool = False
 
-    def make_entry_path(self, part: str, key: dict[str, object]) -> Path:
+    def make_entry_path(self, part: str, key: Mapping[str, object]) -> Path:
         """Return the file of an entry, named by a hash of all that it depends on."""
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return self.folder / part / f"{digest[:32]}.safetensors"
 
     def load_or_compute(
-        self, part: str, key: dict[str, object], is_valid: Check, compute: Callable[[], Tensors]
+        self, part: str, key: Mapping[str, object], is_valid: Check, compute: Callable[[], Tensors]
     ) -> Tensors:
         """Return an entry's tensors, which are computed and written if it does not exist.
 
@@ -177,7 +178,7 @@ class TeacherCache:
     def prepare_context(self, context: Context, eviction: Eviction) -> ScoredContext:
         """Return prefill and scores, each from the store if it is there."""
         if self.store is None:
-            return eviction.prepare(self.model, self.tokenizer, context)
+            return _score_context(eviction, self.model, self.tokenizer, context)
         text = {"ids": _hash_ids(context.ids)}
         key = text | {"evictor": eviction.identity(self.model)}
         shape = CacheShape.from_model(self.model)
@@ -186,7 +187,7 @@ class TeacherCache:
 
         def compute_scores() -> Tensors:
             nonlocal full
-            prepared = eviction.prepare(self.model, self.tokenizer, context)
+            prepared = _score_context(eviction, self.model, self.tokenizer, context)
             full = prepared.full
             return {"scores": prepared.scores}
 
@@ -234,6 +235,15 @@ class TeacherCache:
 
         entry = self.store.load_or_compute("teacher", key, is_valid, compute_targets)
         return _unpack_targets(entry, len(example.questions), self.model.device)
+
+
+def _score_context(
+    eviction: Eviction, model: PreTrainedModel, tokenizer: Tokenizer, context: Context
+) -> ScoredContext:
+    """Prefill and score a context."""
+    prepared = eviction.prepare(model, tokenizer, context)
+    assert isinstance(prepared, ScoredContext), "training does not stream"
+    return prepared
 
 
 def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
@@ -307,7 +317,8 @@ def _are_targets(
     """Return whether these are this model's targets for the questions whose ids are `asked`."""
     shape = CacheShape.from_model(model)
     sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.num_embeddings
     missing = torch.tensor(0)
     for number, question in enumerate(asked):
         row = tensors.get(f"{number}.row", missing)
