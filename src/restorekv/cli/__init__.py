@@ -97,6 +97,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
 }
 
 
+# click's command or, since typer carries its own copy of click, typer's, which has no public name.
+Command = Any
+
+
 class Commands(TyperGroup):
     """List every command by its line in `table` and imports only the one that runs."""
 
@@ -109,12 +113,14 @@ class Commands(TyperGroup):
                 TyperCommand(name, help=line, rich_help_panel=panel[0] if panel else None)
             )
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Command, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, _load_command(*self.table[name][:2], name), rest
+        assert name is not None, "None only while a shell completes words, which is switched off"
+        path, line = self.table[name][:2]
+        return name, _load_command(path, line, name), rest
 
 
-def _load_command(path: str, line: str, name: str) -> TyperCommand:
+def _load_command(path: str, line: str, name: str) -> Command:
     """Import a command; its flags come from the signature of its function, or from the group
     `app`.
     """
@@ -162,7 +168,7 @@ def execute(args: list[str]) -> int:
     return invoke(typer.main.get_command(app), args or ["--help"], "restorekv", COMMANDS)
 
 
-def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, object]) -> int:
+def invoke(group: Command, args: list[str], name: str, table: Mapping[str, object]) -> int:
     """Run a command; an error that a user can fix is one sentence on stderr."""
     show_warnings()
     try:

@@ -1,7 +1,7 @@
 """`restorekv append`, `compose` and `export`: cache files that are made of other cache files."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -18,6 +18,8 @@ from restorekv.compression.growing import RESTORE
 from restorekv.context import format_bytes
 from restorekv.errors import check_choice
 from restorekv.many_contexts import compose as compose_documents
+
+RestoreParts = Literal["last", "every", "none"]
 
 
 def append(
@@ -44,7 +46,9 @@ def append(
     (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
         grown = document.append(
-            added, restore=restore, adapter=None if adapter == "none" else adapter
+            added,
+            restore=cast("RestoreParts", restore),
+            adapter=None if adapter == "none" else adapter,
         )
         grown.save(out)
     print_figures(f"Wrote {out}", summarize_cache(grown, out))

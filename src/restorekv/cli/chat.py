@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.text import Text
@@ -64,7 +65,7 @@ def run_conversation(chat: Chat, max_new_tokens: int, sampling: SamplingConfig) 
             "The standard input is closed; type questions or pipe them in, one a line."
         )
     # So that a line that is not UTF-8 is refused by itself.
-    sys.stdin.reconfigure(errors="surrogateescape")
+    cast("TextIOWrapper", sys.stdin).reconfigure(errors="surrogateescape")
     m = chat.document.manifest
     notes.print(
         f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. "

@@ -3,7 +3,7 @@
 import time
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -17,8 +17,8 @@ from restorekv.cli.session import (
     print_figures,
     read_text,
 )
-from restorekv.compression.budget import parse_ratio
-from restorekv.compression.config import CompressionConfig
+from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
+from restorekv.compression.config import CompressionConfig, RestoreFrom
 from restorekv.compression.eviction import make_compressor
 from restorekv.context import CompressedContext, format_bytes
 from restorekv.errors import BudgetError, RestoreKVError
@@ -76,10 +76,11 @@ def run(
         parse_ratio(ratio)
     evictor = choose_evictor(evictor, preset)
     config = CompressionConfig(
-        prefix_policy=prefix_policy,
-        on_small_budget=on_small_budget,
+        # `CompressionConfig` refuses other words than its own with a sentence.
+        prefix_policy=cast("PrefixPolicy", prefix_policy),
+        on_small_budget=cast("OnSmallBudget", on_small_budget),
         allocation=allocation,
-        restore_from=restore_from,
+        restore_from=cast("RestoreFrom", restore_from),
         offset=offset,
         streaming=streaming,
         offload=offload,

@@ -23,6 +23,8 @@ from restorekv.data.table import compute_figures, make_data_table, make_drops_ta
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import write_json
 
+NOTHING: list[str] = []  # typer wants lists as defaults of options that are repeatable
+
 app = typer.Typer(
     add_completion=False,
     help="Build the training mixture, with the teacher's answers, or show one.",
@@ -38,7 +40,7 @@ def run(
     dtype: options.Dtype = "auto",
     exclude: Annotated[
         list[str], typer.Option(help="Evaluation texts to keep out: a file or folder; repeatable.")
-    ] = (),
+    ] = NOTHING,
     permissive: Annotated[
         bool, typer.Option("--permissive", help="Short for --mixture permissive.")
     ] = False,

@@ -153,11 +153,14 @@ def answer_side_by_side(
 
     `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
     """
+    tokens = 0
     answers: list[CacheAnswers] = []
     for evictor, source in adapters.items():
         eviction = Eviction.make(evictor)
         adapter = load_adapter(model, source, eviction)
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
+        assert isinstance(prepared, ScoredContext), "the demo does not stream"
+        tokens = prepared.context.tokens
         for title, cache, seconds in _evict_caches(
             prepared, evictor, ratios, with_full=not answers
         ):
@@ -170,7 +173,7 @@ def answer_side_by_side(
             answers.append(
                 CacheAnswers(title, cache.nbytes, [text.strip() for text in texts], seconds)
             )
-    return prepared.context.tokens, answers
+    return tokens, answers
 
 
 def _evict_caches(

@@ -186,7 +186,7 @@ def check_extras() -> dict[str, str]:
     parsed = [Requirement(line) for line in needed]
     found = {}
     for name in names:
-        own = [each for each in parsed if each.marker and _belongs_to_extra(each, name)]
+        own = [each for each in parsed if _belongs_to_extra(each, name)]
         missing = sorted(
             {each.name for each in own if each.name != "restorekv" and not _is_installed(each.name)}
         )
@@ -199,9 +199,10 @@ def check_extras() -> dict[str, str]:
 
 def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
     """Return whether this extra brings the requirement on this system."""
-    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate(
-        {"extra": ""}
-    )
+    marker = requirement.marker
+    if marker is None:
+        return False
+    return marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def _is_installed(name: str) -> bool:

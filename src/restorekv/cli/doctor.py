@@ -8,13 +8,13 @@ issue: it names no user, no home folder, no machine and no secret.
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 import torch
 import typer
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 import restorekv.evictors
 import restorekv.generation.decoding
@@ -130,7 +130,8 @@ def _read_shape(name: str) -> tuple[int, int, int]:
             f"Cannot read the config of {name!r} ({summarize_error(error)}); give a model folder "
             "or leave out --model."
         ) from error
-    shape = CacheShape.from_model(SimpleNamespace(config=config))
+    # The shape is read from the config alone, so that no weights are loaded.
+    shape = CacheShape.from_model(cast("PreTrainedModel", SimpleNamespace(config=config)))
     return shape.heads, shape.groups, shape.head_dim
 
 
@@ -143,11 +144,21 @@ def _choose_dtype(device: torch.device, name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _check_device(target: Target, again: bool) -> list[dict[str, object]]:
+class ComponentRow(TypedDict):
+    """What the report says of a component on a device."""
+
+    component: str
+    title: str
+    used: bool
+    why: str
+    proof: NotRequired[dict[str, Any]]
+
+
+def _check_device(target: Target, again: bool) -> list[ComponentRow]:
     """Return a row for each component: whether it is used on the device, and what its proof
     says.
     """
-    rows = []
+    rows: list[ComponentRow] = []
     for component in COMPONENTS.values():
         missing = component.missing(target.device, target.dtype)
         if missing:
@@ -162,13 +173,15 @@ def _check_device(target: Target, again: bool) -> list[dict[str, object]]:
             continue
         found = _find_proof(component, target, again)
         why = "" if found.right else f"{found.reason()}. {component.instead}"
-        row = {
-            "component": component.name,
-            "title": component.title,
-            "used": found.right,
-            "why": why,
-        }
-        rows.append({**row, "proof": asdict(found)})
+        rows.append(
+            {
+                "component": component.name,
+                "title": component.title,
+                "used": found.right,
+                "why": why,
+                "proof": asdict(found),
+            }
+        )
     return rows
 
 
@@ -181,7 +194,7 @@ def _find_proof(component: Component, target: Target, again: bool) -> Proof:
     return proofs.check_component(component, target)
 
 
-def _tabulate_checks(target: Target, rows: list[dict[str, object]]) -> Table:
+def _tabulate_checks(target: Target, rows: list[ComponentRow]) -> Table:
     """Show the components of a device, each with the trial that came closest to what is allowed."""
     shape = (
         f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"

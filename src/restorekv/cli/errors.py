@@ -8,14 +8,16 @@ import signal
 import sys
 import threading
 import warnings
+from io import TextIOWrapper
 from types import FrameType
+from typing import Any, cast
 
 import typer
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 
 # The root of the usage errors of click or, since typer carries its own copy, of typer.
-UsageError: type[Exception] = next(
+UsageError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
 
@@ -54,7 +56,7 @@ ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
 
 
-def explain_usage_error(error: Exception) -> str:
+def explain_usage_error(error: Any) -> str:
     """Return a usage error as one clause, with the names that typer suggests in brackets."""
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"
     return re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
@@ -114,7 +116,7 @@ def prepare_process() -> None:
             )
         )
     codecs.register_error("plain", _replace_unencodable)
-    sys.stdout.reconfigure(errors="plain")
+    cast("TextIOWrapper", sys.stdout).reconfigure(errors="plain")
     threading.excepthook = lambda failure: (
         None if failure.exc_type is OSError else threading.__excepthook__(failure)
     )
@@ -126,6 +128,8 @@ def prepare_process() -> None:
 
 def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     """Replace what an output cannot show by similar ASCII signs, or by question marks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
     part = error.object[error.start : error.end].translate(PLAIN)
     return part.encode("ascii", "replace").decode(), error.end
 
@@ -154,9 +158,10 @@ def print_error(text: str, code: int) -> int:
 
 def _flush_output() -> None:
     """Drop what cannot be written, which Python would otherwise try to write again at its end."""
+    if sys.stdout is None:
+        return
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -33,6 +33,10 @@ from restorekv.tasks import BENCHMARKS
 BENCHMARK_HELP = (
     f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
 )
+DEFAULT_EVICTORS = ["kvzip", "kvzip+"]
+DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
+DEFAULT_PROTOCOLS = ["kvpress"]
+DEFAULT_STORAGES = ["model"]
 
 
 def run(
@@ -42,18 +46,17 @@ def run(
             help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none); repeatable. "
             + options.EVICTOR_HELP
         ),
-    ] = ("kvzip", "kvzip+"),
-    ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = (
-        "0.4",
-        "0.2",
-        "0.1",
-        "0.05",
-    ),
-    benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)] = ("tiny",),
-    protocol: Annotated[list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")] = (
-        "kvpress",
-    ),
-    model: Annotated[list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")] = ("tiny",),
+    ] = DEFAULT_EVICTORS,
+    ratio: Annotated[
+        list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")
+    ] = DEFAULT_RATIOS,
+    benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)] = options.TINY,
+    protocol: Annotated[
+        list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")
+    ] = DEFAULT_PROTOCOLS,
+    model: Annotated[
+        list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")
+    ] = options.TINY,
     out: Annotated[
         Path, typer.Option(help="The run's folder; its cells are not run again.")
     ] = Path("runs/eval"),
@@ -69,7 +72,7 @@ def run(
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
-    storage: options.Storages = ("model",),
+    storage: options.Storages = DEFAULT_STORAGES,
     streaming: options.Streaming = None,
     max_context: Annotated[
         int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")

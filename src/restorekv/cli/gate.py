@@ -28,7 +28,7 @@ def train(
         typer.Option(
             help='tiny (its world), a mixture, or JSON lines {"context", "questions"}; repeatable.'
         ),
-    ] = ("tiny",),
+    ] = options.TINY,
     count: Annotated[
         int,
         typer.Option(

@@ -186,7 +186,7 @@ def _split_characters(
     """
     start = 0
     for end in range(1, len(ids) + 1):
-        piece = tokenizer.decode(ids[start:end])
+        piece = str(tokenizer.decode(list(ids[start:end])))
         if end == len(ids) or not piece.endswith("\ufffd"):
             yield make_visible(piece), max(shares[start:end])
             start = end

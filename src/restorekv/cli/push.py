@@ -53,22 +53,23 @@ def run(
         raise AdapterError(f"{folder} is not a folder; pass that of a trained adapter.")
     check_dtype(dtype)
     stored = adapter_file.read_adapter(folder)
-    if stored.card is None:
+    card = stored.card
+    if card is None:
         raise AdapterError(
             f"{folder} has no restorekv.json, which names the model; load it with "
             "RestoreAdapter.from_pretrained and "
             "save it first."
         )
     if results:
-        stored = replace(
-            stored, card=publish.merge_results(stored.card, publish.read_results(results, stored))
-        )
+        card = publish.merge_results(card, publish.read_results(results, stored))
+        stored = replace(stored, card=card)
         if not dry_run:
             publish.save_adapter(folder, stored)
-    stored = replace(stored, card=publish.add_license(stored.card, folder))
+    card = publish.add_license(card, folder)
+    stored = replace(stored, card=card)
     if dtype != "auto":
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
-        stored = replace(stored, lora=lora, card=replace(stored.card, dtype=dtype))
+        stored = replace(stored, lora=lora, card=replace(card, dtype=dtype))
     path = folder / adapter_file.README
     readme = None if model_card.is_generated_card(path) else _read_own_card(path)
     if dry_run:

@@ -44,11 +44,12 @@ class Terminal(Console):
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)
 
-    def status(self, status: str, **settings: Any) -> Status:
+    def status(self, status: RenderableType, **settings: Any) -> Status:
         """Show a line while the block works, in which the names of files and models are no
         markup.
         """
-        return super().status(Text(status), **settings)
+        line = Text(status) if isinstance(status, str) else status
+        return super().status(line, **settings)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

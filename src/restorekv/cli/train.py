@@ -1,7 +1,7 @@
 """`restorekv train --data tiny --out DIR`: TrainConfig's fields are options."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ DATA_HELP = (
 @options.add_options_of(TrainConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
-    data: Annotated[list[str], typer.Option(help=DATA_HELP)] = ("tiny",),
+    data: Annotated[list[str], typer.Option(help=DATA_HELP)] = options.TINY,
     count: Annotated[int, typer.Option(min=1, help="Number of contexts of the tiny world.")] = 1000,
     shortest: Annotated[
         int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")
@@ -138,7 +138,7 @@ def _explain_resume(out: Path) -> Iterator[None]:
         raise KeyboardInterrupt(f"Interrupted; {fix}.") from None
 
 
-def _make_reporter(show: Progress, every: int) -> Progress:
+def _make_reporter(show: Callable[..., None], every: int) -> Progress:
     """Return the progress callback: the bar on a terminal, a line every `every` steps elsewhere."""
     begun = time.monotonic()
     done = 0
