@@ -6,8 +6,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache
 
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
@@ -169,9 +170,7 @@ class Worker:
             full = prefill(self.model, context.ids)
         return self._make_unscored(context, full, seconds)
 
-    def _make_unscored(
-        self, context: Context, full: DynamicCache, seconds: Seconds
-    ) -> ScoredContext:
+    def _make_unscored(self, context: Context, full: Cache, seconds: Seconds) -> ScoredContext:
         """Return a context for a cache that keeps every pair."""
         shape = CacheShape.from_model(self.model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)

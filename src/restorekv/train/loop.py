@@ -312,7 +312,7 @@ def _save_adapter(
         evictor=checkpoint.identify_scores(config, teachers.model),
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
-        allocation=teachers.evictions[0].config.allocation.spec,
+        allocation=teachers.evictions[0].config.allocation_spec,
         restore_from=config.restore_from,
         settings=json.loads(config.to_json()) | {"processes": group.size},
         data=data,

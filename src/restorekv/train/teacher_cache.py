@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache
 
 from restorekv import seal
 from restorekv.cache.dense import list_dense_layers
@@ -183,7 +184,7 @@ class TeacherCache:
         key = text | {"evictor": eviction.identity(self.model)}
         shape = CacheShape.from_model(self.model)
         # Computing scores makes a full cache, which need not be made again.
-        full: DynamicCache | None = None
+        full: Cache | None = None
 
         def compute_scores() -> Tensors:
             nonlocal full
@@ -271,7 +272,7 @@ def _hash_ids(ids: Tensor) -> str:
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 
-def _pack_cache(full: DynamicCache) -> Tensors:
+def _pack_cache(full: Cache) -> Tensors:
     """Return keys and values of every layer, (1, H, S + T, D) each; of layers with a window, the
     last W - 1 columns.
     """
