@@ -16,7 +16,7 @@ from rich.text import Text
 from restorekv.cli import options
 from restorekv.cli.errors import RECEIVED, make_visible, report_error
 from restorekv.cli.session import notes, open_documents, output
-from restorekv.context import format_bytes
+from restorekv.context import CompressedContext, format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 from restorekv.generation.chat import Chat
@@ -162,6 +162,7 @@ def _run_command(chat: Chat, line: str) -> None:
             path = Path(os.path.expanduser(rest.strip()))
             check_target(path)
             if path.suffix == ".rkv":
+                assert isinstance(chat.document, CompressedContext), "a conversation over a file"
                 chat.document.save(path)
             elif chat.folded:
                 raise RestoreKVError(
