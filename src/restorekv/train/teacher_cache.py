@@ -296,6 +296,8 @@ def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> D
         full.update(keys, values, index)
     for layer in list_dense_layers(full):
         if isinstance(layer, RecentLayer):
+            # What `update` cut off came before, so that the columns held are the text's last ones.
+            assert layer.keys is not None, "filled above"
             layer.first = positions - layer.keys.shape[-2]
     return full
 
