@@ -14,14 +14,13 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.generation import LogitsProcessorList
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.compressor import Compressor
-from restorekv.compression.config import CompressionConfig
+from restorekv.compression.config import RECORDED, CompressionConfig
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.growing import Growth
 from restorekv.errors import CacheFileError, RestoreKVError, warn
@@ -30,9 +29,16 @@ from restorekv.generation.answers import Answer
 from restorekv.generation.chat import Chat
 from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions
 from restorekv.model import attention, support
-from restorekv.model.prompt import Context, check_token_ids, encode_text, hash_template
+from restorekv.model.prompt import (
+    Context,
+    check_system_message,
+    check_token_ids,
+    encode_text,
+    hash_template,
+)
 from restorekv.model.rope import count_positions
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, get_vocabulary_size
+from restorekv.model.tokenize import get_padding_id
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file, portable
 from restorekv.storage.cache_checks import check_model
@@ -227,7 +233,7 @@ class CompressedContext:
         >>> len(chat.messages)
         2
         """
-        return Chat(self, system)
+        return Chat(self, check_system_message(system))
 
     def append(
         self,
@@ -335,14 +341,8 @@ class CompressedContext:
             raise RestoreKVError(
                 f"{name} makes a cache that cannot grow; compress the whole text with an evictor."
             )
-        config = CompressionConfig(
-            prefix_policy=manifest.prefix_policy,
-            on_small_budget=manifest.on_small_budget,
-            allocation=manifest.allocation,
-            restore_from=manifest.restore_from,
-            offset=manifest.offset,
-        )
-        eviction = replace(eviction, config=config)
+        recorded_config: dict[str, Any] = {name: getattr(manifest, name) for name in RECORDED}
+        eviction = replace(eviction, config=CompressionConfig(**recorded_config))
         identity = eviction.identity(self.model)
         if identity != manifest.evictor:
             warn(f"The cache was made with {manifest.evictor}, and {identity} continues it.")
@@ -404,13 +404,15 @@ class CompressedContext:
         stops = decoding.get_stop_ids(self.model, self.tokenizer)
         defaults: dict[str, Any] = {
             "eos_token_id": sorted(stops),
-            "pad_token_id": self.tokenizer.pad_token_id or 0,
+            "pad_token_id": get_padding_id(self.tokenizer),
         }
         if config is None:
             defaults |= {"do_sample": False, "max_new_tokens": 128}
         processors = [*(options.get("logits_processor") or ()), FiniteLogits()]
         with torch.no_grad():
-            result = self.model.generate(
+            # PreTrainedModel has `generate` only in its subclasses that write text.
+            model: Any = self.model
+            result = model.generate(
                 **inputs,
                 past_key_values=self.cache.fork(find_option("num_beams")),
                 **{**defaults, **options, "logits_processor": LogitsProcessorList(processors)},
@@ -469,7 +471,7 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
     path = stored.path
     manifest = stored.manifest
     check_model(path, manifest, model)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = get_vocabulary_size(model)
     for ids in (stored.context.ids, stored.context.suffix):
         if ids.numel() and int(ids.max()) >= vocabulary:
             raise CacheFileError(

@@ -19,6 +19,7 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -331,7 +332,9 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
 
 
 @contextmanager
-def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
+def open_with_size(
+    path: Path, what: str, follow: bool = True
+) -> Iterator[tuple[BufferedReader, int]]:
     """Yield a regular file, opened for reading, and its size.
 
     A FIFO or a device is refused and never waited for. Errors of the block, such as those of a
@@ -348,7 +351,7 @@ def open_with_size(path: Path, what: str, follow: bool = True) -> Iterator[tuple
         ) from error
 
 
-def open_regular_file(path: Path, what: str, follow: bool = True) -> BinaryIO:
+def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedReader:
     """Open a regular file for reading; refuse all others at once, whoever may write to them."""
     flags = os.O_RDONLY | NO_WAITING | BINARY
     if not follow:

@@ -118,7 +118,7 @@ def ask_many(
 
 def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[str]]]:
     """Return pairs of a compressed context and its questions as a list; refuse anything else."""
-    pairs = list(asked) if isinstance(asked, Iterable) else [asked]
+    pairs: list[Any] = list(asked) if isinstance(asked, Iterable) else [asked]
     for each in pairs:
         if (
             not isinstance(each, tuple | list)

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -145,7 +146,7 @@ def choose_ratio(
         ) from None
 
 
-def parse_context(context: object, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
+def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
     """Return the text or token ids of any form of context that `compress` takes, and the system
     message.
     """
@@ -154,10 +155,15 @@ def parse_context(context: object, system: str) -> tuple[str | Sequence[int] | T
         return decode_utf8(read_bytes(context, what, TEXT_BYTES), what), system
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
-    roles = [each.get("role") if isinstance(each, Mapping) else None for each in context]
-    texts = [each.get("content") if isinstance(each, Mapping) else None for each in context]
-    are_texts = all(isinstance(text, str) for text in texts)
-    if roles not in (["user"], ["system", "user"]) or not are_texts:
+    roles = []
+    texts: list[str] = []
+    for message in context:
+        if isinstance(message, Mapping) and isinstance(message.get("content"), str):
+            roles.append(message.get("role"))
+            texts.append(message["content"])
+        else:
+            roles.append(None)
+    if roles not in (["user"], ["system", "user"]):
         raise RestoreKVError(
             "Messages are one of the user, after one of the system at most, each with a text."
         )
@@ -216,6 +222,7 @@ def make_manifest(
     """Return the record of a compression: everything that a reader of the cache file needs to
     know.
     """
+    assert identity.template is not None, "identified with its tokenizer"
     model = prepared.model
     context = prepared.context
     config = prepared.config

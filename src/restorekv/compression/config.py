@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class CompressionConfig:
         if isinstance(self.allocation, str):
             object.__setattr__(self, "allocation", allocate.make_allocation(self.allocation))
 
-    def to_json(self) -> dict[str, str | int]:
+    def to_json(self) -> dict[str, Any]:
         """Return the settings that results and cache files record."""
         recorded = {name: getattr(self, name) for name in RECORDED}
         return recorded | {"allocation": self.allocation_spec}

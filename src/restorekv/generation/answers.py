@@ -24,7 +24,7 @@ from restorekv.generation.sampling import (
     make_choosers,
 )
 from restorekv.model.prompt import Context, encode_question
-from restorekv.model.tokenize import TextStream
+from restorekv.model.tokenize import TextStream, get_padding_id
 
 ContextQuestion = tuple[Context, RaggedCache, str]
 
@@ -173,7 +173,7 @@ def stream_answer(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     asked: ContextQuestion,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     answer_prefix: str = "",
     sampling: SamplingConfig = GREEDY,
 ) -> Iterator[str]:
@@ -273,7 +273,7 @@ def make_generate_inputs(
     result[:, input_ids.shape[1]:].
     """
     asked = encode_question(tokenizer, context, question, answer_prefix)
-    placeholder = tokenizer.pad_token_id or 0
+    placeholder = get_padding_id(tokenizer)
     if plain:
         held = cache.layers[0].bounds[1] + cache.restore_length
         first = cache.get_seq_length()

@@ -44,7 +44,9 @@ from restorekv.model.prompt import (
     warn_if_beyond_positions,
 )
 from restorekv.model.rope import count_positions
+from restorekv.model.shape import get_vocabulary_size
 from restorekv.model.support import refuse_beyond
+from restorekv.model.tokenize import decode_ids
 from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
 FORMAT = "restorekv-chat"
@@ -61,19 +63,36 @@ SAVED = {
 class ChatContext(Protocol):
     """What a conversation needs of the context that it is about: `CompressedContext` is one."""
 
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    context: Context
-    cache: RaggedCache
-    manifest: Any  # of which `system` is read
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def context(self) -> Context: ...
+
+    @property
+    def cache(self) -> RaggedCache: ...
+
+    @property
+    def manifest(self) -> Any:
+        """The record of the cache, of which `system` is read."""
 
     @property
     def digest(self) -> str:
         """16 hex digits that identify the contents."""
         ...
 
-    def append_ids(self, ids: Tensor, **options: Any) -> Self:
-        """Return this context with the tokens `ids` appended."""
+    def append_ids(
+        self,
+        ids: Tensor,
+        restore: str = ...,
+        adapter: Any = ...,
+        evictor: str | None = ...,
+        between: str | None = ...,
+    ) -> ChatContext:
+        """Return this context with the tokens `ids` (1, t) appended."""
         ...
 
 
@@ -284,7 +303,7 @@ class Chat:
         """Return an answer without the tokens of the stop string that ended it: the next turn does
         not read them.
         """
-        decode = self.document.tokenizer.decode
+        decode = partial(decode_ids, self.document.tokenizer)
         ids = list(answer.ids)
         cut = find_first_stop(sampling.stop, decode(ids)) if sampling.stop else None
         if cut is None:
@@ -498,20 +517,26 @@ def check_saved_turns(path: str | Path, content: object, document: ChatContext) 
         raise CacheFileError(
             f"{path} is a conversation over another document; give that document's cache file."
         )
+    system = content.get("system")
     turns = content.get("turns")
-    vocabulary = document.model.get_input_embeddings().weight.shape[0]
-    sound = isinstance(content.get("system"), str) and isinstance(turns, list)
-    for turn in turns if sound else ():
-        sound &= isinstance(turn, dict) and set(turn) == set(SAVED)
-        sound = sound and all(matches_type(turn[n], SAVED[n]) for n in SAVED)
-        sound = sound and bool(turn["read"] and turn["written"])
-        sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
-        sound = sound and all(
-            len(text) <= SYSTEM_LETTERS for text in (turn["question"], turn["answer"])
-        )
-    sound = sound and len(content["system"]) <= SYSTEM_LETTERS
-    if not sound:
+    vocabulary = get_vocabulary_size(document.model)
+    has_system = isinstance(system, str) and len(system) <= SYSTEM_LETTERS
+    has_turns = isinstance(turns, list) and all(_is_saved_turn(turn, vocabulary) for turn in turns)
+    if not has_system or not has_turns:
         raise CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
+
+
+def _is_saved_turn(turn: object, vocabulary: int) -> bool:
+    """Return whether a turn of a file has the entries of SAVED, with possible ids and lengths."""
+    if not isinstance(turn, dict) or set(turn) != set(SAVED):
+        return False
+    if not all(matches_type(turn[name], SAVED[name]) for name in SAVED):
+        return False
+    if not turn["read"] or not turn["written"]:
+        return False
+    if not all(0 <= token < vocabulary for token in turn["read"] + turn["written"]):
+        return False
+    return len(turn["question"]) <= SYSTEM_LETTERS and len(turn["answer"]) <= SYSTEM_LETTERS
 
 
 def check_length(path: str | Path, chat: Chat) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 # Of llguidance, which take a second to make.
-VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], object]] = WeakKeyDictionary()
+VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 class Constraint:
@@ -51,14 +51,14 @@ class Constraint:
             own[ends] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
         kind = llguidance.LLMatcher
         vocabulary = own[ends]
+        grammar = ""
         try:
-            text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
-            # The space with which many tokenizers begin a word is not part of the answer.
-            grammar = (
-                kind.grammar_from_regex(f" ?(?:{_drop_anchors(regex)})")
-                if text is None
-                else kind.grammar_from_json_schema(text)
-            )
+            if schema is not None:
+                text = schema if isinstance(schema, str) else json.dumps(schema)
+                grammar = kind.grammar_from_json_schema(text)
+            elif regex is not None:
+                # The space with which many tokenizers begin a word is not part of the answer.
+                grammar = kind.grammar_from_regex(f" ?(?:{_drop_anchors(regex)})")
             wrong = kind.validate_grammar(grammar, vocabulary)
         except (ValueError, TypeError) as error:
             wrong = str(error)

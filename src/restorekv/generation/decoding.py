@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from restorekv.generation.fixed_steps import (
 from restorekv.generation.sampling import TokenChooser, refuse_not_finite
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.prompt import warn_if_beyond_positions
+from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
 # Of the task that asks.
@@ -115,8 +116,9 @@ def generate_tokens(
 
 def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     """Return a limit for each of so many answers."""
-    several = isinstance(max_new_tokens, list | tuple)
-    limits = list(max_new_tokens) if several else [max_new_tokens] * count
+    limits: list[Any] = [max_new_tokens] * count
+    if isinstance(max_new_tokens, list | tuple):
+        limits = list(max_new_tokens)
     if len(limits) != count or any(type(limit) is not int or limit < 1 for limit in limits):
         raise RestoreKVError(
             "max_new_tokens is a number of at least 1, or one such number per question."
@@ -187,6 +189,18 @@ def decode_batch(
             groups = [group for group in groups if group.drop_ended()]
 
 
+class Chooser(Protocol):
+    """What picks the tokens of an answer."""
+
+    def choose(self, logits: Tensor) -> int:
+        """Return the next id; logits (V,) are the model's."""
+        ...
+
+    def ends(self) -> bool:
+        """Return whether the answer ends with its latest token."""
+        ...
+
+
 @dataclass(eq=False)
 class ActiveRow:
     """An answer that is being written; `number` is its name for the caller, `chooser` picks its
@@ -195,7 +209,7 @@ class ActiveRow:
 
     number: int
     limit: int
-    chooser: TokenChooser | None = None
+    chooser: Chooser | None = None
     count: int = 0
     ended: bool = False
 
@@ -208,8 +222,11 @@ class ActiveRow:
         )
 
 
+Row = TypeVar("Row", bound=ActiveRow)
+
+
 @dataclass(eq=False)
-class Group:
+class Group(Generic[Row]):
     """Rows of one context whose tails end at the same column, and what the model reads of them
     next.
 
@@ -223,7 +240,7 @@ class Group:
     """
 
     parts: list[RaggedLayer]
-    rows: list[ActiveRow]
+    rows: list[Row]
     ids: Tensor
     positions: Tensor
     visible: Tensor | None
@@ -266,7 +283,7 @@ def make_groups(
     batch: tuple[Tensor, Tensor, Tensor],
     limits: Sequence[int],
     rows: Sequence[TokenChooser] | None,
-) -> list[Group]:
+) -> list[Group[ActiveRow]]:
     """Return the rows of a batch that `pad_prompts` made, a group for each context; `cache` is
     what `fork_caches` returned.
     """
@@ -294,11 +311,11 @@ def make_groups(
 @torch.no_grad()
 def write_tokens(
     model: PreTrainedModel,
-    groups: Sequence[Group],
+    groups: Sequence[Group[Row]],
     stops: set[int],
     first_may_stop: bool = True,
-    keep_logits: Callable[[Group, Tensor], None] | None = None,
-) -> list[tuple[ActiveRow, int]]:
+    keep_logits: Callable[[Group[Row], Tensor], None] | None = None,
+) -> list[tuple[Row, int]]:
     """Run one pass of the model and return the next token of every row whose prompt has been
     read.
 
@@ -309,8 +326,8 @@ def write_tokens(
     active = [row for group in writing for row in group.rows]
     if not active:
         return []
-    choosers = [row.chooser for row in active] if active[0].chooser else None
-    ids, chosen = choose_ids(logits, list(range(len(active))), choosers)
+    choosers = [row.chooser for row in active if row.chooser is not None]
+    ids, chosen = choose_ids(logits, choosers)
     sizes = [len(group.rows) for group in writing]
     for group, own, after in zip(writing, ids.split(sizes), logits.split(sizes), strict=True):
         group.advance(own)
@@ -393,14 +410,14 @@ def compute_next_logits(
     return output.logits[:, -1]
 
 
-def choose_ids(
-    logits: Tensor, running: list[int], rows: Sequence[TokenChooser] | None
-) -> tuple[Tensor, list[int]]:
-    """Return the next ids as a tensor (B, 1) and as numbers."""
-    if rows is None:
+def choose_ids(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[int]]:
+    """Return the next ids as a tensor (B, 1) and as numbers: the likeliest ones without
+    choosers.
+    """
+    if not choosers:
         ids, marked = find_likeliest(logits)
         return ids, to_finite_ids(marked)
-    chosen = [rows[row].choose(own) for row, own in zip(running, logits, strict=True)]
+    chosen = [chooser.choose(own) for chooser, own in zip(choosers, logits, strict=True)]
     return torch.tensor(chosen, device=logits.device)[:, None], chosen
 
 
@@ -414,14 +431,21 @@ def to_finite_ids(marked: Tensor) -> list[int]:
 
 def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
     """Return the text of an answer, without the EOS that ended it."""
-    return tokenizer.decode(ids[:-1] if ids and ids[-1] in stops else ids, skip_special_tokens=True)
+    if ids and ids[-1] in stops:
+        ids = ids[:-1]
+    return decode_ids(tokenizer, ids, skip_special_tokens=True)
 
 
 def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     """Return every EOS id of the generation config, or else the tokenizer's."""
-    ids = model.generation_config.eos_token_id
-    ids = tokenizer.eos_token_id if ids is None else ids
-    return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
+    ids: Any = model.generation_config.eos_token_id
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return set()
+    if isinstance(ids, list | tuple):
+        return set(ids)
+    return {ids}
 
 
 step_trials.register_all(FixedSteps, pad_prompts)

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from restorekv.cache.multi_context import MultiContextLayer
+from restorekv.cache.tail import TailLayer
 from restorekv.errors import summarize_error, warn
 from restorekv.generation import step_trials
 from restorekv.model.attention import proofs
@@ -56,18 +58,20 @@ class FixedSteps:
     ) -> None:
         self.model = model
         self.cache = cache
-        self.graph = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.taken = 0
         self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
         self.width = visible.shape[1]
         for layer in cache.layers:
+            assert isinstance(layer, TailLayer | MultiContextLayer), "fork_caches makes no other"
             layer.make_static(count, self.moved)
         self.ids = ids.clone()
         self.positions = positions.clone()
         self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
         self.last = locate_last_logits(ids)
-        self.logits = None  # (B, V) of the latest step; a replay writes to the same memory
+        # (B, V) of the latest step; a replay writes to the same memory.
+        self.logits: Tensor | None = None
         self.can_capture = can_record(ids.device) and model not in NEVER_GRAPHED
         self.unchecked = 0 if strict or model in GRAPHED else CHECKED_REPLAYS
         self.strict = strict
@@ -84,8 +88,8 @@ class FixedSteps:
         self.taken += 1
         return self.marked
 
-    def step(self) -> None:
-        """Decode one token of every row."""
+    def step(self) -> Tensor:
+        """Decode one token of every row; return the logits (B, V)."""
         self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
         output = self.model(
             input_ids=self.ids,
@@ -95,20 +99,21 @@ class FixedSteps:
             use_cache=True,
             logits_to_keep=self.last,
         )
-        self.logits = output.logits[:, -1]
-        ids, marked = find_likeliest(self.logits)
+        logits: Tensor = output.logits[:, -1]
+        self.logits = logits
+        ids, marked = find_likeliest(logits)
         self.ids.copy_(ids)
         self.marked.copy_(marked)
         self.positions += 1
         self.moved += 1
+        return logits
 
     def replay(self) -> None:
         """Decode one token of every row with the graph, which is captured first if need be, and
         checked at first.
         """
         try:
-            if self.graph is None:
-                self.capture()
+            graph = self.graph or self.capture()
         except Exception as error:  # what a capture cannot hold differs from model to model
             if self.strict:
                 raise
@@ -117,21 +122,20 @@ class FixedSteps:
             )
             self.step()
             return
+        graphed = self.logits  # of the capture; a usual step will put other memory in its place
         if not self.unchecked:
-            self.graph.replay()
+            graph.replay()
             return
         before = [x.clone() for x in self.state()]
-        graphed = self.logits  # of the capture; a usual step will put other memory in its place
-        self.graph.replay()
+        graph.replay()
+        assert graphed is not None, "a step comes before the first replay"
         found = graphed.clone()
         ids = self.ids.clone()
         for state, value in zip(self.state(), before, strict=True):
             state.copy_(value)
-        self.step()
-        error = step_trials.measure_distance(found, self.logits)
-        if not error <= step_trials.get_tolerance(self.logits.dtype) or not agree_on_ids(
-            found, ids
-        ):
+        usual = self.step()
+        error = step_trials.measure_distance(found, usual)
+        if not error <= step_trials.get_tolerance(usual.dtype) or not agree_on_ids(found, ids):
             self.give_up(f"a replay's logits are off by {error:.1e} of the highest")
             return
         self.logits = graphed
@@ -145,7 +149,7 @@ class FixedSteps:
         """
         return self.ids, self.positions, self.visible, self.moved
 
-    def capture(self) -> None:
+    def capture(self) -> torch.cuda.CUDAGraph:
         """Capture a step, once the first one has compiled and allocated everything; nothing is
         computed.
         """
@@ -162,6 +166,7 @@ class FixedSteps:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream in place
             raise
         self.graph = graph
+        return graph
 
     def give_up(self, reason: str) -> None:
         """Compute all further steps of this model as usual."""

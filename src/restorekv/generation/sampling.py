@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, NoReturn, Self, TypedDict
+from typing import Any, NoReturn, TypedDict, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.generation import (
+from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -28,6 +27,7 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import matches_type
@@ -165,7 +165,9 @@ class SamplingConfig:
         object.__setattr__(self, "stop", tuple(self.stop))
 
     @classmethod
-    def make(cls, config: Self | GenerationConfig | None = None, **options: Any) -> Self:
+    def make(
+        cls, config: SamplingConfig | GenerationConfig | None = None, **options: Any
+    ) -> SamplingConfig:
         """Make one from options by name, which win over those of `config`; refuse unknown ones."""
         known = [each.name for each in fields(cls)]
         for name in options:
@@ -173,7 +175,7 @@ class SamplingConfig:
                 near = get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(known)}."
                 raise RestoreKVError(f"There is no option {name}; {hint}")
-        if isinstance(config, cls):
+        if isinstance(config, SamplingConfig):
             return replace(config, **options)
         given = {} if config is None else read_generation_config(config)
         return cls(**{**given, **options})
@@ -301,7 +303,7 @@ class TokenChooser:
             refuse_not_finite()
         allowed = self.constraint.allow(logits) if self.constraint else logits
         allowed = self.adjust(allowed)
-        scores = self.warpers(self.ids, allowed.clone()) if self.warpers else allowed
+        scores = self.warpers(self._long_ids, allowed.clone()) if self.warpers else allowed
         if self.warpers and not math.isfinite(scores.max()):
             raise RestoreKVError(
                 "The logits processors leave no token to choose; change or leave out processors."
@@ -311,7 +313,7 @@ class TokenChooser:
         else:
             token = int(scores.max(-1).indices)
         if self.sampling.logprobs is not None:
-            self.record(logits[0].log_softmax(-1), token)
+            self.record(logits[0].log_softmax(-1), token, self.sampling.logprobs)
         if self.constraint:
             self.constraint.take(token)
         self.answer.append(token)
@@ -335,10 +337,15 @@ class TokenChooser:
             adjusted[0] -= frequency * counts + presence * (counts > 0)
         return adjusted
 
-    def record(self, logprobs: Tensor, token: int) -> None:
+    def record(self, logprobs: Tensor, token: int, likeliest: int) -> None:
         self.logprobs.append(float(logprobs[token]))
-        best = logprobs.topk(self.sampling.logprobs)
+        best = logprobs.topk(likeliest)
         self.top.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+    @property
+    def _long_ids(self) -> torch.LongTensor:
+        # No tensor is a LongTensor to Python, which is what transformers' annotations name.
+        return cast(torch.LongTensor, self.ids)
 
     @property
     def likely(self) -> tuple[tuple[float, dict[int, float]], ...]:
@@ -357,7 +364,7 @@ class TokenChooser:
             return True
         if self.sampling.stop and find_first_stop(self.sampling.stop, self.text()) is not None:
             return True
-        return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
+        return bool(self.criteria) and bool(self.criteria(self._long_ids, None).all())
 
     def text(self) -> str:
         """Return the text of the answer, control tokens included."""

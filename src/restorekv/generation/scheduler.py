@@ -80,12 +80,18 @@ class AnswerTask:
     arrived: int = 0  # steps before it came
     passes: int = 0  # in which it was read
     read: int = 0  # tokens of the prompt
-    group: Group | None = None  # while it is read, and then for the samples that have not begun
+    # While it is read, and then for the samples that have not begun.
+    group: Group[SampleRow] | None = None
     logits: Tensor | None = None  # (V,) after the prompt, for them
     begun: int = 0  # samples
     ended: int = 0  # samples
     active: int = 0  # rows that are in the next pass
     paused: deque[Selection] = field(default_factory=deque)
+
+    def get_group(self) -> Group[SampleRow]:
+        """Return the group of a task that is read, or that has samples left to begin."""
+        assert self.group is not None
+        return self.group
 
     @property
     def is_read(self) -> bool:
@@ -101,7 +107,7 @@ class AnswerTask:
 class SampleRow(ActiveRow):
     """A row of a task; `columns` are those of its own tail, without what pads it."""
 
-    task: AnswerTask = None
+    task: AnswerTask = field(kw_only=True)
     columns: int = 0
     paused: bool = False
 
@@ -127,7 +133,7 @@ class Event:
 class Selection:
     """Rows out of a group: the group, and the places of the rows in it."""
 
-    group: Group
+    group: Group[SampleRow]
     places: list[int]
 
     @property
@@ -149,7 +155,7 @@ class Scheduler:
         self.piece = piece
         self.line: deque[AnswerTask] = deque()  # tasks that have not begun
         self.tasks: list[AnswerTask] = []  # those that have, in the order in which they came
-        self.running: list[Group] = []
+        self.running: list[Group[SampleRow]] = []
         self.joining: list[Selection] = []
         self.steps = 0
         self.longest_wait = 0  # steps before a question's first token in which none of it was read
@@ -243,12 +249,14 @@ class Scheduler:
             self.joining.append(block)
             task.active += 1
             return
+        assert task.logits is not None, "kept when the last token of the prompt was read"
         row = self.row_of(task, task.begun)
         task.begun += 1
+        assert row.chooser is not None
         token = row.chooser.choose(task.logits)
         row.count_token(token, self.stops)
         if not row.ended:
-            source = task.group
+            source = task.get_group()
             ids = torch.tensor([[token]], device=self.model.device)
             group = Group(
                 [share_tail(part) for part in source.parts], [row], ids, source.positions, None
@@ -321,9 +329,10 @@ class Scheduler:
         sizes[first] = min(len(first.prompt) - first.read, sizes[first] + free)
         for task, size in sizes.items():
             start = task.cache.get_seq_length() + task.read
-            task.group.ids = task.prompt[task.read : task.read + size][None].to(self.model.device)
-            task.group.positions = torch.arange(start, start + size, device=self.model.device)[None]
-            task.group.unfinished = task.read + size < len(task.prompt)
+            group = task.get_group()
+            group.ids = task.prompt[task.read : task.read + size][None].to(self.model.device)
+            group.positions = torch.arange(start, start + size, device=self.model.device)[None]
+            group.unfinished = task.read + size < len(task.prompt)
         return list(sizes)
 
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
@@ -332,13 +341,13 @@ class Scheduler:
         Where it fails, for want of memory say, it is run again without the questions, whose failure
         it then was; if it fails again, nothing that runs can go on.
         """
-        groups = [*self.running, *(task.group for task in reading)]
+        groups = [*self.running, *(task.get_group() for task in reading)]
         if not groups:
             return
         columns = [group.parts[0].columns for group in groups]
         read = {id(task.group): task for task in reading}
 
-        def keep_logits(group: Group, logits: Tensor) -> None:
+        def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
             task = read.get(id(group))
             if task and len(task.rows) > 1:
                 task.logits = logits[0].clone()
@@ -373,13 +382,12 @@ class Scheduler:
         a row.
         """
         task.passes += 1
-        task.read += (
-            task.group.ids.shape[1] if task.group.unfinished else len(task.prompt) - task.read
-        )
-        if not task.is_read:
+        group = task.get_group()
+        if group.unfinished:
+            task.read += group.ids.shape[1]
             return
-        group = task.group
-        row = task.group.rows[0]
+        task.read = len(task.prompt)
+        row = group.rows[0]
         task.begun = 1
         task.active = 1
         row.columns = group.parts[0].columns
@@ -420,7 +428,7 @@ def _can_join(bucket: Sequence[Selection], block: Selection) -> bool:
     return len(columns) * max(columns) <= 2 * sum(columns) + SLACK * len(columns)
 
 
-def _join_rows(blocks: Sequence[Selection]) -> Group:
+def _join_rows(blocks: Sequence[Selection]) -> Group[SampleRow]:
     """Return a group of the chosen rows of groups over one context."""
     first = blocks[0].group
     if len(blocks) == 1 and len(blocks[0].places) == len(first.rows):

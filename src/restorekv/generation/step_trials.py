@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.tail import CompressedLayer
 from restorekv.model import attention
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
@@ -29,7 +31,7 @@ VOCABULARY = 96
 PROMPTS = (5, 2, 4)  # tokens of each row's question
 RESTORED = (3, 1)  # restore tokens of each document
 STEPS = 6  # one as usual, one captured, the others replayed
-MakeSteps = Callable[..., object]
+MakeSteps = Callable[..., Any]  # FixedSteps, which imports this file
 Padded = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -40,6 +42,7 @@ class SmallDecoder:
         self.target = target
         self.device = target.device
         self.dtype = target.dtype
+        self.module = torch.nn.Module()  # in place of a model's attention layer
         self.generator = torch.Generator().manual_seed(3)
         width = target.heads * target.groups * target.dim
         self.embedding, self.head = self.draw(VOCABULARY, HIDDEN), self.draw(HIDDEN, VOCABULARY)
@@ -78,17 +81,18 @@ class SmallDecoder:
         target = self.target
         states = self.embedding[input_ids]
         angles = position_ids[:, None, :, None].float() * self.frequencies  # (B, 1, q, D / 2)
-        for weights, layer in zip(self.layers, past_key_values.layers, strict=True):
+        tails = cast(list[CompressedLayer], past_key_values.layers)
+        for weights, layer in zip(self.layers, tails, strict=True):
             normal = torch.nn.functional.rms_norm(states, (HIDDEN,))
             query = _rotate(
                 self.split(normal @ weights["query"], target.heads * target.groups), angles
             )
             key = _rotate(self.split(normal @ weights["key"], target.heads), angles)
             value = self.split(normal @ weights["value"], target.heads)
-            pairs = layer.update(key, value)
-            output, _ = attention.attend_layer(
-                None, query, *pairs, attention_mask, scaling=target.dim**-0.5
-            )
+            keys, values = layer.update(key, value)
+            output = attention.attend_layer(
+                self.module, query, keys, values, attention_mask, scaling=target.dim**-0.5
+            )[0]
             states = states + output.flatten(2) @ weights["output"]
         last = torch.nn.functional.rms_norm(states[:, -1:], (HIDDEN,))
         return SimpleNamespace(logits=last @ self.head)
@@ -106,14 +110,17 @@ class SmallDecoder:
                 LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)
             ]
             edges = [sum(lengths[:head]) for head in range(target.heads + 1)]
-            context = (self.draw(edges[-1], target.dim) for _ in range(2))
-            tail = (self.draw(1, target.heads, restored, target.dim) for _ in range(2))
-            layer = make_layer(*context, edges, *tail, None)
-            layer.restore_keys, layer.restore_values, layer.seen = (
-                layer.keys,
-                layer.values,
-                40 + first,
+            layer = make_layer(
+                self.draw(edges[-1], target.dim),
+                self.draw(edges[-1], target.dim),
+                edges,
+                self.draw(1, target.heads, restored, target.dim),
+                self.draw(1, target.heads, restored, target.dim),
+                None,
             )
+            layer.restore_keys = layer.keys
+            layer.restore_values = layer.values
+            layer.seen = 40 + first
             layers.append(layer)
         return RaggedCache(layers)
 

@@ -26,10 +26,17 @@ LEAST_SIMILARITY = 0.9
 class BaseCard(Protocol):
     """What the cards of adapters and gates say of the model that they were made for."""
 
-    model: str
-    fingerprint: str
-    rope: dict
-    weights: dict | None
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def rope(self) -> dict: ...
+
+    @property
+    def weights(self) -> dict | None: ...
 
 
 def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> float:

@@ -99,6 +99,14 @@ def get_backbone(model: PreTrainedModel) -> nn.Module:
     return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
+def get_vocabulary_size(model: PreTrainedModel) -> int:
+    """Return how many token ids the model has embeddings for, which may be more than the
+    tokenizer has.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    return embeddings.weight.shape[0]
+
+
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the logits (..., V) of last hidden states (..., d).
 

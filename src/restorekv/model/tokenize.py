@@ -12,7 +12,7 @@ encoding the pieces between control tokens adds a space to each piece with Llama
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -147,6 +147,18 @@ def _can_stream(tokenizer: Tokenizer) -> bool:
         and kind._decode is PreTrainedTokenizerFast._decode
         and not tokenizer.clean_up_tokenization_spaces
     )
+
+
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """Return the text of token ids."""
+    # For the ids of one text, `decode` returns a string; its annotation covers batches, too.
+    return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def get_padding_id(tokenizer: Tokenizer) -> int:
+    """Return the id that pads, or 0 for a tokenizer without one."""
+    padding = tokenizer.pad_token_id
+    return padding if isinstance(padding, int) else 0
 
 
 def decode_utf8(payload: bytes, what: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -118,7 +119,7 @@ class RestoreAdapter(nn.Module):
         )
         card = replace(make_card(model, n), embeddings="learned" if fixed is None else "fixed")
         # The layer and not its matrix: Gemma's scales what it looks up.
-        layer = model.get_input_embeddings()
+        layer: Any = model.get_input_embeddings()
         weight = layer.weight
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)

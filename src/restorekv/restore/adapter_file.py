@@ -99,6 +99,11 @@ class StoredAdapter:
     embeddings: Tensor
     card: AdapterCard | None
 
+    def get_card(self) -> AdapterCard:
+        """Return the card, which every adapter that is written has."""
+        assert self.card is not None, "only a copy of a published adapter has no card"
+        return self.card
+
     def weights_hash(self) -> str:
         """Return 16 hex digits of names and values; values count as float32, which they are in
         use.
@@ -159,7 +164,7 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
 
     sums = {file: _digest((fresh / file).read_bytes()) for file in SUMMED}
-    card = seal.seal_record({"version": VERSION, **asdict(stored.card), "sha256": sums})
+    card = seal.seal_record({"version": VERSION, **asdict(stored.get_card()), "sha256": sums})
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
     if readme is not None:
         (fresh / README).write_text(readme, encoding="utf-8")

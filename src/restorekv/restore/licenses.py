@@ -66,10 +66,12 @@ def list_licenses(data: list[dict] | None) -> list[str]:
     licenses = []
     for row in data or ():
         named = row.get("license")
-        several = named if isinstance(named, list) and named else [named]
+        several: list[object] = named if isinstance(named, list) and named else [named]
         for name in several:
-            is_named = isinstance(name, str) and name.strip()
-            licenses.append(normalize_license(name) if is_named else UNKNOWN)
+            if isinstance(name, str) and name.strip():
+                licenses.append(normalize_license(name))
+            else:
+                licenses.append(UNKNOWN)
     return licenses
 
 

@@ -64,10 +64,11 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
             {name.removesuffix(LORA_A) for name in lora if name.endswith(LORA_A)}
         )
     config = LoraConfig(**known)
-    for name in (*config.rank_pattern, *config.alpha_pattern):
+    alpha_pattern = config.alpha_pattern or {}
+    for name in (*(config.rank_pattern or {}), *alpha_pattern):
         if not name.replace(".", "").replace("_", "").isalnum():
             raise ValueError("a pattern is not the name of a layer")
-    alphas = (config.lora_alpha, *config.alpha_pattern.values())
+    alphas = (config.lora_alpha, *alpha_pattern.values())
     has_alphas = all(0 <= alpha <= LARGEST_ALPHA for alpha in alphas)
     if not has_alphas or not 0 <= config.lora_dropout < 1:
         raise ValueError("lora_alpha or lora_dropout is out of range")
@@ -81,7 +82,7 @@ def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
     A (r, in) and B (out, r) of every layer have a rank of the config. Its largest rank is that of a
     layer, because PEFT makes layers of it before the tensors are compared with them.
     """
-    ranks = {config.r, *config.rank_pattern.values()}
+    ranks = {config.r, *(config.rank_pattern or {}).values()}
     layers = set()
     for name in lora:
         if not name.endswith((LORA_A, LORA_B)):
@@ -120,7 +121,7 @@ def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]
 
 def attach_lora(
     model: PreTrainedModel, config: LoraConfig
-) -> tuple[PreTrainedModel, dict[str, LoraLayer]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the twin and its LoRA layers by module name, in float32; without targets, the model
     itself.
     """
@@ -140,7 +141,8 @@ def attach_lora(
     finally:
         for parameter, flag in flags:  # PEFT freezes what it finds
             parameter.requires_grad_(flag)
-    layers = {
+    # Of LoraLayer's subclasses, which are modules; PEFT's LoraLayer itself is not.
+    layers: dict[str, Any] = {
         path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
     }
     _check_targets(model, config, layers)
@@ -151,9 +153,7 @@ def attach_lora(
     return adapted, layers
 
 
-def _check_targets(
-    model: PreTrainedModel, config: LoraConfig, layers: dict[str, LoraLayer]
-) -> None:
+def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str, Any]) -> None:
     """Refuse the name of a target that is no layer of the model; PEFT wants one that is."""
     if not isinstance(config.target_modules, set | list):
         return

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -42,7 +43,7 @@ SEAL = "<!-- written by restorekv, {} -->\n"
 def parse_license(readme: str) -> str | None:
     """Return the license that a README.md's front matter names, the strictest of several."""
     try:
-        data = ModelCard(readme, ignore_metadata_errors=True).data
+        data: Any = ModelCard(readme, ignore_metadata_errors=True).data
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return None
     names = list(data.license) if isinstance(data.license, list) else [data.license]
@@ -91,7 +92,7 @@ def render_card(card: AdapterCard, config: LoraConfig, name: str = PLACEHOLDER) 
     columns = dict.fromkeys(("source", "examples", "contexts", "license"))
     body = ModelCard.from_template(
         make_front_matter(card, config),
-        TEMPLATE,
+        str(TEMPLATE),
         card=card,
         config=config,
         name=name,

@@ -112,11 +112,13 @@ def save_adapter(folder: Path, stored: StoredAdapter) -> None:
     Results that the folder has stay, unless there are new ones, if they are of the same weights and
     evictor.
     """
-    if stored.card.results is None:
-        stored = replace(stored, card=replace(stored.card, results=_find_results(folder, stored)))
+    card = stored.get_card()
+    if card.results is None:
+        card = replace(card, results=_find_results(folder, stored))
+        stored = replace(stored, card=card)
     readme = None
     if model_card.is_generated_card(folder / README):
-        readme = model_card.render_card(stored.card, stored.config)
+        readme = model_card.render_card(card, stored.config)
     else:
         warn(
             f"Someone wrote or changed {folder / README}, so it stays as it is; remove it to get a "
@@ -133,7 +135,7 @@ def _find_results(folder: Path, stored: StoredAdapter) -> list[dict] | None:
         before = adapter_file.read_adapter(folder)
     except AdapterError:
         return None  # what is damaged is replaced
-    if before.card is None or before.card.evictor != stored.card.evictor:
+    if before.card is None or before.card.evictor != stored.get_card().evictor:
         return None
     return before.card.results if before.weights_hash() == stored.weights_hash() else None
 
@@ -160,7 +162,7 @@ def prepare_upload(
     """
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is not a name for a repository on the hub; pass OWNER/NAME.")
-    card = decide_license(stored.card, license, readme)
+    card = decide_license(stored.get_card(), license, readme)
     warn_if_noncommercial(card)
     if not model_card.is_on_hub(card):
         warn(
@@ -209,11 +211,11 @@ def push_adapter(
             raise AdapterError(
                 f"{repo} exists and is public; make it private on the hub or choose another name."
             )
-        uploads = list(adapter_file.FILES)
+        uploads: list[str] = list(adapter_file.FILES)
         old_card = _download_card(api, repo, Path(folder))
         if readme is None and not model_card.is_generated_card(old_card):
             decide_license(
-                stored.card, None, old_card.read_text(encoding="utf-8", errors="replace")
+                stored.get_card(), None, old_card.read_text(encoding="utf-8", errors="replace")
             )
             warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
             uploads.remove(README)
@@ -272,7 +274,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     Conventions other than the adapter's own are in the rows. Raise AdapterError for results of
     other weights, another base model or another evictor.
     """
-    card = stored.card
+    card = stored.get_card()
     weights = stored.weights_hash()
     try:
         rows = read_json(path, f"The file of results {path}")["rows"]

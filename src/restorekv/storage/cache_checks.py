@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
@@ -313,9 +313,19 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
     require(bool(grows.all()), "has positions that do not grow")
 
 
+class CacheCounts(TypedDict):
+    """What a record says of a cache's pairs and bytes."""
+
+    pairs: int
+    pairs_of_prefix: int
+    pairs_held: int
+    bytes_full: int
+    bytes_held: int
+
+
 def count_pairs_and_bytes(
     cache: RaggedCache, prefix: int, columns: int, prefix_policy: str
-) -> dict[str, int]:
+) -> CacheCounts:
     """Return what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
     + T `columns`.
     """

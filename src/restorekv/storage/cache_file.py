@@ -18,6 +18,7 @@ from torch import Tensor
 
 from restorekv import seal
 from restorekv.cache import quantized
+from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
@@ -288,13 +289,17 @@ def unpack_sliding_layer(
 
 def unpack_context(
     tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest
-) -> tuple:
+) -> tuple[Tensor, Tensor] | tuple[QuantizedRows, QuantizedRows]:
     """Return keys and values of a layer's context."""
-    names = [f"layers.{index}.keys", f"layers.{index}.values"]
-    rows = tuple(tensors[name] for name in names)
+    keys = f"layers.{index}.keys"
+    values = f"layers.{index}.values"
+    rows = tensors[keys], tensors[values]
     if manifest.storage == "model":
         return rows
-    scales = tuple(tensors[f"{name}.scales"] for name in names)
     return quantized.from_codes(
-        rows, scales, offsets.tolist(), manifest.storage, getattr(torch, manifest.dtype)
+        rows,
+        (tensors[f"{keys}.scales"], tensors[f"{values}.scales"]),
+        offsets.tolist(),
+        manifest.storage,
+        getattr(torch, manifest.dtype),
     )

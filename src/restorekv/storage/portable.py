@@ -31,6 +31,7 @@ from restorekv.generation.chat import encode_conversation
 from restorekv.model import support
 from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
+from restorekv.model.shape import get_vocabulary_size
 from restorekv.seal import FileKind
 from restorekv.storage.cache_checks import check_around, check_model, check_tensor, require
 from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
@@ -86,8 +87,8 @@ class Portable:
         past_key_values=portable.cache())` works.
         """
         plain = DynamicCache()
-        for index, pair in enumerate(zip(self.keys, self.values, strict=True)):
-            plain.update(*(x[None].clone() for x in pair), index)
+        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            plain.update(keys[None].clone(), values[None].clone(), index)
         return plain
 
     def inputs(
@@ -155,7 +156,7 @@ def make_portable(
     if not columns:
         raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = get_vocabulary_size(model)
     return Portable(
         shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary
     )
