@@ -179,10 +179,10 @@ def no_wait(self):
 
 
 def late_wait(fake):
-    """The first version of `append`: it joined a layer that was still on its way with its new
+    """The first version of `append_pairs`: it joined a layer that was still on its way with its new
     pairs.
     """
-    append = HostStore.append
+    append = HostStore.append_pairs
 
     def broken(self, layer, new):
         with fake.context() as unwaited:
@@ -220,12 +220,12 @@ def lost_columns(self, layer, target, states, write=HostStore.write):
 
 def break_store(fake, fault):
     if fault is late_wait:
-        fake.setattr(HostStore, "append", late_wait(fake))
+        fake.setattr(HostStore, "append_pairs", late_wait(fake))
         return
     place = {
         no_wait: "wait",
         another_layer: "copy_to_device",
-        kept_too_long: "append",
+        kept_too_long: "append_pairs",
         lost_columns: "write",
     }[fault]
     right = getattr(HostStore, place)

@@ -64,13 +64,13 @@ def load_adapter(
     auto = adapter == "auto"
     wanted = restore_tokens is not None or config.restore_from != "full"
     if isinstance(adapter, str):
-        adapter = locate_adapter(model, adapter, compressor)
+        adapter = locate_adapter(adapter, get_model_name(model), compressor)
     if adapter is None:
         _refuse_restoring_without_adapter(config.restore_from, restore_tokens)
         return None
     if not isinstance(adapter, RestoreAdapter):
         try:
-            adapter = _load_shared(model, adapter, identity)
+            adapter = _load_shared(model, adapter, identity or identify_model(model))
         except AdapterError as error:
             if not auto or config.restore_from != "full":
                 raise
@@ -105,7 +105,7 @@ def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | N
 
 
 def _load_shared(
-    model: PreTrainedModel, place: str | Path, identity: ModelIdentity | None
+    model: PreTrainedModel, place: str | Path, identity: ModelIdentity
 ) -> RestoreAdapter:
     """Return an adapter from a folder or the hub.
 
@@ -119,7 +119,6 @@ def _load_shared(
         # A broken link has no status of its own; the link's must do.
         status = path.stat() if path.exists() else path.lstat()
         files.append((path.name, status.st_mtime_ns, status.st_size))
-    identity = identity or identify_model(model)
     key = (
         str(folder.resolve()),
         str(sorted(files)),
@@ -138,15 +137,18 @@ def _load_shared(
     return adapter
 
 
-def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
-    """Return the folder or hub id that a name stands for, None where "auto" finds no adapter."""
+def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | Path | None:
+    """Return the folder or hub id that a name stands for, None where "auto" finds no adapter.
+
+    `model_name` is what the model calls itself.
+    """
     if name == "published":
-        return hub.find_published_name(get_model_name(model), compressor.spec)
+        return hub.find_published_name(model_name, compressor.spec)
     if name != "auto":
         shipped = find_shipped_adapter(*name.split(":", 1)) if ":" in name else None
         return shipped or name
     config = compressor.config
-    folder = find_shipped_adapter(get_model_name(model), compressor.spec, config.allocation_spec)
+    folder = find_shipped_adapter(model_name, compressor.spec, config.allocation_spec)
     if folder and config.offset:
         warn("An offset is a control without restoring: no adapter is used.")
         return None

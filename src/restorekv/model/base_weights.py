@@ -61,9 +61,12 @@ def decode_sketch(sketch: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
-def describe_base(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what the card of an adapter or a gate says of the model that it is made for."""
-    identity = identify_model(model)
+def describe_base(model: PreTrainedModel, identity: ModelIdentity | None = None) -> dict[str, Any]:
+    """Return what the card of an adapter or a gate says of the model that it is made for.
+
+    `identity` is the model's, if the caller has computed it.
+    """
+    identity = identity or identify_model(model)
     return {
         "model": identity.name,
         "fingerprint": identity.fingerprint,

@@ -149,7 +149,7 @@ class OffloadedLayer(DynamicLayer):
         keys, values = self.get_stored()
         self.store.write(self, keys[:, :, start:], key_states)
         self.store.write(self, values[:, :, start:], value_states)
-        return self.store.append(self, (key_states, value_states))
+        return self.store.append_pairs(self, (key_states, value_states))
 
     def get_seq_length(self, *_: object) -> int:
         return self.length
@@ -184,7 +184,7 @@ class OffloadStore(ABC):
     def load(self, layer: OffloadedLayer) -> Pair:
         """Return a layer's pairs on the model's device; those of other layers may leave it."""
 
-    def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
+    def append_pairs(self, layer: OffloadedLayer, new: Pair) -> Pair:
         """Like `load`, but may reuse what is on the device, because `new` was just written."""
         return self.load(layer)
 
@@ -311,7 +311,7 @@ class HostStore(OffloadStore):
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
+    def append_pairs(self, layer: OffloadedLayer, new: Pair) -> Pair:
         if layer.length == new[0].shape[-2]:
             self.on_device[layer.index] = new
         elif layer.index in self.on_device:

@@ -167,7 +167,7 @@ class RestoreAdapter(nn.Module):
             )
         card = stored.card
         if card is None:
-            card = recognize_copy(make_card(model, n), name, folder)
+            card = recognize_copy(make_card(model, n, identity), name, folder)
         else:
             base_weights.check_base(f"adapter {name}", card, model, AdapterError, identity=identity)
         check_lora_fit(name, model, stored.lora)
@@ -442,8 +442,9 @@ class RestoreAdapter(nn.Module):
             self._folder = None
 
 
-def make_card(model: PreTrainedModel, n: int) -> AdapterCard:
-    """Return the card of an untrained adapter of `model`."""
+def make_card(model: PreTrainedModel, n: int, identity: ModelIdentity | None = None) -> AdapterCard:
+    """Return the card of an untrained adapter of `model`; `identity` is the model's, if known."""
     name = get_model_name(model)
     is_local = name not in NAMES and Path(name).exists()
-    return AdapterCard(restore_tokens=n, local=is_local, **base_weights.describe_base(model))
+    base = base_weights.describe_base(model, identity)
+    return AdapterCard(restore_tokens=n, local=is_local, **base)
