@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.multi_context import MultiPartLayer
-from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.ragged import ContextLayer
 from restorekv.cache.tail import SPARE
 
 
@@ -43,7 +43,7 @@ class FlatLayer(MultiPartLayer):
     the tokens.
     """
 
-    def __init__(self, parts: Sequence[RaggedLayer], blocks: Sequence[Block]) -> None:
+    def __init__(self, parts: Sequence[ContextLayer], blocks: Sequence[Block]) -> None:
         super().__init__(parts)
         self.blocks = list(blocks)
 
@@ -60,7 +60,7 @@ class FlatLayer(MultiPartLayer):
             part.update(part_keys, part_values)
         return self, self
 
-    def split_query(self, query: Tensor) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
+    def split_query(self, query: Tensor) -> Iterator[tuple[ContextLayer, Tensor, Tensor | None]]:
         """Yield each part with its rows (B, H*G, Q, D) of query (1, H*G, T, D), and its mask."""
         for part, rows, block in zip(self.parts, self._split_rows(query), self.blocks, strict=True):
             yield part, rows, block.mask
@@ -74,7 +74,7 @@ class FlatLayer(MultiPartLayer):
         return views
 
 
-def share_tail(layer: RaggedLayer) -> RaggedLayer:
+def share_tail(layer: ContextLayer) -> ContextLayer:
     """Return a layer with the same context that shares the tail until either of them grows."""
     other = copy.copy(layer)
     other.keys, other.values = layer.pair
@@ -82,8 +82,8 @@ def share_tail(layer: RaggedLayer) -> RaggedLayer:
 
 
 def gather_rows(
-    sources: Sequence[tuple[RaggedLayer, Sequence[int]]], widths: Sequence[int], room: int
-) -> RaggedLayer:
+    sources: Sequence[tuple[ContextLayer, Sequence[int]]], widths: Sequence[int], room: int
+) -> ContextLayer:
     """Return one layer with chosen rows of layers over one context, their tails aligned at the last
     column.
 

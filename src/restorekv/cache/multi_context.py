@@ -16,7 +16,7 @@ from itertools import groupby
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.ragged import ContextLayer, RaggedCache
 from restorekv.cache.tail import CompressedLayer
 
 
@@ -25,7 +25,7 @@ class MultiPartLayer(CompressedLayer):
 
     seen = 0  # masks and positions are the caller's
 
-    def __init__(self, parts: Sequence[RaggedLayer]) -> None:
+    def __init__(self, parts: Sequence[ContextLayer]) -> None:
         super().__init__()
         self.parts = list(parts)
         self.dtype = parts[0].dtype
@@ -57,7 +57,7 @@ class MultiContextLayer(MultiPartLayer):
 
     def split_query(
         self, query: Tensor, mask: Tensor | None
-    ) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
+    ) -> Iterator[tuple[ContextLayer, Tensor, Tensor | None]]:
         """Yield each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
         columns) or None.
         """

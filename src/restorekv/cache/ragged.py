@@ -183,6 +183,9 @@ class ContextPairs:
         )
 
 
+ContextLayer = RaggedLayer | SlidingLayer
+
+
 class RaggedCache(Cache):
     """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())`
     works.

@@ -67,8 +67,11 @@ class RecentLayer(DynamicLayer):
         """Return keys and values (1, H, end - start, D) of the positions [start, end)."""
         if not self.first <= start <= end <= self.get_seq_length():
             raise ValueError(f"positions {start}:{end} are not held, from {self.first} on are")
+        keys = self.keys
+        values = self.values
+        assert keys is not None and values is not None, "nothing was read into this layer"
         columns = slice(start - self.first, end - self.first)
-        return self.keys[:, :, columns], self.values[:, :, columns]
+        return keys[:, :, columns], values[:, :, columns]
 
 
 class SlidingLayer(TailLayer):

@@ -215,10 +215,11 @@ class Growth:
         seen = self.grown_context.positions
         masks = iter(keep)
         for index, (old, new) in enumerate(zip(self.cache.layers, read.layers, strict=True)):
-            if isinstance(old, SlidingLayer) or isinstance(new, SlidingLayer):
+            if isinstance(new, SlidingLayer):
                 recent = new.move_to(seen)
                 layers.append(recent.with_restore_cache(restored[index]) if restored else recent)
                 continue
+            assert isinstance(old, RaggedLayer), "both caches are one model's"
             keep_layer = next(masks)
             pairs = ContextPairs.from_layer(old)
             parts = [pairs.select(pairs.positions < self.context.positions)]

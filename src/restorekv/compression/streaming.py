@@ -285,14 +285,16 @@ def _to_compressed_layer(dense: DenseLayer) -> RaggedLayer | SlidingLayer:
     with a window over all that a dense one with a window holds.
     """
     if isinstance(dense, RecentLayer):
+        seen = dense.get_seq_length()
+        keys, values = dense.take_columns(dense.first, seen)
         return SlidingLayer(
-            context_keys=dense.keys,
-            context_values=dense.values,
+            context_keys=keys,
+            context_values=values,
             first=dense.first,
             window=dense.window,
-            seen=dense.get_seq_length(),
-            restore_keys=dense.keys[:, :, :0],
-            restore_values=dense.values[:, :, :0],
+            seen=seen,
+            restore_keys=keys[:, :, :0],
+            restore_values=values[:, :, :0],
         )
     heads = dense.keys.shape[1]
     nothing = dense.keys[0, 0, :0]

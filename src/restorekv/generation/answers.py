@@ -275,7 +275,7 @@ def make_generate_inputs(
     asked = encode_question(tokenizer, context, question, answer_prefix)
     placeholder = get_padding_id(tokenizer)
     if plain:
-        held = cache.layers[0].bounds[1] + cache.restore_length
+        held = cache.full_attention[0].bounds[1] + cache.restore_length
         first = cache.get_seq_length()
         ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
         positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.flat import Block, FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer, fork_caches
-from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.ragged import ContextLayer, RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import step_trials
 from restorekv.generation.fixed_steps import (
@@ -239,7 +239,7 @@ class Group(Generic[Row]):
         unfinished: more of the prompt follows what is read next, so no token is chosen after it.
     """
 
-    parts: list[RaggedLayer]
+    parts: list[ContextLayer]
     rows: list[Row]
     ids: Tensor
     positions: Tensor

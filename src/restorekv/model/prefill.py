@@ -3,12 +3,12 @@
 Only the decoder runs, never the LM head, and no gradient is recorded.
 """
 
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
@@ -64,10 +64,8 @@ def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
     """
     full = DynamicCache()
     if is_hybrid(model):
-        full.layers = [
-            DynamicLayer() if window is None else RecentLayer(window, margin)
-            for window in list_windows(model.config)
-        ]
+        for window in list_windows(model.config):
+            full.layers.append(DynamicLayer() if window is None else RecentLayer(window, margin))
     return full
 
 
@@ -185,7 +183,7 @@ def query_only_view(full: Cache) -> Cache:
     every such pass begins with what they hold at the end of the text.
     """
     seen = full.get_seq_length()
-    layers: list[CacheLayerMixin] = []
+    layers: list[Any] = []
     for layer in list_dense_layers(full):
         layers.append(_view_layer(layer, None) if layer.is_sliding else QueryOnlyLayer(seen))
     return Cache(layers=layers)

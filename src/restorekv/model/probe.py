@@ -220,7 +220,7 @@ class _Probe:
             self.check_eager(call)
         for call, window in zip(record.calls, self.windows, strict=True):
             named = call.options.get("sliding_window")
-            if None not in (named, window) and int(named) != window:
+            if named is not None and window is not None and int(named) != window:
                 raise self.refusal("has layers with another window than its config names")
 
     def check_eager(self, call: AttentionCall) -> None:

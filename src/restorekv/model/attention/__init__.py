@@ -248,8 +248,8 @@ def _is_unpacked_whole(layer: RaggedLayer) -> bool:
 def attend_layer(
     module: nn.Module,
     query: Tensor,
-    key: Pairs | MultiContextLayer | FlatLayer,
-    value: Pairs | MultiContextLayer | FlatLayer,
+    key: Pairs | SlidingLayer | MultiContextLayer | FlatLayer,
+    value: Pairs | SlidingLayer | MultiContextLayer | FlatLayer,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
