@@ -21,6 +21,7 @@ from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.model.support import UNLIMITED, get_support
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.gate import GateConfig, train_gate
 from tests.helpers import decoders, exactness
 from tests.helpers.exactness import TOKENIZER, random_ids
 from tests.helpers.hybrids import (
@@ -184,6 +185,103 @@ def test_scores_are_those_of_the_layers_that_see_everything():
     tova = prepare(model, "tova", context).scores
     expected = weights[..., -1, S:-1].mean((1, 2))[:, None].expand_as(tova[..., :-1])
     torch.testing.assert_close(tova.double()[..., :-1], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "cohere2"])
+def test_expected_attention_rotates_as_the_layers_that_see_everything(kind):
+    """Scores from transformers' own queries, moved to later positions as its own RoPE moves them:
+    of Gemma 3 the one of these layers, of Cohere 2 none.
+    """
+    model = build_hybrid(kind, double=True)
+    context = make_context()
+    found = prepare(model, "expected-attention:sinks=0,future=5,covariance=false", context).scores
+    plain = exactness.plain_copy(model)
+    queries = {}
+
+    def note(module, args, output):
+        queries[module.layer_idx] = output[0].unflatten(-1, (-1, model.config.head_dim))
+
+    handles = [
+        layer.self_attn.q_proj.register_forward_hook(
+            lambda module, args, output, own=layer.self_attn: note(own, args, output)
+        )
+        for layer in plain.model.layers
+    ]
+    cache = plain(input_ids=context.ids, use_cache=True, past_key_values=DynamicCache())
+    for each in handles:
+        each.remove()
+    positions = torch.arange(TEXT, TEXT + 5)
+    for layer, row in full_rows(model).items():
+        query = queries[layer]
+        if kind == "gemma3_text":
+            query = plain.model.layers[layer].self_attn.q_norm(query)
+        mean = query.mean(0)  # (H * G, D)
+        if kind == "gemma3_text":
+            half = mean.shape[-1] // 2
+            frequencies = 1_000_000.0 ** (-torch.arange(half, dtype=torch.float64) / half) / 8
+            angles = positions[:, None, None] * frequencies
+            first, second = mean[:, :half], mean[:, half:]
+            turned = [
+                first * angles.cos() - second * angles.sin(),
+                second * angles.cos() + first * angles.sin(),
+            ]
+            mean = torch.cat(turned, -1).mean(0)
+        keys = cache.past_key_values.layers[layer].keys[0]
+        values = cache.past_key_values.layers[layer].values[0]
+        grouped = mean.unflatten(0, (len(keys), -1)).double()
+        weights = (grouped @ keys.mT / keys.shape[-1] ** 0.5).softmax(-1).mean(1)
+        expected = weights * values.norm(dim=-1)
+        torch.testing.assert_close(
+            found[row].double(), expected[:, S:], rtol=1e-3, atol=1e-6, check_dtype=False
+        )
+
+
+EVERY = [
+    *["kvzip:chunk=32", "kvzip+:chunk=32", "contrastkv:chunk=32", "contrastkv-simple:chunk=32"],
+    *["snapkv", "h2o", "expected-attention", "keydiff", "knorm", "streaming", "tova", "random"],
+]
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_every_evictor_evicts_the_layers_that_see_everything(spec):
+    model = build_hybrid("gemma3_text")
+    context = make_context()
+    asked = random_ids(QUESTION, 1)
+    prepared = prepare(model, spec, context)
+    assert prepared.scores.shape == (1, decoders.KV_HEADS, TEXT - S)
+    offloaded = prepare(model, spec, context, offload=True)
+    assert offloaded.scores.equal(prepared.scores)
+    cache = offloaded.evict(0.3)
+    whole = torch.cat([context.ids, asked], -1)
+    keep = cache.keep_mask(TEXT)
+    expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
+    with torch.no_grad():
+        assert error(read(model, cache, asked), expected) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-linear"])
+def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
+    model = build_hybrid("qwen3")
+    texts = ["The code of the red house is seven, and nobody lives there. " * 3, "Who? " * 30]
+    config = GateConfig(kind=kind, steps=3, tokens=30)
+    path = tmp_path / "gate.safetensors"
+    gate = train_gate(model, TOKENIZER, texts, config, path, tmp_path / "features")
+    assert len(gate.layers) == 2
+    scores = prepare(model, f"{kind.partition('-')[0]}:gate={path}").scores
+    assert scores.shape == (2, decoders.KV_HEADS, TEXT - S)
+
+
+def test_attention_matching_fits_the_layers_that_see_everything():
+    """A head that keeps all its pairs is left alone, so nothing is lost at ratio 1."""
+    model = build_hybrid("qwen3")
+    cache = prepare(model, "am-fast:queries=400").evict(0.4)
+    assert len(cache.full_attention) == 2 and len(cache.sliding) == 2
+    whole = prepare(model, "am-fast:queries=400").evict(1)
+    plain = prepare(model, "random").evict(1)
+    asked = random_ids(QUESTION, 1)
+    with torch.no_grad():
+        assert read(model, whole, asked).equal(read(model, plain, asked))
+        assert not read(model, cache, asked).equal(read(model, plain, asked))
 
 
 def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end():

@@ -12,7 +12,7 @@ from restorekv.errors import ModelError
 from restorekv.evictors.base import Model
 from restorekv.model.observer import LayerView
 from restorekv.model.rope import compute_rotation
-from restorekv.model.shape import CacheShape, get_backbone
+from restorekv.model.shape import CacheShape, get_backbone, is_hybrid
 
 
 class QueryMoments:
@@ -38,6 +38,8 @@ class QueryMoments:
         self.count = [0] * shape.layers
         self.scales = [1.0] * shape.layers  # of the layers' logits, once they were seen
         self.skip = skip
+        # In hybrid models such as Cohere 2 the layers that see the whole text may have no RoPE.
+        self.is_rotated = [not is_hybrid(model)] * shape.layers
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> None:
@@ -55,6 +57,9 @@ class QueryMoments:
         query = _project_queries(view.module, hidden).unflatten(
             0, view.query.shape[:2]
         )  # (H, G, new, D)
+        if not self.is_rotated[layer]:
+            rotated = view.query[:, :, -new:].float()
+            self.is_rotated[layer] = not torch.allclose(query, rotated, rtol=1e-2, atol=1e-2)
         mean = query.mean(-2)
         query = query - mean.unsqueeze(-2)
         step = mean - self.mean[layer]
@@ -67,8 +72,10 @@ class QueryMoments:
         self, model: Model, layer: int, start: int, future: int
     ) -> tuple[Tensor, Tensor]:
         """Return R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
-        start + future - 1.
+        start + future - 1; in a layer without RoPE that is none.
         """
+        if not self.is_rotated[layer]:
+            return self.mean[layer], self.spread[layer] / max(self.count[layer], 1)
         positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
         cos, sin = (x[0].mean(0) for x in compute_rotation(model, self.mean, positions))
         mean = self.mean[layer]

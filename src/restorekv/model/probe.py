@@ -73,6 +73,11 @@ HARMLESS = {
     "labels",
     "input_ids",
 }
+# What some of these do, for people.
+UNBUILT = {
+    "s_aux": "attention sinks in every softmax (s_aux)",
+    "softcap": "a cap on its logits (softcap)",
+}
 REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
 
 
@@ -478,7 +483,7 @@ def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
     others = []
     for name, value in call.options.items():
         if name not in HARMLESS and value is not None:
-            others.append(name)
+            others.append(UNBUILT.get(name, name))
     if others:
         raise _refusal(model, f"computes its attention with {', '.join(sorted(others))}")
     if call.options.get("is_causal") is False:
