@@ -172,9 +172,6 @@ def test_a_prefill_in_chunks_holds_the_end_in_layers_with_a_window(chunk):
 def test_scores_are_those_of_the_layers_that_see_everything():
     """Against the weights of transformers' own eager attention, in float64."""
     model = build_hybrid("gemma3_text", double=True)
-    model.config.query_pre_attn_scalar = model.config.head_dim  # SnapKV divides by sqrt(D)
-    for layer in model.model.layers:
-        layer.self_attn.scaling = model.config.head_dim**-0.5
     context = make_context()
     weights = attention_weights(model, context.ids)
     h2o = prepare(model, "h2o", context).scores
@@ -229,7 +226,8 @@ def test_expected_attention_rotates_as_the_layers_that_see_everything(kind):
         keys = cache.past_key_values.layers[layer].keys[0]
         values = cache.past_key_values.layers[layer].values[0]
         grouped = mean.unflatten(0, (len(keys), -1)).double()
-        weights = (grouped @ keys.mT / keys.shape[-1] ** 0.5).softmax(-1).mean(1)
+        scale = plain.model.layers[layer].self_attn.scaling
+        weights = (grouped @ keys.mT * scale).softmax(-1).mean(1)
         expected = weights * values.norm(dim=-1)
         torch.testing.assert_close(
             found[row].double(), expected[:, S:], rtol=1e-3, atol=1e-6, check_dtype=False
