@@ -58,7 +58,7 @@ def judge(kind: str, seed: int = 0, **overrides: object) -> tuple[Family, list[s
             mixed, others = judge(kind, seed, **variant)
             problems += others
             if outcome == WINDOWED and mixed.outcome == USED:
-                why += "; used where some layers have none"
+                why += "; used if mixed"
     return Family(kind, name, outcome, why), problems
 
 
