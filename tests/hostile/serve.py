@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,9 +37,16 @@ import openai
 import torch
 
 from restorekv import compress, load_model
-from tests.hostile.kill import disk, may_mount
 
 MODEL, SLOWEST = "tiny:best-0.2", 600
+# Flags of `restorekv serve`; vLLM is tested where it is installed (`make vllm`).
+ENGINES = {
+    "embedded": [],
+    "vllm": [
+        *("--engine", "vllm", "--documents-memory", "4M"),
+        *("--vllm-options", '{"max_model_len": 2048, "enforce_eager": true, "block_size": 32}'),
+    ],
+}
 MOST_STEPS = 3
 SLOWEST_END = 60  # seconds, on a machine that does much else; the figure that counts is printed
 TEXT = "The {0} house belongs to number {0}. The code of the {0} house is {1}. "
@@ -154,10 +161,16 @@ def upload_all(client: openai.OpenAI, documents: int) -> list[str]:
 
 
 def load(
-    folder: Path, questions: int, clients: int, documents: int, model: str, memory: str
+    folder: Path,
+    questions: int,
+    clients: int,
+    documents: int,
+    model: str,
+    memory: str,
+    engine: Sequence[str],
 ) -> int:
     """Asks everything at once; returns how many answers were wrong."""
-    server = Server(folder, "--waiting", "32", "--memory", memory, model=model)
+    server = Server(folder, "--waiting", "32", "--memory", memory, *engine, model=model)
     try:
         server.wait()
         names = upload_all(server.client(), documents)
@@ -218,11 +231,11 @@ def library(name: str, questions: int, documents: int) -> list[str]:
     return [made[number % documents].ask(question(number), 12) for number in range(questions)]
 
 
-def kills(folder: Path, count: int, seed: int) -> int:
+def kills(folder: Path, count: int, seed: int, engine: Sequence[str]) -> int:
     """Kills the server at random moments; returns how often it came up wrong."""
     chance, known, wrong = random.Random(seed), {}, 0
     for number in range(count):
-        server = Server(folder)
+        server = Server(folder, *engine)
         up = server.wait()
         client = server.client()
         for name, (index, answer) in list(known.items()):
@@ -246,7 +259,7 @@ def kills(folder: Path, count: int, seed: int) -> int:
             f"{len(halves)} temporary files",
             flush=True,
         )
-    server = Server(folder)
+    server = Server(folder, *engine)
     server.wait()
     left = [path.name for path in folder.rglob("*") if path.suffix == ".tmp"]
     server.stop()
@@ -381,6 +394,12 @@ class FullDisk:
 
 def disks(place: Path, count: int, seed: int) -> int:
     """Fills disks; returns how much went wrong."""
+    # Its module needs more than vLLM's environment has.
+    from tests.hostile.kill import disk, may_mount
+
+    if not may_mount(place):
+        print("full disks are left out: mounting is not allowed here", flush=True)
+        return 0
     wrong = 0
     for number in range(count):
         chance = random.Random(f"{seed}/{number}")
@@ -604,7 +623,11 @@ def main() -> None:
         "--model", default="tiny", help="of the questions; the kills have the tiny one"
     )
     parser.add_argument("--memory", default="4M", help="of the documents held")
+    parser.add_argument(
+        "--engine", default="embedded", help="who answers questions and is killed: vllm, too"
+    )
     given, wrong = parser.parse_args(), 0
+    engine = ENGINES[given.engine]
     with tempfile.TemporaryDirectory(prefix="restorekv-serve-") as name:
         if given.questions:
             wrong += load(
@@ -614,6 +637,7 @@ def main() -> None:
                 given.documents,
                 given.model,
                 given.memory,
+                engine,
             )
         if given.mixed:
             wrong += mixed(
@@ -622,10 +646,8 @@ def main() -> None:
         if given.ends:
             wrong += ends(Path(name) / "ends", given.ends, given.seed)
         if given.kills:
-            wrong += kills(Path(name) / "kills", given.kills, given.seed)
-        if given.disks and not may_mount(Path(name)):
-            print("full disks are left out: mounting is not allowed here", flush=True)
-        elif given.disks:
+            wrong += kills(Path(name) / "kills", given.kills, given.seed, engine)
+        if given.disks:
             wrong += disks(Path(name), given.disks, given.seed)
     sys.exit(f"{wrong} wrong" if wrong else 0)
 

@@ -150,6 +150,34 @@ def test_plain_and_asking_requests_share_a_step(pool, layer):
         assert (found[own] - wanted).abs().max() < 1e-5, name
 
 
+def test_steps_share_what_their_documents_have_in_common(pool):
+    """Until another set of documents is asked, or a document lies elsewhere."""
+    backend = RaggedBackend()
+    documents = {"a": make_document([[5, 0]], DIM, 1), "b": make_document([[9, 4]], DIM, 2)}
+    for name, document in documents.items():
+        pool.put(name, document)
+
+    def check_step(names, seen):
+        query, kv_cache, metadata = make_step([(PLACEHOLDERS + seen, 1)] * len(names), seen)
+        firsts = metadata.block_table[:, 0].tolist()
+        worker_state.begin_step(dict(zip(firsts, names, strict=True)))
+        found = run(backend, 0, query, kv_cache, metadata)
+        for row, name in enumerate(names):
+            own, table = query[row : row + 1], metadata.block_table[row]
+            wanted = expect(backend, 0, documents[name], own, kv_cache, table, PLACEHOLDERS + seen)
+            assert (found[row] - wanted[0]).abs().max() < 1e-5
+        return worker_state.last_batch()
+
+    first = check_step(["a", "b"], 3)
+    assert check_step(["a", "b"], 4) is first
+    assert check_step(["b", "a"], 5) is not first
+    second = check_step(["a", "b"], 6)
+    pool.drop("a")
+    documents["a"] = make_document([[30, 2]], DIM, 3)
+    pool.put("a", documents["a"])
+    assert check_step(["a", "b"], 7) is not second
+
+
 def test_a_step_without_documents_is_vllms_own(pool):
     query, kv_cache, metadata = make_step([(30, 3), (7, 7)])
     worker_state.begin_step({12345: "a"})
@@ -190,15 +218,13 @@ def test_log_sum_exps_of_a_kernel_without_them(shift):
     values = torch.randn(50, DIM, generator=generator)
 
     def attend(sink):
-        rest = (
-            logits if sink is None else torch.cat([logits, logits.new_full((20, 3, 1), sink)], -1)
-        )
-        return rest.softmax(-1)[..., :50] @ values
+        with_sink = torch.cat([logits, logits.new_full((20, 3, 1), sink)], -1)
+        return logits.softmax(-1) @ values, with_sink.softmax(-1)[..., :50] @ values
 
     output, lse = measure_log_sum_exp(attend)
     wanted = logits.double().logsumexp(-1)
     assert (lse - wanted).abs().max() < 2e-5
-    assert output.equal(attend(None))
+    assert output.equal(attend(0.0)[0])
 
 
 def test_merging_is_one_softmax():

@@ -19,6 +19,7 @@ from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.serve.engine import AwayError
 from restorekv.serve.vllm_documents import FORMS, DocumentForm
 from restorekv.storage.portable import MARK
+from restorekv.vllm import plugin
 
 ENDED = "vLLM ended the request with an error; its log says why"
 
@@ -124,7 +125,9 @@ class InProcessVllm:
         )
         try:
             engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
-            with _set_environment(self.form.environment):
+            # vLLM's processes end with this one (plugin.py).
+            server = {plugin.SERVER: str(os.getpid())}
+            with _set_environment({**self.form.environment, **server}):
                 self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
         except (TypeError, ValueError, RuntimeError) as error:
             raise RestoreKVError(

@@ -1,10 +1,12 @@
 """vLLM's attention on a CPU, for questions over compressed documents as well.
 
-The CPU kernel returns no log-sum-exp; `measure_log_sum_exp` finds it with a second call.
+The CPU kernel returns no log-sum-exp. `measure_log_sum_exp` finds it from a second output: every
+query is twice in a call, without a sink and with one, and pairs are read once for both.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +21,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from restorekv.vllm import worker_state
-from restorekv.vllm.ragged_attention import RaggedAttention, Sequences
+from restorekv.vllm.document_batch import Sequences
+from restorekv.vllm.ragged_attention import RaggedAttention
 from restorekv.vllm.step_rows import measure_log_sum_exp
+
+NO_SINK = -1e30  # a logit to whose power e is 0
 
 
 class RaggedCPUBackend(CPUAttentionBackend):
@@ -87,7 +92,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         queries: Tensor,
         halves: tuple[Tensor, ...],
         sequences: Sequences,
-        sink: float | None,
+        sink: float,
         *,
         causal: bool,
         kv_heads: int,
@@ -95,14 +100,17 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         kv_cache_dtype: str,
         k_scale: float,
         v_scale: float,
-    ) -> Tensor:
-        """Run vLLM's kernel, with a sink of one logit in all heads or without."""
-        heads = queries.shape[1]
+    ) -> tuple[Tensor, Tensor]:
+        """Run vLLM's kernel; return outputs (N, heads, D) without a sink, and with one."""
+        count, heads, dim = queries.shape
+        # The heads of a KV head are neighbors, so both copies lie there.
+        groups = queries.view(count, kv_heads, 1, heads // kv_heads, dim)
+        twice = groups.expand(-1, -1, 2, -1, -1).reshape(count, 2 * heads, dim)
         if "cpu" not in sequences.schedule:
             # How the kernel divides the work; it is the same for all layers of a step.
             sequences.schedule["cpu"] = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=len(sequences.lengths),
-                num_heads=heads,
+                num_heads=2 * heads,
                 num_kv_heads=kv_heads,
                 head_dim=self.head_size,
                 seq_lens=sequences.lengths,
@@ -114,9 +122,9 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
                 kv_cache_dtype=kv_cache_dtype,
             )
-        output = torch.empty_like(queries)
+        output = torch.empty_like(twice)
         ops.cpu_attention_with_kv_cache(
-            query=queries,
+            query=twice,
             key_cache=halves[0],
             value_cache=halves[1],
             output=output,
@@ -129,12 +137,13 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
             block_table=sequences.table,
             softcap=0,
             scheduler_metadata=sequences.schedule["cpu"],
-            s_aux=None if sink is None else torch.full((heads,), sink),
+            s_aux=_make_sinks(sink, kv_heads, heads // kv_heads),
             k_scale=k_scale,
             v_scale=v_scale,
             kv_cache_dtype=kv_cache_dtype,
         )
-        return output
+        plain, sunk = output.view(count, kv_heads, 2, -1, dim).unbind(2)
+        return plain.reshape(queries.shape), sunk.reshape(queries.shape)
 
     def _write_pages(self, pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write pairs in the layout that the kernel reads with this CPU's instructions."""
@@ -142,6 +151,13 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         ops.cpu_attn_reshape_and_cache(
             keys.contiguous(), values.contiguous(), key_half, value_half, slots, self.page_isa
         )
+
+
+@cache
+def _make_sinks(sink: float, kv_heads: int, groups: int) -> Tensor:
+    """Return logits of sinks, of which the first copy of a KV head's queries has none."""
+    of_kv_head = [NO_SINK] * groups + [sink] * groups
+    return torch.tensor(of_kv_head * kv_heads)
 
 
 def _split_pages(pages: Tensor) -> tuple[Tensor, ...]:

@@ -20,8 +20,9 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
+from restorekv.vllm.document_batch import Sequences
 from restorekv.vllm.flat_pages import write_pages
-from restorekv.vllm.ragged_attention import RaggedAttention, Sequences
+from restorekv.vllm.ragged_attention import RaggedAttention
 
 KNOWN_VERSIONS = (2, 3)  # of FlashAttention, whose pages and log-sum-exps are as used here
 

@@ -1,15 +1,23 @@
 """The entry point `vllm.general_plugins`: puts restorekv's attention backends into vLLM's registry.
 
 vLLM calls `register` in every process, restorekv's backends are asked for or not. Without the
-environment variable RESTOREKV_VLLM=1 it does nothing.
+environment variable RESTOREKV_VLLM=1 it registers nothing.
+
+Processes of vLLM that `restorekv serve` started end with it, even if it is killed: vLLM's engine
+would otherwise live on, with its memory.
 """
 
 import logging
 import os
+import threading
+import time
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED = ("0.32.0",)
 OPTION = "RESTOREKV_VLLM"
+SERVER = "RESTOREKV_SERVER"  # the process id of a `restorekv serve` that starts vLLM
+WATCH = "restorekv-watch"  # a thread's name
+INTERVAL = 1.0  # seconds between two looks at it
 
 log = logging.getLogger("vllm.restorekv")
 
@@ -20,12 +28,31 @@ def register() -> None:
     Raises:
         RuntimeError: this version of vLLM was not tested.
     """
+    server = os.environ.get(SERVER, "")
+    if server.isdigit() and os.getppid() == int(server):
+        end_with_parent()
     if os.environ.get(OPTION) != "1":
         return
     check_version()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "restorekv.vllm.cpu_backend.RaggedCPUBackend")
+
+
+def end_with_parent() -> None:
+    """Have this process end soon after its parent, which cannot say so if it is killed.
+
+    Processes that this one started end with it, by vLLM's own means.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(INTERVAL)
+        os._exit(1)
+
+    if not any(thread.name == WATCH for thread in threading.enumerate()):
+        threading.Thread(target=watch, name=WATCH, daemon=True).start()
 
 
 def check_version() -> None:

@@ -19,50 +19,24 @@ from torch import Tensor
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
-from restorekv.vllm.page_pool import PagePool, PageTable, PageWriter
+from restorekv.vllm.document_batch import DocumentBatch, Sequences, make_starts
+from restorekv.vllm.page_pool import PagePool, PageWriter
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
-from restorekv.vllm.step_rows import (
-    find_document_rows,
-    index_heads_as_sequences,
-    index_tokens,
-    merge,
-)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Queries and pages of one call of a kernel over N sequences.
-
-    starts (N + 1,) int32: the first query of every sequence, then their number; lengths (N,) int32:
-    pairs that the last query of a sequence sees; table (N, W) int32: pages; most_queries, longest:
-    the largest difference of `starts` and the largest of `lengths`, known to the host.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    table: Tensor
-    most_queries: int
-    longest: int
-    # What a kernel prepares for these sequences; they serve all layers of a step.
-    schedule: dict[str, Any]
+from restorekv.vllm.step_rows import find_document_rows, index_tokens, merge
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the tokens of a step attend to; the same for all layers but for the documents' tables.
+    """What the tokens of a step attend to; it serves all layers.
 
     tokens (R,): of the step, those of one document together; plain: whether the step has other
-    tokens, too; order (R * H,): how pairs of token and KV head are sorted by document, head, token;
-    counts: tokens of every document.
+    tokens, too; tail: what every request has in vLLM's pool.
     """
 
     tokens: Tensor
     plain: bool
     tail: Sequences
-    documents: list[PageTable]
-    counts: list[int]
-    starts: Tensor
-    order: Tensor
+    batch: DocumentBatch
 
 
 _NOT_PLANNED = object()
@@ -198,29 +172,33 @@ class RaggedAttention:
         row_tails = [row.tail for row in rows]
         table_rows = torch.tensor([row.table_row for row in rows], device=device)
         tail = Sequences(
-            starts=_starts(row_counts, device),
+            starts=make_starts(row_counts, device),
             lengths=torch.tensor(row_tails, dtype=torch.int32, device=device),
             table=metadata.block_table[table_rows, PLACEHOLDERS // block_size :].contiguous(),
             most_queries=max(row_counts),
             longest=max(row_tails),
             schedule={},
         )
-        of_document: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for row in rows:
-            of_document[row.document] = of_document.get(row.document, 0) + row.count
-        counts = list(of_document.values())
-        per_head = [count for count in counts for _ in range(self.num_kv_heads)]
+            counts[row.document] = counts.get(row.document, 0) + row.count
         tokens = index_tokens(rows)
-        pool = worker_state.pool()
         return StepPlan(
             tokens=tokens.to(device),
             plain=len(tokens) < metadata.num_actual_tokens,
             tail=tail,
-            documents=[pool.tables[name] for name in of_document],
-            counts=counts,
-            starts=_starts(per_head, device),
-            order=index_heads_as_sequences(counts, self.num_kv_heads).to(device),
+            batch=self._make_batch(counts, device),
         )
+
+    def _make_batch(self, counts: Mapping[str, int], device: torch.device) -> DocumentBatch:
+        """Return the batch of documents with these tokens; that of the last step if it fits."""
+        pool = worker_state.pool()
+        documents = [pool.tables[name] for name in counts]
+        batch = worker_state.last_batch()
+        if batch is None or not batch.is_of(documents, list(counts.values())):
+            batch = DocumentBatch(documents, list(counts.values()), self.num_kv_heads, device)
+            worker_state.keep_batch(batch)
+        return batch
 
     def _attend_documents(
         self, queries: Tensor, plan: StepPlan, number: int
@@ -233,38 +211,15 @@ class RaggedAttention:
         count = len(queries)
         groups = self.num_heads // self.num_kv_heads
         by_head = queries.reshape(count * self.num_kv_heads, groups, self.head_size)
-        tables = [document.tables[number] for document in plan.documents]
-        width = max(table.shape[1] for table in tables)
-        sequences = Sequences(
-            starts=plan.starts,
-            lengths=torch.cat([document.lengths[number] for document in plan.documents]),
-            table=torch.cat(
-                [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
-            ),
-            most_queries=max(plan.counts),
-            longest=max(document.longest[number] for document in plan.documents),
-            schedule={},
-        )
-        sorted_output, sorted_lse = self.attend_pages(by_head[plan.order].contiguous(), sequences)
-        self._hide_empty_heads(sorted_lse, plan, number)
-        output = sorted_output.new_empty(sorted_output.shape)
-        output[plan.order] = sorted_output
-        lse = sorted_lse.new_empty(sorted_lse.shape)
-        lse[plan.order] = sorted_lse
+        sequences, empty = plan.batch.of_layer(number)
+        output, lse = self.attend_pages(by_head[plan.batch.order], sequences)
+        if empty is not None:
+            # Their page has one pair of zeros, which gets no weight.
+            lse[empty] = -torch.inf
         return (
-            output.view(count, self.num_heads, self.head_size),
-            lse.view(count, self.num_heads),
+            output[plan.batch.places].view(count, self.num_heads, self.head_size),
+            lse[plan.batch.places].view(count, self.num_heads),
         )
-
-    def _hide_empty_heads(self, lse: Tensor, plan: StepPlan, number: int) -> None:
-        """Give heads without a pair, whose page has one of zeros, no weight."""
-        first = 0
-        for document, count in zip(plan.documents, plan.counts, strict=True):
-            end = first + count * self.num_kv_heads
-            empty = document.empty[number]
-            if empty is not None:
-                lse[first:end][empty.repeat_interleave(count)] = -torch.inf
-            first = end
 
 
 def refuse_special_attention(special: Mapping[str, bool]) -> None:
@@ -275,8 +230,3 @@ def refuse_special_attention(special: Mapping[str, bool]) -> None:
                 f"The model's attention has {name}, with which documents are not served; unset "
                 "RESTOREKV_VLLM to serve the model without documents."
             )
-
-
-def _starts(counts: list[int], device: torch.device) -> Tensor:
-    """Return where sequences of these lengths begin, and where the last one ends."""
-    return torch.tensor([0, *counts], device=device).cumsum(0).int()

@@ -96,25 +96,27 @@ def index_heads_as_sequences(counts: Sequence[int], heads: int) -> Tensor:
 
 
 def measure_log_sum_exp(
-    attend: Callable[[float | None], Tensor],
+    attend: Callable[[float], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Return attention's output (..., D) and the log-sum-exp (...) of its logits, both float32.
 
-    A kernel that returns no log-sum-exp Z is run again with a sink of logit s, which adds e^s to
+    A kernel that returns no log-sum-exp Z also attends with a sink of logit s, which adds e^s to
     the softmax's denominator: O_s = O * Z / (Z + e^s). The share rho = <O_s, O> / <O, O> gives
     log Z = s + log(rho) - log(1 - rho).
 
     Args:
-        attend: runs the kernel without a sink (None) or with one of this logit.
+        attend: runs the kernel, and returns its outputs without a sink and with one of this logit.
     """
-    plain = attend(None).float()
+    plain, sunk = (output.float() for output in attend(SINKS[0]))
     norms = plain.square().sum(-1)
     lse = torch.full_like(norms, -torch.inf)
     missing = norms > 0  # nothing but zero values: no weight changes the result
     for sink in SINKS:
         if not bool(missing.any()):
             break
-        share = (attend(sink).float() * plain).sum(-1) / norms
+        if sink != SINKS[0]:
+            sunk = attend(sink)[1].float()
+        share = (sunk * plain).sum(-1) / norms
         sound = missing & (share > SMALLEST_SHARE) & (share < LARGEST_SHARE)
         found = sink + share.log() - torch.log1p(-share)
         lse = torch.where(sound, found, lse)

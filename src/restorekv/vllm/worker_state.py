@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from restorekv.vllm.document_batch import DocumentBatch
 from restorekv.vllm.page_pool import PagePool
 
 MEMORY = 1 << 30  # bytes of documents, unless the connector's options say otherwise
@@ -16,6 +17,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _pools: dict[str, PagePool] = {}  # of the newest engine of this process, by its instance id
 _step: Mapping[int, str] = {}
+_batch: DocumentBatch | None = None  # of the last step that asked documents
 _numbers: dict[str, int] = {}
 
 
@@ -59,6 +61,7 @@ def reserve_pool(engine: str, make_pool: Callable[[], PagePool]) -> PagePool:
 def forget_pools() -> None:
     """Give the memory of an engine that ended back."""
     _pools.clear()
+    keep_batch(None)
 
 
 def pool() -> PagePool:
@@ -86,6 +89,17 @@ def end_step() -> None:
 def current_step() -> Mapping[int, str]:
     """Return what `begin_step` was given."""
     return _step
+
+
+def last_batch() -> DocumentBatch | None:
+    """Return what `keep_batch` was given."""
+    return _batch
+
+
+def keep_batch(batch: DocumentBatch | None) -> None:
+    """Keep a batch of documents for the next step, which often asks the same ones."""
+    global _batch
+    _batch = batch
 
 
 def layer_number(name: str) -> int:

@@ -1,0 +1,110 @@
+"""The documents of a step as sequences for an attention kernel: every KV head is one.
+
+What does not depend on the queries is made once for a set of documents, and serves all steps until
+another set is asked: while answers are written, that is nearly every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from restorekv.vllm.page_pool import PageTable
+from restorekv.vllm.step_rows import index_heads_as_sequences
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Queries and pages of one call of a kernel over N sequences.
+
+    starts (N + 1,) int32: the first query of every sequence, then their number; lengths (N,) int32:
+    pairs that the last query of a sequence sees; table (N, W) int32: pages; most_queries, longest:
+    the largest difference of `starts` and the largest of `lengths`, known to the host.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    table: Tensor
+    most_queries: int
+    longest: int
+    # What a kernel prepares for these sequences.
+    schedule: dict[str, Any]
+
+
+class DocumentBatch:
+    """Documents, and how many tokens of a step ask each.
+
+    order (R * H,): how pairs of token and KV head are sorted by document, head, token; places
+    (R * H,): the inverse.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[PageTable],
+        counts: Sequence[int],
+        heads: int,
+        device: torch.device,
+    ) -> None:
+        """Sort the tokens.
+
+        Args:
+            documents: where they lie.
+            counts: tokens that ask each.
+            heads: H, KV heads of a rank.
+            device: of the attention.
+        """
+        self.documents = list(documents)
+        self.counts = list(counts)
+        self.order = index_heads_as_sequences(counts, heads).to(device)
+        self.places = self.order.argsort()
+        per_head = [count for count in counts for _ in range(heads)]
+        self.starts = make_starts(per_head, device)
+        self.repeats = torch.tensor(per_head, device=device)
+        self._layers: dict[int, tuple[Sequences, Tensor | None]] = {}
+
+    def is_of(self, documents: Sequence[PageTable], counts: Sequence[int]) -> bool:
+        """Whether these are the documents, at the same places, and their tokens."""
+        return (
+            self.counts == list(counts)
+            and len(self.documents) == len(documents)
+            and all(one is other for one, other in zip(self.documents, documents, strict=True))
+        )
+
+    def of_layer(self, number: int) -> tuple[Sequences, Tensor | None]:
+        """Return a layer's sequences, and which sorted queries (R * H,) ask a head without a pair.
+
+        The latter is None where every head has pairs.
+        """
+        if number not in self._layers:
+            self._layers[number] = self._make_layer(number)
+        return self._layers[number]
+
+    def _make_layer(self, number: int) -> tuple[Sequences, Tensor | None]:
+        tables = [document.tables[number] for document in self.documents]
+        width = max(table.shape[1] for table in tables)
+        padded = [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
+        sequences = Sequences(
+            starts=self.starts,
+            lengths=torch.cat([document.lengths[number] for document in self.documents]),
+            table=torch.cat(padded),
+            most_queries=max(self.counts),
+            longest=max(document.longest[number] for document in self.documents),
+            schedule={},
+        )
+        empty = []
+        for document, table in zip(self.documents, tables, strict=True):
+            of_heads = document.empty[number]
+            if of_heads is None:
+                of_heads = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+            empty.append(of_heads)
+        of_queries = torch.cat(empty).repeat_interleave(self.repeats)
+        return sequences, of_queries if bool(of_queries.any()) else None
+
+
+def make_starts(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return where sequences of these lengths begin, and where the last one ends, int32."""
+    return torch.tensor([0, *counts], device=device).cumsum(0).int()
