@@ -33,6 +33,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -53,7 +54,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import allocate
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.generation.decoding import compute_next_logits
+from restorekv.generation.fixed_steps import locate_last_logits
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.offload import trim_heap
@@ -287,6 +288,21 @@ def time_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     ids = torch.tensor([[0]])
     position = torch.tensor([[tokens]])
     return lambda: compute_next_logits(model, ids, None, position, cache).max(-1).indices
+
+
+def compute_next_logits(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache
+) -> Tensor:
+    """Return the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns); None is causal."""
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=locate_last_logits(ids),
+    )
+    return output.logits[:, -1]
 
 
 def time_in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:

@@ -425,7 +425,9 @@ def answer_document(bench: Bench, document: SourceDocument) -> dict:
         encode_question(bench.tokenizer, context, question, empty=True)[0] for question in questions
     ]
     choosers = [GreedyUntilLoop(LOOP) for _ in prompts]
-    ids = generate_ids(bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, rows=choosers)
+    ids = generate_ids(
+        bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, choosers=choosers
+    )
     print(document.name, flush=True)
     return {
         "name": document.name,

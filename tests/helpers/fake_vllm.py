@@ -39,8 +39,9 @@ class FakeVllm:
         support.prepare_model(model)
         self.model, self.tokenizer = model, tokenizer
         self.asked: list[dict] = []
-        # Requests whose client has gone; answers wait while it is not open.
-        self.left, self.open = 0, True
+        # Requests whose client has gone; answers wait while it is not open, and after their first
+        # token while it does not go on.
+        self.left, self.open, self.goes_on = 0, True, True
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.complete)
@@ -89,6 +90,8 @@ class FakeVllm:
                     if piece
                 ):
                     yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+                    while not self.goes_on:
+                        await asyncio.sleep(0.02)
                 details = {"prompt_tokens_details": {"cached_tokens": 7}}
                 yield f"data: {json.dumps({'choices': [], 'usage': details})}\n\n"
             yield "data: [DONE]\n\n"

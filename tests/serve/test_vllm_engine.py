@@ -7,6 +7,7 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -227,6 +228,33 @@ def test_more_questions_than_wait_and_clients_who_leave(client, file, fake):
     finally:
         fake.open = True
     until(lambda: succeeds(lambda: ask(client, about(file))))
+
+
+def test_questions_that_are_written_do_not_wait(client, file, fake):
+    """They count neither in the figure of those that wait nor against the limit of six."""
+    metrics = str(client.base_url).replace("/v1/", "/metrics")
+
+    def count(name: str) -> float:
+        lines = urlopen(metrics).read().decode().splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(name)))
+
+    fake.goes_on = False
+    asked = len(fake.asked)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            questions = [about(file, question=f"{number}?") for number in range(8)]
+            streams = list(pool.map(lambda each: ask(client, each, stream=True), questions[:6]))
+            firsts = [next(iter(stream)) for stream in streams]
+            until(lambda: count("restorekv_questions_answering ") == 6)
+            assert count("restorekv_questions_waiting ") == 0 and len(firsts) == 6
+            late = [pool.submit(ask, client, each) for each in questions[6:]]
+            until(lambda: len(fake.asked) == asked + 8)
+            fake.goes_on = True
+            assert all(each.result(30).choices for each in late)
+            for stream in streams:
+                assert list(stream)
+    finally:
+        fake.goes_on = True
 
 
 def succeeds(call) -> bool:

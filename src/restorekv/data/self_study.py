@@ -145,7 +145,7 @@ class SelfStudy:
             [each.cache for each in asked],
             prompts,
             list(limits),
-            rows=choosers,
+            choosers=choosers,
             batch=LARGE_BATCH,
         )
         attempts = []

@@ -114,7 +114,7 @@ def answer_questions(
     caches = []
     row_limits = []
     seeds = []
-    read = []
+    prompt_ids = []  # with the context's, for penalties of repetition
     for (context, cache, question), limit in zip(asked, limits, strict=True):
         prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
         for sample in range(sampling.samples):
@@ -122,10 +122,10 @@ def answer_questions(
             caches.append(cache)
             row_limits.append(limit)
             seeds.append(sampling.seed + sample)
-            read.append(torch.cat([context.ids[0], prompt])[None])
-    choosers = make_choosers(sampling, tokenizer, read, seeds, stops)
+            prompt_ids.append(torch.cat([context.ids[0], prompt])[None])
+    choosers = make_choosers(sampling, tokenizer, prompt_ids, seeds, stops)
     ids = decoding.generate_ids(
-        model, tokenizer, caches, prompts, row_limits, graph=graph, rows=choosers
+        model, tokenizer, caches, prompts, row_limits, graph=graph, choosers=choosers
     )
     answers = []
     for row, written in enumerate(ids):
@@ -136,7 +136,11 @@ def answer_questions(
 
 
 def make_answer(
-    tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: TokenChooser | None
+    tokenizer: Tokenizer,
+    ids: list[int],
+    stops: set[int],
+    prompt_tokens: int,
+    chooser: TokenChooser | None,
 ) -> Answer:
     """Return what was written as an Answer, whose text starts with no space and ends before any
     stop string.
@@ -145,22 +149,22 @@ def make_answer(
         tokenizer: The model's tokenizer.
         ids: What was written, at least one id.
         stops: The EOS ids.
-        read: How many tokens the question has, with the template around it.
-        row: What chose the ids, None where the likeliest ones were taken.
+        prompt_tokens: How many tokens the question has, with the template around it.
+        chooser: What chose the ids, None where the likeliest ones were taken.
     """
     text = decoding.decode_answer(tokenizer, ids, stops)
     cut = None
     logprobs = None
     top = None
     ended = ids[-1] in stops
-    if row is not None:
-        cut = find_first_stop(row.sampling.stop, text)
-        ended = ended or cut is not None or row.ends()
-        if row.sampling.logprobs is not None:
-            logprobs = tuple(row.logprobs)
-            top = tuple(row.top)
+    if chooser is not None:
+        cut = find_first_stop(chooser.sampling.stop, text)
+        ended = ended or cut is not None or chooser.ends()
+        if chooser.sampling.logprobs is not None:
+            logprobs = tuple(chooser.logprobs)
+            top = tuple(chooser.top)
     finish = "stop" if ended else "length"
-    return Answer(text[:cut].lstrip(), tuple(ids), finish, read, logprobs, top)
+    return Answer(text[:cut].lstrip(), tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
 def to_result(written: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
@@ -183,20 +187,22 @@ def stream_answer(
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
     prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
     stops = decoding.get_stop_ids(model, tokenizer)
-    rows = make_choosers(
+    choosers = make_choosers(
         sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stops
     )
-    written = decoding.generate_tokens(
-        model, tokenizer, cache, [prompt], decoding.parse_limits(max_new_tokens, 1), rows=rows
-    )
+    limits = decoding.parse_limits(max_new_tokens, 1)
+    written = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
     return stream_text(tokenizer, (token for _, token in written), stops, sampling.stop)
 
 
 def stream_text(
-    tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()
+    tokenizer: Tokenizer,
+    written: Iterable[int],
+    eos_ids: set[int],
+    stop_strings: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yield the text of a growing answer as soon as it is certain."""
-    text = GrowingText(tokenizer, stops, stop)
+    text = GrowingText(tokenizer, eos_ids, stop_strings)
     for token in written:
         if piece := text.push(token):
             yield piece
@@ -211,12 +217,14 @@ class GrowingText:
     As a whole it starts with no space and ends before any stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: set[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_ids: set[int], stop_strings: Sequence[str] = ()
+    ) -> None:
         self.tokenizer = tokenizer
-        self.stops = stops
-        self.stop = stop
+        self.eos_ids = eos_ids
+        self.stop_strings = stop_strings
         self.stream = TextStream(tokenizer, skip_special_tokens=True)
-        # An id of `stops`, which is part of the text only if another one follows.
+        # An id of `eos_ids`, which is part of the text only if another one follows.
         self.end: int | None = None
         self.sent = 0  # characters
 
@@ -224,11 +232,11 @@ class GrowingText:
         """Return what has become certain with this token."""
         if self.end is not None:
             self.stream.push(self.end)
-        self.end = token if token in self.stops else None
+        self.end = token if token in self.eos_ids else None
         if self.end is None:
             self.stream.push(token)
         text = self.shorten(self.stream.certain)
-        return self.upto(text, len(text) - count_uncertain(text, self.stop))
+        return self.upto(text, len(text) - count_uncertain(text, self.stop_strings))
 
     def rest(self) -> str:
         """Return what is left at the end."""
@@ -237,7 +245,7 @@ class GrowingText:
 
     def shorten(self, text: str) -> str:
         """Return a text without spaces at its start, up to the first stop string."""
-        return text[: find_first_stop(self.stop, text)].lstrip()
+        return text[: find_first_stop(self.stop_strings, text)].lstrip()
 
     def upto(self, text: str, end: int) -> str:
         """Return what was not returned before of the first `end` characters."""
@@ -246,10 +254,10 @@ class GrowingText:
         return text[start : self.sent]
 
 
-def count_uncertain(text: str, stop: Sequence[str]) -> int:
+def count_uncertain(text: str, stop_strings: Sequence[str]) -> int:
     """Return how many characters at the end of a text may be the start of a stop string."""
     longest = 0
-    for each in stop:
+    for each in stop_strings:
         for size in range(1, len(each)):
             if text.endswith(each[:size]):
                 longest = max(longest, size)

@@ -279,8 +279,9 @@ class Chat:
             chooser = TokenChooser(sampling, tokenizer, read, sampling.seed, constraint)
         start = time.perf_counter()
         batch = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
+        choosers = [chooser] if chooser else None
         steps = decoding.decode_batch(
-            document.model, self.cache, batch, [limit], stops, rows=[chooser] if chooser else None
+            document.model, self.cache, batch, [limit], stops, choosers=choosers
         )
         written: list[int] = []
         times: list[float] = []

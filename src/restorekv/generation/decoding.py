@@ -29,7 +29,6 @@ from restorekv.generation.fixed_steps import (
     FixedSteps,
     can_graph,
     find_likeliest,
-    locate_last_logits,
 )
 from restorekv.generation.sampling import TokenChooser, refuse_not_finite
 from restorekv.model.attention.naive import make_causal_mask
@@ -50,7 +49,7 @@ def generate_ids(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    rows: Sequence[TokenChooser] | None = None,
+    choosers: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
     """Return the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
@@ -59,7 +58,7 @@ def generate_ids(
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for row, token in generate_tokens(
-        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, rows, batch
+        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, choosers, batch
     ):
         answers[row].append(token)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
@@ -73,7 +72,7 @@ def generate_tokens(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    rows: Sequence[TokenChooser] | None = None,
+    choosers: Sequence[TokenChooser] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
     """Yield the answers token by token, as (row, id). A consumer may raise or stop at any token.
@@ -86,7 +85,7 @@ def generate_tokens(
         max_new_tokens: How long an answer may be: one limit, or one for each prompt.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
         graph: Make every step the same work, on a GPU a CUDA graph.
-        rows: What chooses the tokens of each answer; None takes the likeliest ones.
+        choosers: What chooses the tokens of each answer; None takes the likeliest ones.
         batch: How many answers are written at once.
     """
     prompts = [prompt.flatten().cpu() for prompt in prompts]
@@ -108,7 +107,7 @@ def generate_tokens(
             stops,
             first_may_stop,
             graph,
-            rows[part] if rows else None,
+            choosers[part] if choosers else None,
         )
         for row, token in written:
             yield start + row, token
@@ -154,7 +153,7 @@ def decode_batch(
     stops: set[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    rows: Sequence[TokenChooser] | None = None,
+    choosers: Sequence[TokenChooser] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (row, id) for every row of a batch that `pad_prompts` made; `cache` grows by all but
     each row's last token.
@@ -162,7 +161,7 @@ def decode_batch(
     `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
     makes every token's step the same work, on a GPU a CUDA graph.
     """
-    groups = make_groups(cache, batch, limits, rows)
+    groups = make_groups(cache, batch, limits, choosers)
     active = [row for group in groups for row in group.rows]
     cancelled = CANCELLED.get()
     steps = None
@@ -282,7 +281,7 @@ def make_groups(
     cache: Cache,
     batch: tuple[Tensor, Tensor, Tensor],
     limits: Sequence[int],
-    rows: Sequence[TokenChooser] | None,
+    choosers: Sequence[TokenChooser] | None,
 ) -> list[Group[ActiveRow]]:
     """Return the rows of a batch that `pad_prompts` made, a group for each context; `cache` is
     what `fork_caches` returned.
@@ -299,9 +298,10 @@ def make_groups(
         places = range(first, first + len(own[0].keys))
         part = slice(first, places.stop)
         columns = own[0].columns + width
-        active = [
-            ActiveRow(place, limits[place], rows[place] if rows else None) for place in places
-        ]
+        active = []
+        for place in places:
+            chooser = choosers[place] if choosers else None
+            active.append(ActiveRow(place, limits[place], chooser))
         sees = visible[part, visible.shape[1] - columns :] if hides else None
         groups.append(Group(list(own), active, ids[part], positions[part], sees))
         first = places.stop
@@ -359,7 +359,7 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         if not group.unfinished:
             last += range(first + block.queries - 1, first + block.tokens, block.queries)
         first += block.tokens
-    wanted: int | Tensor = 0  # all of them
+    wanted: int | Tensor = 0  # transformers' word for all of them
     if len(last) < first:
         wanted = torch.tensor(last or [first - 1], device=ids.device)
     output = model(
@@ -393,21 +393,6 @@ def pad_prompts(
     sees_restore = pad.new_ones(len(pad), before, dtype=torch.bool)
     visible = torch.cat([sees_restore, columns >= pad], -1)
     return ids.to(model.device), positions.to(model.device), visible.to(model.device)
-
-
-def compute_next_logits(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache
-) -> Tensor:
-    """Return the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns); None is causal."""
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=locate_last_logits(ids),
-    )
-    return output.logits[:, -1]
 
 
 def choose_ids(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[int]]:

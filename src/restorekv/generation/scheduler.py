@@ -34,6 +34,11 @@ SLACK = 64  # columns of padding that are always allowed in a row
 ROOM = 32  # columns for answers that a block of tails is made with
 
 
+def _never_cancelled() -> bool:
+    """Return False: somebody always waits for a task without a `cancelled` of its own."""
+    return False
+
+
 class IsolatedChooser:
     """A row's chooser whose errors end its own question and nobody else's."""
 
@@ -65,7 +70,7 @@ class AnswerTask:
         cache: the context, of which the task takes forks.
         prompt: the ids (q,) that the model reads after it.
         limit: tokens that an answer may have.
-        rows: a chooser for each answer.
+        choosers: one for each answer.
         cancelled: whether nobody waits for the answers any more; asked before every step.
         label: the caller's own.
     """
@@ -73,8 +78,8 @@ class AnswerTask:
     cache: RaggedCache
     prompt: Tensor
     limit: int
-    rows: Sequence[TokenChooser]
-    cancelled: Callable[[], bool] = bool
+    choosers: Sequence[TokenChooser]
+    cancelled: Callable[[], bool] = _never_cancelled
     label: object = None
     error: Exception | None = None  # of one of its rows
     arrived: int = 0  # steps before it came
@@ -100,7 +105,8 @@ class AnswerTask:
     @property
     def waiting(self) -> bool:
         """Whether a sample could take a row now."""
-        return self.is_read and bool(self.paused or (self.group and self.begun < len(self.rows)))
+        may_begin = self.group and self.begun < len(self.choosers)
+        return self.is_read and bool(self.paused or may_begin)
 
 
 @dataclass(eq=False)
@@ -153,7 +159,7 @@ class Scheduler:
         self.stops = stops
         self.most = most
         self.piece = piece
-        self.line: deque[AnswerTask] = deque()  # tasks that have not begun
+        self.pending: deque[AnswerTask] = deque()  # tasks that have not begun
         self.tasks: list[AnswerTask] = []  # those that have, in the order in which they came
         self.running: list[Group[SampleRow]] = []
         self.joining: list[Selection] = []
@@ -161,31 +167,32 @@ class Scheduler:
         self.longest_wait = 0  # steps before a question's first token in which none of it was read
 
     def admit(self, task: AnswerTask) -> None:
-        """Put a task in line."""
+        """Add a task; it begins when one of the others has ended, if there are as many as rows."""
         task.arrived = self.steps
         task.prompt = task.prompt.flatten().cpu()
-        self.line.append(task)
+        self.pending.append(task)
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.line or self.tasks)
+        return bool(self.pending or self.tasks)
 
     @property
     def active_rows(self) -> list[SampleRow]:
         """The rows of the next pass."""
-        blocks = [
+        selections = [
             Selection(group, list(range(len(group.rows)))) for group in self.running
         ] + self.joining
-        return [row for block in blocks for row in block.rows if not (row.ended or row.paused)]
+        rows = [row for selection in selections for row in selection.rows]
+        return [row for row in rows if not (row.ended or row.paused)]
 
     @torch.no_grad()
     def step(self) -> list[Event]:
         """Run one pass and return what it wrote, in the order of the rows."""
         events: list[Event] = []
         self.drop_cancelled(events)
-        while self.line and len(self.tasks) < self.most:
-            self.begin(self.line.popleft())
+        while self.pending and len(self.tasks) < self.most:
+            self.begin(self.pending.popleft())
         self.give_rows(events)
         self.regroup()
         self.run(self.take_pieces(), events)
@@ -206,19 +213,19 @@ class Scheduler:
     def row_of(self, task: AnswerTask, sample: int) -> SampleRow:
         stand_in = next(iter(self.stops), 0)
         return SampleRow(
-            sample, task.limit, IsolatedChooser(task.rows[sample], task, stand_in), task=task
+            sample, task.limit, IsolatedChooser(task.choosers[sample], task, stand_in), task=task
         )
 
     def drop_cancelled(self, events: list[Event]) -> None:
         """End the tasks that nobody waits for."""
-        for task in [each for each in (*self.line, *self.tasks) if each.cancelled()]:
+        for task in [each for each in (*self.pending, *self.tasks) if each.cancelled()]:
             self.end(task)
             events.append(Event(task, done=True))
 
     def end(self, task: AnswerTask) -> None:
         """Take a task out, and its rows out of the next pass."""
-        if task in self.line:
-            self.line.remove(task)
+        if task in self.pending:
+            self.pending.remove(task)
         if task in self.tasks:
             self.tasks.remove(task)
         for row in self.active_rows:
@@ -243,10 +250,10 @@ class Scheduler:
     def resume(self, task: AnswerTask, events: list[Event]) -> None:
         """Go on with a paused sample of a task, or begin one."""
         if task.paused:
-            block = task.paused.popleft()
-            for row in block.rows:
+            selection = task.paused.popleft()
+            for row in selection.rows:
                 row.paused = False
-            self.joining.append(block)
+            self.joining.append(selection)
             task.active += 1
             return
         assert task.logits is not None, "kept when the last token of the prompt was read"
@@ -264,7 +271,7 @@ class Scheduler:
             row.columns = group.parts[0].columns
             self.joining.append(Selection(group, [0]))
         task.active += 1
-        if task.begun == len(task.rows):
+        if task.begun == len(task.choosers):
             task.group = task.logits = None
         self.note(row, token, events)
 
@@ -273,7 +280,7 @@ class Scheduler:
         rows = self.active_rows
         task = max(self.tasks, key=lambda each: each.active)
         chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
-        joining = next((block for block in self.joining if chosen in block.rows), None)
+        joining = next((selection for selection in self.joining if chosen in selection.rows), None)
         if joining:
             self.joining.remove(joining)
             task.paused.append(joining)
@@ -298,14 +305,14 @@ class Scheduler:
             ]
             if places:
                 buckets.append([Selection(group, places)])
-        for block in self.joining:
-            if all(row.ended for row in block.rows):
+        for selection in self.joining:
+            if all(row.ended for row in selection.rows):
                 continue
-            fitting = next((bucket for bucket in buckets if _can_join(bucket, block)), None)
+            fitting = next((bucket for bucket in buckets if _can_join(bucket, selection)), None)
             if fitting is None:
-                buckets.append([block])
+                buckets.append([selection])
             else:
-                fitting.append(block)
+                fitting.append(selection)
         self.joining = []
         self.running = [_join_rows(bucket) for bucket in buckets]
 
@@ -349,7 +356,7 @@ class Scheduler:
 
         def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
             task = read.get(id(group))
-            if task and len(task.rows) > 1:
+            if task and len(task.choosers) > 1:
                 task.logits = logits[0].clone()
 
         try:
@@ -391,7 +398,7 @@ class Scheduler:
         task.begun = 1
         task.active = 1
         row.columns = group.parts[0].columns
-        if len(task.rows) == 1:
+        if len(task.choosers) == 1:
             task.group = None
         else:  # further samples begin from here
             parts = [share_tail(part) for part in group.parts]
@@ -412,35 +419,35 @@ class Scheduler:
         if row.ended:
             task.active -= 1
             task.ended += 1
-        done = task.ended == len(task.rows)
-        events.append(Event(task, row.number, token, task.rows[row.number].likely, done))
+        done = task.ended == len(task.choosers)
+        events.append(Event(task, row.number, token, task.choosers[row.number].likely, done))
         if done:
             self.end(task)
 
 
-def _can_join(bucket: Sequence[Selection], block: Selection) -> bool:
+def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
     """Return whether a row may join a bucket: it has the same context, and padding is no more than
     what is held.
     """
-    if bucket[0].group.parts[0].context_keys is not block.group.parts[0].context_keys:
+    if bucket[0].group.parts[0].context_keys is not selection.group.parts[0].context_keys:
         return False
-    columns = [row.columns for each in (*bucket, block) for row in each.rows]
+    columns = [row.columns for each in (*bucket, selection) for row in each.rows]
     return len(columns) * max(columns) <= 2 * sum(columns) + SLACK * len(columns)
 
 
-def _join_rows(blocks: Sequence[Selection]) -> Group[SampleRow]:
+def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     """Return a group of the chosen rows of groups over one context."""
-    first = blocks[0].group
-    if len(blocks) == 1 and len(blocks[0].places) == len(first.rows):
+    first = selections[0].group
+    if len(selections) == 1 and len(selections[0].places) == len(first.rows):
         return first
-    rows = [row for block in blocks for row in block.rows]
-    widths = [max(row.columns for row in block.rows) for block in blocks]
+    rows = [row for selection in selections for row in selection.rows]
+    widths = [max(row.columns for row in selection.rows) for selection in selections]
     width = max(widths)
-    layers = zip(*(block.group.parts for block in blocks), strict=True)
-    places = [block.places for block in blocks]
+    layers = zip(*(selection.group.parts for selection in selections), strict=True)
+    places = [selection.places for selection in selections]
     parts = [gather_rows(list(zip(own, places, strict=True)), widths, ROOM) for own in layers]
-    ids = torch.cat([block.group.ids[block.places] for block in blocks])
-    positions = torch.cat([block.group.positions[block.places] for block in blocks])
+    ids = torch.cat([selection.group.ids[selection.places] for selection in selections])
+    positions = torch.cat([selection.group.positions[selection.places] for selection in selections])
     visible = None
     if any(row.columns < width for row in rows):
         lead = torch.tensor([[width - row.columns] for row in rows], device=ids.device)

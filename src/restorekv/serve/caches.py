@@ -90,6 +90,7 @@ class ActiveQuestion:
         """Hand a token to whoever waits for the answer."""
         if not self.first:
             self.first = time.perf_counter()
+        self.question.started = True
         self.question.on_token(sample, token, *likely)
 
 
@@ -174,8 +175,7 @@ class CacheEngine(Engine, Generic[Active]):
     async def answer(self, question: ServedQuestion) -> None:
         """Prepare a question, have its answers written, and settle it with the reply."""
         try:
-            async with self.take_place():
-                question.started = True
+            async with self.take_place(question):
                 # Its client may have left, or the server's end may have settled it. From here on
                 # `done` cannot be cancelled; `cancelled` says whether somebody still waits.
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
@@ -190,7 +190,7 @@ class CacheEngine(Engine, Generic[Active]):
         except Exception as error:  # it is this question's alone
             settle_future(question.done, error=error)
 
-    def take_place(self) -> AbstractAsyncContextManager:
+    def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""
         return nullcontext()
 
@@ -345,7 +345,14 @@ class CacheEngine(Engine, Generic[Active]):
         return await asyncio.to_thread(describe)
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        return self.counts, {"documents_held": len(self.held), "bytes_held": self.bytes_held}
+        waiting = self.count_waiting()
+        now = {
+            "documents_held": len(self.held),
+            "bytes_held": self.bytes_held,
+            "questions_waiting": waiting,
+            "questions_answering": len(self.tasks) - waiting,
+        }
+        return self.counts, now
 
     @property
     def bytes_held(self) -> int:

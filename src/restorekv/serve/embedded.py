@@ -1,9 +1,9 @@
 """The library as an engine: one thread writes all answers; a question joins at the next token.
 
-How a question is answered: its task in the event loop waits for one of BATCH places
-(`CacheEngine.answer`). Then a thread prepares it, which may load documents from disk, while the
-answers to others continue. The thread that answers takes it from `prepared`, the engine's only
-queue. A compression waits, between two layers of the model, while a token is written.
+The stations of a question (engine.py) are here: one of BATCH places in `CacheEngine.answer`, a
+thread of `preparers`, the queue `prepared`, and the scheduler in the thread that answers. The
+answers to others continue meanwhile. A compression waits, between two layers of the model, while a
+token is written.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import queue
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,20 +105,18 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             for hook in self.hooks:
                 hook.remove()
 
-    def take_place(self) -> AbstractAsyncContextManager:
+    @asynccontextmanager
+    async def take_place(self, question: ServedQuestion) -> AsyncIterator[None]:
         """Wait for one of BATCH places, in the order in which questions came."""
-        return self.places
-
-    def count_waiting(self) -> int:
-        """Return how many questions wait for a place."""
-        return sum(not question.started for question in self.tasks.values())
+        async with self.places:
+            question.started = True
+            yield
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
         counted, now = super().collect_metrics()
         counted = {**counted, "steps": self.scheduler.steps}
         now = {
             **now,
-            "questions_waiting": self.count_waiting(),
             "questions_answering": len(self.scheduler.tasks),
             "longest_wait_steps": self.scheduler.longest_wait,
         }
@@ -244,7 +243,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _give_up(self, error: Exception) -> None:
         """End all questions with an error."""
-        for task in (*self.scheduler.tasks, *self.scheduler.line):
+        for task in (*self.scheduler.tasks, *self.scheduler.pending):
             assert isinstance(task.label, LocalQuestion)
             settle_future(task.label.written, error=error)
         self.scheduler = Scheduler(self.model, self.stops)

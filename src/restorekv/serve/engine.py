@@ -121,7 +121,8 @@ class ServedQuestion:
         sampling: how the answers are written.
         on_token: called with (sample, id, *TokenChooser.likely) for every token, from any thread.
         done: the `Reply`, or an error.
-        started: whether it no longer waits.
+        started: whether it no longer waits. In the library's engine it has its place then; where
+            vLLM or replicas schedule questions, its first token has come.
         cancelled: whether nobody waits for the answers any more.
     """
 
@@ -163,7 +164,16 @@ class Reply:
 class Engine(ABC):
     """Answers questions about documents. HTTP calls all methods in the thread of its event loop.
 
-    Every question is a task of that loop, so no engine needs a queue of its own to wait in.
+    A question passes these stations, and at each of the first two it may have to wait:
+
+    1. `ask` refuses it if `waiting` questions wait already, and makes it a task of the event loop.
+    2. The task waits for a place: in the library's engine at a semaphore (`take_place`), elsewhere
+       inside vLLM or Ray, which schedule what they get.
+    3. It is prepared in a thread, which may load documents from disk.
+    4. It is written. In the library's engine a queue leads to the thread that runs the scheduler,
+       which gives the question rows at its next step: there are no more questions than places, so
+       this takes no longer than other questions' fair share.
+    5. Its future `done` gets the `Reply`.
 
     Args:
         waiting: how many questions may wait; more are refused. None is no limit.
@@ -197,8 +207,8 @@ class Engine(ABC):
         return question.done
 
     def count_waiting(self) -> int:
-        """Return how many questions wait."""
-        return len(self.tasks)
+        """Return how many questions wait; those that are being written do not."""
+        return sum(not question.started for question in self.tasks.values())
 
     def wait_for_tasks(self, seconds: float) -> None:
         """Block until no question is being answered, at most some seconds; not in the loop."""

@@ -70,7 +70,7 @@ class VllmQuestion(ActiveQuestion):
 
 
 class VllmEngine(CacheEngine[VllmQuestion]):
-    """Answers up to `waiting` questions at a time, as vLLM schedules them.
+    """Answers questions as vLLM schedules them; at most `waiting` have no token yet.
 
     `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
     this process with `options` of its AsyncEngineArgs and `documents_memory` bytes of documents.

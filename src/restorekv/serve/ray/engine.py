@@ -195,6 +195,7 @@ class RayEngine(Engine):
             if isinstance(item, Reply):
                 reply = item
                 continue
+            question.started = True
             for sample, token, *likely in item:
                 counts[sample] += 1
                 if counts[sample] > len(sent[sample]):
@@ -246,7 +247,10 @@ class RayEngine(Engine):
                 continue
             for name, value in report.now.items():
                 now[name] = now.get(name, 0) + value
-        now["questions_waiting"] = self.count_waiting()
+        # The figures of replicas lack the questions that Ray still holds back.
+        waiting = self.count_waiting()
+        now["questions_waiting"] = waiting
+        now["questions_answering"] = len(self.tasks) - waiting
         now["replicas"] = len(alive)
         return counted, now
 
