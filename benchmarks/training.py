@@ -39,7 +39,8 @@ from restorekv.model import attention
 from restorekv.model.prompt import make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, StepSample
+from restorekv.train.draw import StepSample
+from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import compute_sample_loss, make_initial_adapter
 from restorekv.train.teacher_cache import TeacherCache
 
@@ -210,7 +211,7 @@ def _take_step(
     return phase.figures()
 
 
-def _make_example(model: PreTrainedModel, options: Options) -> Example:
+def _make_example(model: PreTrainedModel, options: Options) -> TrainingContext:
     """Words of random letters, short questions, answers of random ids."""
     draw = random.Random(options.seed)
     ids = model.config.get_text_config().vocab_size
@@ -218,7 +219,7 @@ def _make_example(model: PreTrainedModel, options: Options) -> Example:
     answers = []
     for _ in questions:
         answers.append(tuple(draw.randrange(ids) for _ in range(options.answer)))
-    return Example(
+    return TrainingContext(
         make_text(options.tokens, options.seed), questions, (None,) * len(questions), tuple(answers)
     )
 

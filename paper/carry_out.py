@@ -104,7 +104,8 @@ def carry_out(
     done = Outcome()
     pool = pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
-        with done.unless_failed((job.first.benchmark, job.first.evictor), strict=setting.tiny):
+        shared = job.representative
+        with done.unless_failed((shared.benchmark, shared.evictor), strict=setting.tiny):
             done.results |= zip(
                 job.cells, run_grid(job.cells, out, pool, _make_listener(clock, turn)), strict=True
             )
@@ -142,7 +143,7 @@ def _name_cells(job: Job, experiments: Sequence[Experiment], setting: Setting) -
         if not {need.cell for need in list_needs(experiment, setting)}.isdisjoint(job.cells)
     ]
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f"{', '.join(found[:NAMED])}{more} ({job.first.evictor})"
+    return f"{', '.join(found[:NAMED])}{more} ({job.representative.evictor})"
 
 
 def estimate_cost(job: Job, out: Path) -> float:
@@ -150,7 +151,7 @@ def estimate_cost(job: Job, out: Path) -> float:
     missing = [cell for cell in job.cells if not (out / CELLS / cell.name / SUMMARY).exists()]
     each = sum(MATCHING if cell.evictor.startswith("am-") else 1 for cell in missing)
     return (
-        (PREPARING + each) * (tasks.make_benchmark(job.first.benchmark).count or UNKNOWN)
+        (PREPARING + each) * (tasks.make_benchmark(job.representative.benchmark).count or UNKNOWN)
         if missing
         else 0.0
     )

@@ -24,7 +24,7 @@ from restorekv.model.load import load_model
 from restorekv.model.names import TINY
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, make_tiny_examples, read_examples
+from restorekv.train.examples import TrainingContext, make_tiny_examples, read_examples
 from restorekv.train.loop import train_adapter
 
 Told = Callable[[str], None]
@@ -52,7 +52,7 @@ class Setup:
         """
         return self.folder / "lessons", self.model == TINY
 
-    def examples(self, model, tokenizer) -> list[Example]:
+    def examples(self, model, tokenizer) -> list[TrainingContext]:
         """The same for every seed: only initial weights, order and ratios differ, as in the
         paper.
         """

@@ -47,7 +47,7 @@ from restorekv.model.names import shipped_path
 from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.loss import compute_hidden_divergence, compute_state_distance, run_answers
 from restorekv.train.teacher import Teacher, TeacherTarget
 
@@ -150,7 +150,9 @@ class Bench:
             return
         context = make_context(self.tokenizer, case.text)
         prepared = Eviction.make("kvzip").prepare(self.model, self.tokenizer, context)
-        example = Example(case.text, case.questions, (None,) * len(case.questions), case.answer_ids)
+        example = TrainingContext(
+            case.text, case.questions, (None,) * len(case.questions), case.answer_ids
+        )
         targets = Teacher(self.model, self.tokenizer, ANSWER_TOKENS).make_targets(prepared, example)
         tensors = {"scores": prepared.scores}
         for index, layer in enumerate(prepared.full.layers):
@@ -159,7 +161,7 @@ class Bench:
         for index, target in enumerate(targets):
             tensors[f"ids.{index}"] = target.ids
             tensors[f"hidden.{index}"] = target.hidden
-            tensors[f"answer.{index}"] = torch.tensor(target.answer)
+            tensors[f"answer.{index}"] = torch.tensor(target.answer_length)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".part")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
@@ -198,7 +200,7 @@ class Bench:
             prepared = restorer.restore_context(prepared, ratio)
         cache = prepared.evict(f"{ratio:.6f}")
         output = run_answers(
-            self.model, cache, [t.ids for t in targets], [t.answer for t in targets]
+            self.model, cache, [t.ids for t in targets], [t.answer_length for t in targets]
         )
         expected = torch.cat([t.hidden for t in targets])
         losses = compute_hidden_divergence(self.model, expected, output.hidden)

@@ -440,7 +440,7 @@ def test_jobs_share_what_can_be_shared():
     ]
     grouped = group_jobs([*cells, *cells])
     assert [len(job.cells) for job in grouped] == [4, 1, 1]
-    assert [job.first.evictor for job in grouped] == ["kvzip", "knorm", "kvzip"]
+    assert [job.representative.evictor for job in grouped] == ["kvzip", "knorm", "kvzip"]
     assert grouped[0].cells[-1] is full, "what shares its scores bears their time"
 
 

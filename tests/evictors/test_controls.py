@@ -21,7 +21,7 @@ from restorekv.model.prompt import encode_question, encode_text
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import train_adapter
 from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model
@@ -35,7 +35,7 @@ TOKENS = 4
 TINY = TrainConfig(
     restore_tokens=TOKENS, rank=2, lr=1e-2, warmup=0, steps=2, max_new_tokens=4, ratio_min=0.1
 )
-EXAMPLE = Example(TEXT, (QUESTION,), (None,))
+EXAMPLE = TrainingContext(TEXT, (QUESTION,), (None,))
 
 
 def make_adapter(model, n=TOKENS):

@@ -18,7 +18,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import train_adapter
 from tests.helpers.gates import random_layers, save_gate
 from tests.helpers.models import build_model
@@ -96,7 +96,7 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
     adapter = train_adapter(
         model,
         tiny_tokenizer,
-        [Example(TEXT, (QUESTION,), (None,))],
+        [TrainingContext(TEXT, (QUESTION,), (None,))],
         replace(CONFIG, evictor=spec),
         tmp_path / "run",
     )
@@ -137,7 +137,7 @@ def test_a_gate_is_known_by_what_is_in_it(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
     path = save_gate(tmp_path / "one.safetensors", "fastkvzip", model)
     spec = f"fastkvzip:gate={path}"
-    examples = [Example(TEXT, (QUESTION,), (None,))]
+    examples = [TrainingContext(TEXT, (QUESTION,), (None,))]
     adapter = train_adapter(
         model, tiny_tokenizer, examples, replace(CONFIG, evictor=spec), tmp_path / "run"
     )

@@ -4,14 +4,16 @@ import csv
 from pathlib import Path
 
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 
 TEXT = (
     "the code of the red house is seven; who lives in the blue house? the blue house is the code "
     "of who. " * 2
 )
 EXAMPLES = [
-    Example(TEXT + tail, ("who lives in the red house?", "is the code seven?"), (" seven", None))
+    TrainingContext(
+        TEXT + tail, ("who lives in the red house?", "is the code seven?"), (" seven", None)
+    )
     for tail in ("red", "blue", "seven", "house", "lives")
 ]
 CONFIG = TrainConfig(

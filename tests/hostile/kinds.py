@@ -40,7 +40,7 @@ from restorekv.storage.portable import load_portable
 from restorekv.train import checkpoint
 from restorekv.train.checkpoint import TrainingRun
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.features import collect_features
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers import gguf_world
@@ -57,7 +57,7 @@ CONFIG = TrainConfig(
     evictor="snapkv",
     targets=("q_proj", "v_proj"),
 )
-EXAMPLES = [Example(TEXT, ("Who owns the red house?", "What is the code?"), (None, None))]
+EXAMPLES = [TrainingContext(TEXT, ("Who owns the red house?", "What is the code?"), (None, None))]
 MODEL, TOKENIZER = load_model("tiny")
 
 

@@ -27,7 +27,7 @@ from restorekv.model.identity import describe_weights, fingerprint_model
 from restorekv.model.shape import get_backbone
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import train_adapter
 from restorekv.train.parallel import (
     open_process_group,
@@ -45,10 +45,10 @@ ASKED = ("who lives in the red house?", "is the code seven?")
 # Lengths, and with them the number of scoring passes, differ widely; the last one's answers need no
 # decoding.
 EXAMPLES = [
-    Example(TEXT * 4 + "red", ASKED, (" seven", None)),
-    Example(TEXT + "blue", ASKED, (None, " seven")),
-    Example(TEXT * 2 + "house", ASKED, (None, None)),
-    Example(TEXT + "lives", ASKED, (None, None), ((5, 6, 7), (8, 9))),
+    TrainingContext(TEXT * 4 + "red", ASKED, (" seven", None)),
+    TrainingContext(TEXT + "blue", ASKED, (None, " seven")),
+    TrainingContext(TEXT * 2 + "house", ASKED, (None, None)),
+    TrainingContext(TEXT + "lives", ASKED, (None, None), ((5, 6, 7), (8, 9))),
 ]
 CONFIG = TrainConfig(
     evictor="kvzip:chunk=40",
@@ -273,7 +273,7 @@ def test_passes_pair_up_however_many_each_process_makes():
 
 
 def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, tmp_path):
-    short = [*EXAMPLES, Example("the red house", ("is it?",), (None,), where="line 5")]
+    short = [*EXAMPLES, TrainingContext("the red house", ("is it?",), (None,), where="line 5")]
     config = replace(CONFIG, ratio_min=0.05, ratio_max=1)
 
     def job(group):

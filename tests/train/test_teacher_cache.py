@@ -126,13 +126,13 @@ def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer,
 
 def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_tokenizer):
     own = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, LIVE).get_context(2)[1]
-    ids = tuple(tuple(target.ids[-target.answer :].tolist()) for target in own)
+    ids = tuple(tuple(target.ids[-target.answer_length :].tolist()) for target in own)
     given = replace(EXAMPLES[2], drafts=(None, None), answer_ids=ids)
     again = TeacherCache(tiny_model, tiny_tokenizer, [given], LIVE).get_context(0)[1]
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(own, again, strict=True))
     other = replace(given, answer_ids=((5, 6, 2), (7, 2)))
     assert [
-        x.ids[-x.answer :].tolist()
+        x.ids[-x.answer_length :].tolist()
         for x in TeacherCache(tiny_model, tiny_tokenizer, [other], LIVE).get_context(0)[1]
     ] == [
         [5, 6, 2],

@@ -23,14 +23,12 @@ from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check_setup
 from restorekv.train.config import TrainConfig, compute_learning_rate
+from restorekv.train.draw import StepSample, draw_step_samples, select_own_samples
 from restorekv.train.examples import (
-    Example,
-    StepSample,
+    TrainingContext,
     check_example_lengths,
     count_sources,
-    draw_step_samples,
     read_examples,
-    select_own_samples,
 )
 from restorekv.train.loop import make_initial_adapter, train_adapter, weigh_ratio
 from restorekv.train.loss import compute_answer_logits, compute_divergence
@@ -127,19 +125,19 @@ def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer)
     prepared, targets = teachers.get_context(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
-        plain = tiny_model(ids).logits[0, -target.answer - 1 : -1]
+        plain = tiny_model(ids).logits[0, -target.answer_length - 1 : -1]
         torch.testing.assert_close(tiny_model.lm_head(target.hidden), plain, rtol=1e-4, atol=1e-4)
-        assert torch.equal(plain.argmax(-1), target.ids[-target.answer :])
+        assert torch.equal(plain.argmax(-1), target.ids[-target.answer_length :])
 
 
 def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
     model = build_model("qwen3")
-    question = (Example(TEXT, ("who lives in the red house?",), (None,)),)
+    question = (TrainingContext(TEXT, ("who lives in the red house?",), (None,)),)
     first = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get_context(0)[1][0]
-    stop = int(first.ids[-first.answer :][1])
+    stop = int(first.ids[-first.answer_length :][1])
     model.generation_config.eos_token_id = stop
     again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get_context(0)[1][0]
-    answer = again.ids[-again.answer :].tolist()
+    answer = again.ids[-again.answer_length :].tolist()
     assert answer[-1] == stop and answer.count(stop) == 1
 
 
@@ -147,17 +145,17 @@ def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_toke
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     prepared, targets = teachers.get_context(1)
     alone = compute_answer_logits(
-        tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer]
+        tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer_length]
     )
     both = compute_answer_logits(
         tiny_model,
         prepared.evict(0.3),
         [target.ids for target in targets],
-        [x.answer for x in targets],
+        [x.answer_length for x in targets],
     )
-    torch.testing.assert_close(both[: targets[0].answer], alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both[: targets[0].answer_length], alone, rtol=1e-4, atol=1e-4)
     full = compute_answer_logits(
-        tiny_model, prepared.evict(1), [targets[0].ids], [targets[0].answer]
+        tiny_model, prepared.evict(1), [targets[0].ids], [targets[0].answer_length]
     )
     assert (full - alone).abs().max() > 1e-3
 
@@ -169,7 +167,7 @@ def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
     adapter = make_initial_adapter(tiny_model, tiny_tokenizer, CONFIG)
     found = check_setup(adapter, teachers, StepSample(1, (0, 1), "0.400000", 2))
     prepared, targets = teachers.get_context(1)
-    rows, answers = [target.ids for target in targets], [target.answer for target in targets]
+    rows, answers = [target.ids for target in targets], [target.answer_length for target in targets]
     teacher = tiny_model.lm_head(torch.cat([target.hidden for target in targets]))
     base = compute_divergence(
         teacher, compute_answer_logits(tiny_model, prepared.evict(0.4), rows, answers)
@@ -216,7 +214,7 @@ def test_schedule_and_order_are_functions_of_the_step():
     assert compute_learning_rate(config, 0) == pytest.approx(0.1)
     assert compute_learning_rate(config, 10) == pytest.approx(1.0)
     assert compute_learning_rate(config, 60) == pytest.approx(0.5)
-    examples = [Example(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
+    examples = [TrainingContext(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
     samples = [
         sample
         for step in range(5)
@@ -231,7 +229,7 @@ def test_schedule_and_order_are_functions_of_the_step():
 
 
 def test_two_processes_take_the_samples_of_one_with_twice_the_contexts():
-    examples = [Example(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
+    examples = [TrainingContext(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
     one = [draw_step_samples(TrainConfig(contexts=4), step, examples) for step in range(5)]
     assert one == [
         draw_step_samples(TrainConfig(contexts=2), step, examples, processes=2) for step in range(5)
@@ -239,7 +237,7 @@ def test_two_processes_take_the_samples_of_one_with_twice_the_contexts():
 
 
 def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
-    examples = [Example("a", ("b?",), (None,))]
+    examples = [TrainingContext("a", ("b?",), (None,))]
     config = TrainConfig(
         ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3
     )
@@ -383,7 +381,7 @@ def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kin
     prepared, targets = teachers.get_context(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
-        plain = model(ids).logits[0, -target.answer - 1 : -1]
+        plain = model(ids).logits[0, -target.answer_length - 1 : -1]
         torch.testing.assert_close(
             compute_logits(model, target.hidden), plain, rtol=1e-4, atol=1e-4
         )
@@ -418,7 +416,7 @@ def test_a_stretched_rope_has_more_positions():
 
 
 def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, monkeypatch):
-    many = Example(TEXT, tuple(f"is {word} red?" for word in "abcdefg"), (" seven",) * 7)
+    many = TrainingContext(TEXT, tuple(f"is {word} red?" for word in "abcdefg"), (" seven",) * 7)
     whole = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get_context(0)[1]
     widths = []
     inner = teacher_module.run_answers
@@ -450,12 +448,12 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
 
 def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, monkeypatch):
     model = build_model("qwen3")
-    question = Example(TEXT, ("who lives in the red house?",), (None,))
+    question = TrainingContext(TEXT, ("who lives in the red house?",), (None,))
     first = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get_context(0)[1][0]
-    stop = int(first.ids[-first.answer :][1])
+    stop = int(first.ids[-first.answer_length :][1])
     model.generation_config.eos_token_id = [1, stop]  # the lower one is not the model's own
     written = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get_context(0)[1][0]
-    answer = written.ids[-written.answer :]
+    answer = written.ids[-written.answer_length :]
     assert answer[-1] == stop
     draft = tiny_tokenizer.decode(answer[:-1])
     assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
@@ -463,7 +461,7 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     again = TeacherCache(
         model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG
     ).get_context(0)[1][0]
-    assert torch.equal(again.ids, written.ids) and again.answer == written.answer
+    assert torch.equal(again.ids, written.ids) and again.answer_length == written.answer_length
 
 
 def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path):

@@ -15,7 +15,7 @@ from restorekv.errors import RestoreKVError, import_extra
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, make_tiny_examples, read_examples
+from restorekv.train.examples import TrainingContext, make_tiny_examples, read_examples
 from restorekv.train.loop import Progress, train_adapter
 from restorekv.train.parallel import (
     open_process_group,
@@ -81,7 +81,7 @@ def run(
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:
             shard_model(loaded, own)
-        examples: list[Example] = []
+        examples: list[TrainingContext] = []
         for name in data:
             if name == "tiny":
                 examples += make_tiny_examples(tokenizer, count, config.seed, shortest, longest)

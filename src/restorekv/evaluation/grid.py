@@ -224,7 +224,7 @@ class Job:
     cells: tuple[Cell, ...]
 
     @property
-    def first(self) -> Cell:
+    def representative(self) -> Cell:
         """The cell that names what all have in common; the full cache's only where there is no
         other.
         """
@@ -232,7 +232,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.first.benchmark}: {self.first.evictor}"
+        return f"{self.representative.benchmark}: {self.representative.evictor}"
 
 
 def group_jobs(cells: Iterable[Cell]) -> list[Job]:

@@ -49,7 +49,7 @@ class AskingProtocol(ABC):
     first_may_stop: ClassVar[bool]
     stops: ClassVar[str]
 
-    def get_rope_changes(self, model: str) -> Mapping[str, object] | None:
+    def get_rope_changes(self, model_name: str) -> Mapping[str, object] | None:
         """Return what to change in the model's RoPE on loading, by the model's name."""
         return None
 
@@ -59,14 +59,14 @@ class AskingProtocol(ABC):
         """
         return method
 
-    def get_surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    def get_surroundings(self, model_name: str, tokenizer: Tokenizer) -> tuple[str, str]:
         """Return the text before the context and the text after a question: the model's own
         template.
         """
         return split_template(tokenizer)
 
     @abstractmethod
-    def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_whole_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
         """Return the context with its prefix and suffix, however long."""
 
     @abstractmethod
@@ -78,12 +78,12 @@ class AskingProtocol(ABC):
         return ids
 
     def make_context(
-        self, model: str, tokenizer: Tokenizer, text: str, most: int = 0
+        self, model_name: str, tokenizer: Tokenizer, text: str, most: int = 0
     ) -> tuple[Context, int]:
         """Return a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
         how many it cut.
         """
-        whole = self._make_whole_context(model, tokenizer, text)
+        whole = self._make_whole_context(model_name, tokenizer, text)
         limit = most or tokenizer.model_max_length
         if limit >= min(whole.positions, NO_LIMIT):
             return whole, 0
@@ -94,10 +94,10 @@ class AskingProtocol(ABC):
             )
         return replace(whole, ids=whole.ids[:, :limit]), whole.positions - limit
 
-    def to_json(self, model: str, tokenizer: Tokenizer) -> dict[str, object]:
+    def to_json(self, model_name: str, tokenizer: Tokenizer) -> dict[str, object]:
         """Return what results record."""
-        before, after = self.get_surroundings(model, tokenizer)
-        changed = self.get_rope_changes(model)
+        before, after = self.get_surroundings(model_name, tokenizer)
+        changed = self.get_rope_changes(model_name)
         return {
             "name": self.name,
             "before": before,
@@ -116,7 +116,7 @@ class KvpressProtocol(AskingProtocol):
     first_may_stop: ClassVar[bool] = False
     stops: ClassVar[str] = "at an EOS id from the second id on, or at the limit"
 
-    def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_whole_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
         return make_context(tokenizer, text)
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
@@ -138,15 +138,15 @@ class KvzipProtocol(AskingProtocol):
     first_may_stop: ClassVar[bool] = True
     stops: ClassVar[str] = "at an EOS id or at the limit; the last id is dropped"
 
-    def get_rope_changes(self, model: str) -> Mapping[str, object] | None:
-        return YARN if _find_family(model) == "qwen3" else None
+    def get_rope_changes(self, model_name: str) -> Mapping[str, object] | None:
+        return YARN if _find_family(model_name) == "qwen3" else None
 
     def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
         """Return KVzip and its variants as their authors run them."""
         return method.as_published(prefix)
 
-    def get_surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        kind = _find_family(model)
+    def get_surroundings(self, model_name: str, tokenizer: Tokenizer) -> tuple[str, str]:
+        kind = _find_family(model_name)
         if kind == "llama":
             before = (
                 f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM}<|eot_id|>"
@@ -160,10 +160,10 @@ class KvzipProtocol(AskingProtocol):
             before = f"<|im_start|>system\n{SYSTEM}.<|im_end|>\n<|im_start|>user\n"
             after = "<|im_end|>\n<|im_start|>assistant\n" + (THINKING if kind == "qwen3" else "")
             return before + TASK_LINE, after
-        return super().get_surroundings(model, tokenizer)
+        return super().get_surroundings(model_name, tokenizer)
 
-    def _make_whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
-        before, after = self.get_surroundings(model, tokenizer)
+    def _make_whole_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
+        before, after = self.get_surroundings(model_name, tokenizer)
         prefix = encode_text(tokenizer, before=before)
         article = encode_text(tokenizer, text)
         if not article.shape[-1]:
@@ -190,16 +190,19 @@ PROTOCOLS: dict[str, AskingProtocol] = {"kvpress": KvpressProtocol(), "kvzip": K
 
 
 def make_protocol(name: str) -> AskingProtocol:
+    """Return the protocol of a name; refuse a name that none has."""
     if name not in PROTOCOLS:
         raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
 
 
-def _find_family(model: str) -> str:
+def _find_family(model_name: str) -> str:
     """Return the family whose template KVzip's code uses, by the last part of the name: llama,
     qwen3, qwen or "".
     """
-    name = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    name = model_name.rstrip("/").rsplit("/", 1)[-1].lower()
     if "llama" in name:
         return "llama"
-    return "qwen3" if "qwen3-" in name else "qwen" * name.startswith("qwen")
+    if "qwen3-" in name:
+        return "qwen3"
+    return "qwen" if name.startswith("qwen") else ""

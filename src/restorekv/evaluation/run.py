@@ -131,7 +131,7 @@ def run_grid(
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Refuse a second run, which would add every answer again; removes the folder if no cell was
+    """Refuse a second run, which would add every answer again; remove the folder if no cell was
     opened in it.
     """
     existed = folder.exists()
@@ -153,23 +153,24 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 def _run_jobs(
     todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress
 ) -> dict[Cell, Result]:
-    """Run one job after the other and returns every cell's result."""
+    """Run one job after the other and return every cell's result."""
     finished: dict[Cell, Result] = {}
     for turn, job in enumerate(todo):
         on_progress(GridProgress(job.title, turn, len(todo), 0, 0))
-        facts, samples = pool.open_job(job)
-        if not samples:
+        identities, sample_ids = pool.open_job(job)
+        if not sample_ids:
             raise RestoreKVError(
-                f"The benchmark {job.first.benchmark} has no contexts; choose other settings."
+                f"The benchmark {job.representative.benchmark} has no contexts; "
+                "choose other settings."
             )
-        results = {cell: open_result(folder, cell, facts[cell]) for cell in job.cells}
-        missing = _find_missing(results, samples)
-        for done, lines in enumerate(
-            pool.answer_contexts(job, missing), len(samples) - len(missing) + 1
-        ):
+        results = {cell: open_result(folder, cell, identities[cell]) for cell in job.cells}
+        missing = _find_missing(results, sample_ids)
+        done = len(sample_ids) - len(missing)
+        for lines in pool.answer_contexts(job, missing):
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
-            on_progress(GridProgress(job.title, turn, len(todo), done, len(samples)))
+            done += 1
+            on_progress(GridProgress(job.title, turn, len(todo), done, len(sample_ids)))
         for result in results.values():
             if not result.done:
                 write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)

@@ -39,7 +39,7 @@ class Worker:
     """Raises RestoreKVError for what cannot be opened, before anything is asked."""
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
-        first = job.first
+        first = job.representative
         self.job = job
         self.protocol = protocols.make_protocol(first.protocol)
         self.benchmark = tasks.make_benchmark(first.benchmark)
@@ -90,7 +90,7 @@ class Worker:
         if needed.
         """
         sample = self._samples_by_id[name]
-        first = self.job.first
+        first = self.job.representative
         context, cut = self.protocol.make_context(
             first.model, self.tokenizer, sample.context, first.max_context
         )
@@ -162,7 +162,7 @@ class Worker:
         """Return the context with its prefill and, unless only the full cache is asked, scores."""
         if not only_full:
             method = self.protocol.adapt_method(
-                self._make_compressor(self.job.first), context.prefix
+                self._make_compressor(self.job.representative), context.prefix
             )
             return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
@@ -196,9 +196,13 @@ class Worker:
     def _ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
         """Return the ids of every question's answer, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
-        stops = self.protocol.first_may_stop
         return generate_ids(
-            self.model, self.tokenizer, cache, prompts, limits, first_may_stop=stops
+            self.model,
+            self.tokenizer,
+            cache,
+            prompts,
+            limits,
+            first_may_stop=self.protocol.first_may_stop,
         )
 
     def _score_answers(

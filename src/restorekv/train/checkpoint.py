@@ -30,7 +30,7 @@ from restorekv.files import check_target, parse_record, read_bytes, replace_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, hash_examples
+from restorekv.train.examples import TrainingContext, hash_examples
 from restorekv.train.teacher_cache import describe_teacher
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -101,7 +101,7 @@ def begin_log(folder: Path) -> None:
 def describe_origin(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    examples: list[Example],
+    examples: list[TrainingContext],
     config: TrainConfig,
     processes: int,
 ) -> dict[str, object]:

@@ -10,7 +10,7 @@ from restorekv.model import attention
 from restorekv.model.prefill import read_only_view
 from restorekv.model.shape import compute_logits
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.train.examples import StepSample
+from restorekv.train.draw import StepSample
 from restorekv.train.loss import compute_divergence, compute_hidden_divergence, run_answers
 from restorekv.train.teacher_cache import TeacherCache
 
@@ -53,7 +53,7 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
     prepared, targets = teachers.get_context(sample.index, sample.evictor)
     targets = [targets[question] for question in sample.questions]
     rows = [target.ids for target in targets]
-    answers = [target.answer for target in targets]
+    answers = [target.answer_length for target in targets]
     teacher = torch.cat([target.hidden for target in targets])
     tolerance = TOLERANCE.get(model.dtype, ROUNDED)
 
@@ -67,7 +67,10 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
         ids = target.ids[None].to(model.device)
         dense = read_only_view(prepared.full)
         output = model(
-            input_ids=ids, past_key_values=dense, use_cache=True, logits_to_keep=target.answer + 1
+            input_ids=ids,
+            past_key_values=dense,
+            use_cache=True,
+            logits_to_keep=target.answer_length + 1,
         )
         stored = compute_logits(model, target.hidden)
         plain.append(compute_divergence(stored, output.logits[0, :-1]))

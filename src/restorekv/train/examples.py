@@ -1,11 +1,9 @@
 """What a run trains on: contexts with their questions, from JSON lines, a mixture or the tiny
-world, step by step.
+world. draw.py says which of them a step takes.
 """
 
 import hashlib
 import json
-import math
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.shape import get_backbone
 from restorekv.restore.licenses import KNOWN, normalize_license
-from restorekv.spec import split_specs
 from restorekv.tiny.suite import draw_documents
 from restorekv.train.config import TrainConfig
 from restorekv.train.parallel import is_sharded
@@ -41,8 +38,8 @@ LINE_KEYS = (
 
 
 @dataclass(frozen=True)
-class Example:
-    """A context, its questions, and what is known of their answers.
+class TrainingContext:
+    """A context to train on, its questions, and what is known of their answers.
 
     A draft is a guess at the teacher's greedy answer; the teacher confirms it or writes its own, so
     drafts save time and never change the training data.
@@ -57,11 +54,11 @@ class Example:
     where: str = ""  # file and line or row, for messages
 
 
-def count_sources(examples: Sequence[Example]) -> list[dict[str, object]]:
+def count_sources(examples: Sequence[TrainingContext]) -> list[dict[str, object]]:
     """Return contexts and questions by source and license, None where unknown, for an adapter's
     record.
     """
-    groups: dict[tuple, list[Example]] = {}
+    groups: dict[tuple, list[TrainingContext]] = {}
     for example in examples:
         groups.setdefault((example.source, example.license), []).append(example)
     rows = []
@@ -78,7 +75,7 @@ def count_sources(examples: Sequence[Example]) -> list[dict[str, object]]:
     return rows
 
 
-def hash_examples(examples: Sequence[Example]) -> str:
+def hash_examples(examples: Sequence[TrainingContext]) -> str:
     """Return 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
@@ -88,7 +85,7 @@ def hash_examples(examples: Sequence[Example]) -> str:
 
 def make_tiny_examples(
     tokenizer: Tokenizer, count: int, seed: int, low: int, high: int
-) -> list[Example]:
+) -> list[TrainingContext]:
     """Return documents of the tiny world, of the split that only the restore pass is trained on.
 
     Args:
@@ -102,7 +99,7 @@ def make_tiny_examples(
     drawn = draw_documents(tokenizer, count, f"restore {seed}", seed, low, high)
     for number, document in enumerate(drawn):
         examples.append(
-            Example(
+            TrainingContext(
                 context=document.text,
                 questions=tuple(question.text for question in document.questions),
                 drafts=tuple(" " + question.target for question in document.questions),
@@ -114,7 +111,9 @@ def make_tiny_examples(
     return examples
 
 
-def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
+def read_examples(
+    path: Path, model: PreTrainedModel, tokenizer: Tokenizer
+) -> list[TrainingContext]:
     """Read JSON lines, or the folder of a mixture that this very model has answered (`restorekv
     data build`).
     """
@@ -146,7 +145,7 @@ def read_contexts(paths: Sequence[Path]) -> list[str]:
 
 def _read_mixture_examples(
     folder: Path, model: PreTrainedModel, tokenizer: Tokenizer
-) -> list[Example]:
+) -> list[TrainingContext]:
     """Read the contexts of a mixture with the answers that this very model gave."""
     contexts, manifest = read_mixture(folder, model, tokenizer)
     names = {}
@@ -158,7 +157,7 @@ def _read_mixture_examples(
     examples = []
     for each in contexts:
         examples.append(
-            Example(
+            TrainingContext(
                 context=each.context,
                 questions=each.questions,
                 drafts=each.answers,
@@ -171,7 +170,7 @@ def _read_mixture_examples(
     return examples
 
 
-def _read_line_examples(path: Path) -> list[Example]:
+def _read_line_examples(path: Path) -> list[TrainingContext]:
     """Read lines {"context", "questions"}, with "answers" (one each), "source" and "license" if
     known.
     """
@@ -187,7 +186,7 @@ def _read_line_examples(path: Path) -> list[Example]:
     return examples
 
 
-def _parse_example(row: Any, where: str) -> Example:
+def _parse_example(row: Any, where: str) -> TrainingContext:
     """Return the example of a line's object; refuse a wrong one."""
     problem = _find_line_fault(row)
     if problem:
@@ -200,7 +199,7 @@ def _parse_example(row: Any, where: str) -> Example:
                 f"{where} has the unknown license {license!r}; give a name as on the Hugging Face "
                 "hub, or none for a text of your own."
             )
-    return Example(
+    return TrainingContext(
         context=row["context"],
         questions=tuple(row["questions"]),
         drafts=tuple(row.get("answers") or [None] * len(row["questions"])),
@@ -241,74 +240,11 @@ def _has_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-@dataclass(frozen=True)
-class StepSample:
-    """One context of one step: its index, the indices of its questions, the ratio, and how many
-    restore tokens.
-
-    `evictor` is the index of the evictor among those of the run.
-    """
-
-    index: int
-    questions: tuple[int, ...]
-    ratio: str
-    restore_tokens: int
-    evictor: int = 0
-
-
-def draw_step_samples(
-    config: TrainConfig, step: int, examples: list[Example], processes: int = 1
-) -> list[StepSample]:
-    """Return the samples of `step` for all processes, which seed and step alone decide; every
-    epoch shuffles anew.
-
-    The `config.draws` samples of a context follow each other and share its evictor.
-    """
-    rng = random.Random(f"step {config.seed} {step}")
-    count = config.contexts * processes
-    evictors = len(split_specs(config.evictor))
-    samples = []
-    for number in range(step * count, (step + 1) * count):
-        epoch, place = divmod(number, len(examples))
-        order = list(range(len(examples)))
-        random.Random(f"order {config.seed} {epoch}").shuffle(order)
-        index = order[place]
-        question_count = len(examples[index].questions)
-        drawn = []
-        for _ in range(config.draws):
-            chosen = rng.sample(range(question_count), min(config.questions, question_count))
-            ratio = f"{_draw_ratio(config, rng):.6f}"
-            tokens = config.restore_tokens
-            if config.nested:
-                tokens = rng.randint(1, config.restore_tokens)
-            drawn.append((tuple(chosen), ratio, tokens))
-        # Drawn last, so that runs with one evictor have the same draws as ever.
-        evictor = rng.randrange(evictors) if evictors > 1 else 0
-        for questions, ratio, tokens in drawn:
-            samples.append(StepSample(index, questions, ratio, tokens, evictor))
-    return samples
-
-
-def select_own_samples(
-    samples: Sequence[StepSample], draws: int, rank: int, processes: int
-) -> list[StepSample]:
-    """Return one process' share of a step: whole contexts, with all their draws."""
-    own = []
-    contexts = range(0, len(samples), draws)
-    for first in contexts[rank::processes]:
-        own += samples[first : first + draws]
-    return own
-
-
-def _draw_ratio(config: TrainConfig, rng: random.Random) -> float:
-    """Draw r ~ U(r_min, r_max), or uniformly in log r."""
-    if config.ratio_law == "uniform":
-        return rng.uniform(config.ratio_min, config.ratio_max)
-    return math.exp(rng.uniform(math.log(config.ratio_min), math.log(config.ratio_max)))
-
-
 def check_example_lengths(
-    model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    examples: list[TrainingContext],
+    config: TrainConfig,
 ) -> None:
     """Refuse contexts too long for the model or too short for one restore token; name the line
     they are from.

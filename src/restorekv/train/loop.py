@@ -3,7 +3,7 @@
 One step: for each of a few contexts, prefill and score without gradients, run the restore pass with
 them, draw r ~ U(r_min, r_max), evict to the budget, and let the student answer from what is left.
 Teacher and student see the same question and the teacher's own greedy answer; only embeddings and
-LoRA are trained. The teacher's question starts at position T, the student's at T + n.
+LoRA are trained. The teacher's question starts at position S + T, the student's at S + T + n.
 """
 
 import csv
@@ -29,14 +29,8 @@ from restorekv.train import checkpoint
 from restorekv.train.checkpoint import TrainingRun
 from restorekv.train.checks import check_setup
 from restorekv.train.config import TrainConfig, compute_learning_rate
-from restorekv.train.examples import (
-    Example,
-    StepSample,
-    check_example_lengths,
-    count_sources,
-    draw_step_samples,
-    select_own_samples,
-)
+from restorekv.train.draw import StepSample, draw_step_samples, select_own_samples
+from restorekv.train.examples import TrainingContext, check_example_lengths, count_sources
 from restorekv.train.loss import (
     compute_hidden_divergence,
     compute_state_distance,
@@ -71,8 +65,8 @@ def compute_sample_loss(
     weights = config.state_weights()
     model = prepared.model
     rows = [target.ids for target in chosen]
-    answers = [target.answer for target in chosen]
-    output = run_answers(model, student, rows, answers, tuple(weights))
+    answer_lengths = [target.answer_length for target in chosen]
+    output = run_answers(model, student, rows, answer_lengths, tuple(weights))
     losses = compute_hidden_divergence(
         model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl
     )
@@ -85,7 +79,7 @@ def compute_sample_loss(
 def train_adapter(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    examples: list[Example],
+    examples: list[TrainingContext],
     config: TrainConfig,
     folder: Path,
     resume: bool = False,
@@ -101,7 +95,7 @@ def train_adapter(
     Losses go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`.
 
     Args:
-        model: teacher and student; it is never changed.
+        model: teacher and student; its weights are never changed.
         tokenizer: the model's own.
         examples: the contexts with their questions.
         config: the settings of the run.

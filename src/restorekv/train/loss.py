@@ -53,13 +53,16 @@ def compute_hidden_divergence(
     """
     rows = max(LOGITS_AT_ONCE // model.config.get_text_config().vocab_size, 1)
 
-    def block(own: Tensor, other: Tensor) -> Tensor:
-        return compute_divergence(compute_logits(model, own), compute_logits(model, other), kl)
+    def compute_block(teacher_rows: Tensor, student_rows: Tensor) -> Tensor:
+        teacher_logits = compute_logits(model, teacher_rows)
+        return compute_divergence(teacher_logits, compute_logits(model, student_rows), kl)
 
     if len(student) <= rows:
-        return block(teacher, student)
-    pairs = zip(teacher.split(rows), student.split(rows), strict=True)
-    return torch.cat([checkpoint(block, own, other, use_reentrant=False) for own, other in pairs])
+        return compute_block(teacher, student)
+    blocks = []
+    for pair in zip(teacher.split(rows), student.split(rows), strict=True):
+        blocks.append(checkpoint(compute_block, *pair, use_reentrant=False))
+    return torch.cat(blocks)
 
 
 def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
@@ -110,7 +113,7 @@ def run_answers(
     model: PreTrainedModel,
     cache: RaggedCache,
     rows: list[Tensor],
-    answers: list[int],
+    answer_lengths: list[int],
     record: tuple[str, ...] = (),
 ) -> AnswerPass:
     """Run questions with their answers over a shared cache, with gradients to it.
@@ -119,13 +122,15 @@ def run_answers(
         model: teacher or student, which are the same model.
         cache: the cache that every row is read after; it stays as it is.
         rows: ids of question and answer.
-        answers: how many of a row's ids are the answer.
+        answer_lengths: how many of a row's ids are the answer.
         record: names of the layers' states to record: HIDDEN, ATTENTION.
     """
     width = max(len(row) for row in rows)
     padded = [torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]
     ids = torch.stack(padded).to(model.device)
-    lengths = [(len(row) - answer, answer) for row, answer in zip(rows, answers, strict=True)]
+    lengths = [
+        (len(row) - answer, answer) for row, answer in zip(rows, answer_lengths, strict=True)
+    ]
     chosen = mark_answer_positions(lengths, width).to(model.device)
     with record_states(model, chosen, record) as states:
         # Padding is to the right of every answer, so the causal mask alone hides it.
@@ -137,10 +142,10 @@ def run_answers(
 
 
 def compute_answer_logits(
-    model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]
+    model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answer_lengths: list[int]
 ) -> Tensor:
     """Return the logits (M, V) that predict the answers."""
-    return compute_logits(model, run_answers(model, cache, rows, answers).hidden)
+    return compute_logits(model, run_answers(model, cache, rows, answer_lengths).hidden)
 
 
 @contextmanager

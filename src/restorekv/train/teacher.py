@@ -20,7 +20,7 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.generation.decoding import BATCH, generate_ids, get_stop_ids
 from restorekv.model.prompt import encode_question, encode_text
 from restorekv.model.shape import compute_logits
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.loss import States, run_answers
 
 
@@ -28,13 +28,15 @@ from restorekv.train.loss import States, run_answers
 class TeacherTarget:
     """What the student shall predict for one question.
 
-    ids: question and the teacher's answer; answer: how many of them are the answer (M); hidden (M,
-    d): the teacher's last hidden states, from which the LM head makes its logits; states by name,
-    (layers, M, d) each.
+    Args:
+        ids: question and the teacher's answer.
+        answer_length: how many of the ids are the answer (M).
+        hidden: (M, d), the teacher's last hidden states, from which the LM head makes its logits.
+        states: by name, (layers, M, d) each.
     """
 
     ids: Tensor
-    answer: int
+    answer_length: int
     hidden: Tensor
     states: States = field(default_factory=dict)
 
@@ -49,7 +51,9 @@ class Teacher:
     record: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def make_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
+    def make_targets(
+        self, prepared: ScoredContext, example: TrainingContext
+    ) -> list[TeacherTarget]:
         """Return a target for every question of a context.
 
         Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft

@@ -36,7 +36,7 @@ from restorekv.model.prompt import Context, encode_question, make_context
 from restorekv.model.shape import CacheShape, list_windows
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import TrainingContext
 from restorekv.train.teacher import Teacher, TeacherTarget
 
 VERSION = 2
@@ -136,7 +136,7 @@ class TeacherCache:
         self,
         model: PreTrainedModel,
         tokenizer: Tokenizer,
-        examples: list[Example],
+        examples: list[TrainingContext],
         config: TrainConfig,
         store: Path | None = None,
         store_prefill: bool = False,
@@ -214,7 +214,9 @@ class TeacherCache:
         scores = stored["scores"].to(self.model.device)
         return ScoredContext(self.model, context, full, scores, config=eviction.config)
 
-    def find_targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
+    def find_targets(
+        self, prepared: ScoredContext, example: TrainingContext
+    ) -> list[TeacherTarget]:
         """Return the targets of a context, from the store if they are there."""
         if self.store is None:
             return self.teacher.make_targets(prepared, example)
@@ -307,7 +309,7 @@ def _pack_targets(targets: list[TeacherTarget]) -> Tensors:
     tensors = {}
     for number, target in enumerate(targets):
         tensors[f"{number}.row"] = target.ids.int()
-        tensors[f"{number}.answer"] = torch.tensor(target.answer)
+        tensors[f"{number}.answer"] = torch.tensor(target.answer_length)
         tensors[f"{number}.hidden"] = target.hidden
         for name, state in target.states.items():
             tensors[f"{number}.state.{name}"] = state
@@ -354,7 +356,7 @@ def _unpack_targets(tensors: Tensors, count: int, device: torch.device) -> list[
                 states[name.removeprefix(prefix)] = tensor.to(device)
         target = TeacherTarget(
             ids=tensors[f"{number}.row"].long(),
-            answer=int(tensors[f"{number}.answer"]),
+            answer_length=int(tensors[f"{number}.answer"]),
             hidden=tensors[f"{number}.hidden"].to(device),
             states=states,
         )
