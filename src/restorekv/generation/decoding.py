@@ -30,7 +30,7 @@ from restorekv.generation.fixed_steps import (
     can_graph,
     find_likeliest,
 )
-from restorekv.generation.sampling import TokenChooser, refuse_not_finite
+from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.prompt import warn_if_beyond_positions
 from restorekv.model.tokenize import decode_ids
@@ -41,6 +41,18 @@ CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=
 T = TypeVar("T")
 
 
+class Chooser(Protocol):
+    """What picks the tokens of an answer."""
+
+    def choose(self, logits: Tensor) -> int:
+        """Return the next id; logits (V,) are the model's."""
+        ...
+
+    def ends(self) -> bool:
+        """Return whether the answer ends with its latest token."""
+        ...
+
+
 def generate_ids(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -49,7 +61,7 @@ def generate_ids(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    choosers: Sequence[TokenChooser] | None = None,
+    choosers: Sequence[Chooser] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
     """Return the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
@@ -72,7 +84,7 @@ def generate_tokens(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    choosers: Sequence[TokenChooser] | None = None,
+    choosers: Sequence[Chooser] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
     """Yield the answers token by token, as (row, id). A consumer may raise or stop at any token.
@@ -153,7 +165,7 @@ def decode_batch(
     stops: set[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    choosers: Sequence[TokenChooser] | None = None,
+    choosers: Sequence[Chooser] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (row, id) for every row of a batch that `pad_prompts` made; `cache` grows by all but
     each row's last token.
@@ -186,18 +198,6 @@ def decode_batch(
             steps = FixedSteps(model, cache, ids, batch[1][:, -1:] + 1, batch[2], max(limits))
         elif not graph:
             groups = [group for group in groups if group.drop_ended()]
-
-
-class Chooser(Protocol):
-    """What picks the tokens of an answer."""
-
-    def choose(self, logits: Tensor) -> int:
-        """Return the next id; logits (V,) are the model's."""
-        ...
-
-    def ends(self) -> bool:
-        """Return whether the answer ends with its latest token."""
-        ...
 
 
 @dataclass(eq=False)
@@ -281,7 +281,7 @@ def make_groups(
     cache: Cache,
     batch: tuple[Tensor, Tensor, Tensor],
     limits: Sequence[int],
-    choosers: Sequence[TokenChooser] | None,
+    choosers: Sequence[Chooser] | None,
 ) -> list[Group[ActiveRow]]:
     """Return the rows of a batch that `pad_prompts` made, a group for each context; `cache` is
     what `fork_caches` returned.
