@@ -360,6 +360,10 @@ def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedRea
         number = os.open(path, flags)
     except FileNotFoundError as error:
         raise RestoreKVError(f"{what} does not exist; check its name.") from error
+    except PermissionError as error:
+        raise RestoreKVError(
+            f"{what} cannot be read ({error.strerror}); check its permissions."
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise RestoreKVError(
             f"{what} cannot be read ({summarize_error(error)}); {FETCH_AGAIN}."

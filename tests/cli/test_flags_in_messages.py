@@ -12,6 +12,7 @@ from tests.helpers.source import FILES, MODULES, find_imports, module_name
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {  # flags of other programs, in the sentences that say how to call them
     "--merge": "llama-gguf-split",
+    "--force-reinstall": "pip",
     "--no-deps": "pip",
     "--use_fsdp": "accelerate",
     "--kv-transfer-config": "vllm serve",

@@ -278,7 +278,9 @@ def test_where_no_copy_is_right_the_cache_stays_on_the_device(fake, case):
             model, tokenizer, TEXT, ratio=0.4, adapter=None, config=CompressionConfig(offload=True)
         )
     assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
-    assert type(offload.make_offloaded_cache(model, 9)) is offload.DynamicCache
+    assert not any(
+        hasattr(layer, "store") for layer in offload.make_offloaded_cache(model, 9).layers
+    )
 
 
 def test_a_store_that_is_right_is_used(fake, case):

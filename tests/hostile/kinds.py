@@ -203,7 +203,7 @@ def read_store(folder: Path) -> str:
         tensors |= {
             f"ids{index}": target.ids,
             f"hidden{index}": target.hidden,
-            f"n{index}": torch.tensor(target.answer),
+            f"n{index}": torch.tensor(target.answer_length),
         }
     return numbers(tensors)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from restorekv.errors import ModelError, RestoreKVWarning
+from restorekv.errors import ModelError, RestoreKVError, RestoreKVWarning
 from restorekv.model import gguf
 from restorekv.model.identity import WEIGHT_SOURCES, fingerprint_model
 from restorekv.model.load import load_model, load_tokenizer
@@ -277,7 +277,7 @@ def cut(path: Path, file: Path, size: int) -> Path:
 def test_a_file_that_is_cut_short(file, tmp_path, share):
     short = cut(tmp_path / "short.gguf", file, max(int(file.stat().st_size * share), 4))
     with pytest.raises(
-        ModelError, match=r"short\.gguf is damaged or cut short; fetch it again \(.+\)\.$"
+        ModelError, match=r"short\.gguf is damaged \(it is cut short, or .+\); fetch it again\.$"
     ) as caught:
         load_model(str(short))
     assert "\n" not in str(caught.value)
@@ -292,12 +292,17 @@ def test_what_is_no_gguf_file(file, tmp_path):
 
 
 def test_a_file_that_may_not_be_read(file, monkeypatch):
-    def closed(self, *_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+    opened = os.open
 
-    monkeypatch.setattr(Path, "open", closed)
+    def open_others(path, *rest, **named):
+        if Path(path) == file:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_others)
     with pytest.raises(
-        ModelError, match=r"Cannot read .*small\.gguf \(Permission denied\); check its permissions"
+        RestoreKVError,
+        match=r"small\.gguf cannot be read \(Permission denied\); check its permissions",
     ):
         load_model(str(file))
 

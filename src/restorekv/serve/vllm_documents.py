@@ -98,7 +98,7 @@ class RaggedForm(DocumentForm):
             )
 
     def check_context(self, context: CompressedContext) -> None:
-        if any(layer.bias is not None for layer in context.cache.layers):
+        if any(layer.bias is not None for layer in context.cache.full_attention):
             raise RestoreKVError(
                 "Caches of Attention Matching add a bias to logits, which vLLM's attention cannot; "
                 "compress with another evictor, such as kvzip."

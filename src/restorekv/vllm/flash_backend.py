@@ -1,6 +1,7 @@
 """vLLM's FlashAttention on a GPU, for questions over compressed documents as well.
 
-It has been run on a CPU with an emulation of `flash_attn_varlen_func` (tests/vllm), never on a GPU.
+It has never run: plugin.py does not register it. What it shares with the backend for CPUs is tested
+with an emulation of `flash_attn_varlen_func` (tests/vllm/test_ragged_attention.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ log = logging.getLogger("vllm.restorekv")
 
 
 def register() -> None:
-    """Override vLLM's attention on CPUs and its FlashAttention, if the environment asks for it.
+    """Override vLLM's attention on CPUs, if the environment asks for it.
+
+    FlashAttention stays as it is until flash_backend.py has run on a GPU.
 
     Raises:
         RuntimeError: this version of vLLM was not tested.

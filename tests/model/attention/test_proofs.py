@@ -373,7 +373,10 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
     cache = type(
         "Cache",
         (),
-        {"layers": [given.layer], "quantize": lambda self, storage: pytest.fail("not proven")},
+        {
+            "full_attention": [given.layer],
+            "quantize": lambda self, storage: pytest.fail("not proven"),
+        },
     )()
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
     with fake.context() as here:
