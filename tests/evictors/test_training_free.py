@@ -331,5 +331,5 @@ def test_a_model_without_q_proj_is_refused():
 @pytest.mark.parametrize("press", ["KnormPress", object()])
 def test_without_kvpress_the_bridge_says_what_to_install(monkeypatch, press):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    with pytest.raises(RestoreKVError, match="pip install kvpress==0.5.5"):
+    with pytest.raises(RestoreKVError, match=r"pip install kvpress==0\.5\.5"):
         FromKVPress(press)
