@@ -452,7 +452,7 @@ def test_budgets_of_another_context_are_refused(case):
     with pytest.raises(BudgetError, match="make another"):
         prepared.evict(Budget.of_ratio(0.1, 7, 3, 2))
     shape = CacheShape.from_model(model)
-    with pytest.raises(BudgetError, match="prepare with an adapter"):
+    with pytest.raises(BudgetError, match="prepare the context with an adapter"):
         prepared.evict(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
 
 

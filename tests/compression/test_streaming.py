@@ -310,7 +310,7 @@ def test_restore_tokens_without_an_adapter_are_refused():
         config=CompressionConfig(),
         streaming=20,
     )
-    with pytest.raises(BudgetError, match="reserves 2 restore tokens; prepare with an adapter"):
+    with pytest.raises(BudgetError, match="reserves 2 restore tokens, and there are 0"):
         prepared.evict(0.5, restore_tokens=2)
 
 

@@ -92,7 +92,7 @@ def test_what_ships_was_trained_as_its_name_says(tmp_path):
                     for key, value in config.items()
                 }
                 # Settings that were not there yet.
-                added = {"init": "", "draws": 1, "ratio_weight": 0.0}
+                added = {"init": "", "draws": 1, "ratio_weight": 0.0, "loss_power": 1.0}
                 assert {**same, "processes": 1} == {**added, **told}, place
 
 

@@ -30,7 +30,13 @@ from restorekv.train.examples import (
     count_sources,
     read_examples,
 )
-from restorekv.train.loop import make_initial_adapter, train_adapter, weigh_ratio
+from restorekv.train.loop import (
+    SMALL_LOSS,
+    make_initial_adapter,
+    train_adapter,
+    weigh_loss,
+    weigh_ratio,
+)
 from restorekv.train.loss import compute_answer_logits, compute_divergence
 from restorekv.train.teacher_cache import KIND, TeacherCache
 from tests.helpers.cli_world import cli
@@ -532,6 +538,28 @@ def test_the_weight_of_a_step_rises_with_its_ratio():
     flat, steep = replace(CONFIG, ratio_max=0.5), replace(CONFIG, ratio_max=0.5, ratio_weight=1.0)
     assert weigh_ratio(flat, 0.05) == 1
     assert weigh_ratio(steep, 0.05) == pytest.approx(0.1) and weigh_ratio(steep, 0.5) == 1
+
+
+def test_a_power_below_1_makes_small_losses_count_more(tiny_tokenizer, tmp_path):
+    """The weight times the gradient of the loss is the gradient of its power, or logarithm."""
+    for power, minimized in ((0.0, torch.log), (0.5, lambda x: 2 * x.sqrt())):
+        config = replace(CONFIG, loss_power=power)
+        for value in (0.0, 0.01, 0.3):
+            loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+            minimized(loss + SMALL_LOSS).backward()
+            assert weigh_loss(config, value) == pytest.approx(float(loss.grad))
+    assert weigh_loss(CONFIG, 0.01) == 1, "1 is the plain loss, to the bit"
+    adapters = [
+        train_adapter(
+            build_model("llama"),
+            tiny_tokenizer,
+            EXAMPLES,
+            replace(CONFIG, loss_power=power, steps=2),
+            tmp_path / f"{power}",
+        )
+        for power in (1.0, 0.0)
+    ]
+    assert not torch.equal(adapters[0].embeddings, adapters[1].embeddings)
 
 
 def test_draws_read_a_context_once(tiny_tokenizer, tmp_path, monkeypatch):

@@ -102,6 +102,18 @@ class Budget:
             raise BudgetError(_explain_small_budget(self.ratio, self.tokens, restore_tokens))
         return replace(self, restore_tokens=restore_tokens)
 
+    def require_at_most(self, restore_tokens: int) -> None:
+        """Refuse a budget with room for more restore tokens than there are.
+
+        Raises:
+            BudgetError: so it is; without an adapter there are none.
+        """
+        if self.restore_tokens > restore_tokens:
+            raise BudgetError(
+                f"The budget reserves {self.restore_tokens} restore tokens, and there are "
+                f"{restore_tokens}; prepare the context with an adapter that has them."
+            )
+
     @property
     def total(self) -> int:
         """B."""

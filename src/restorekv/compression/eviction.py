@@ -149,9 +149,10 @@ class Eviction(Compressor):
         support.prepare_model(model)
         seconds: dict[str, float] = {}
         pinned = self.evictor.count_pinned_tail(context)  # columns that it may read again
-        into = make_full_cache(model, pinned)
         if self.config.offload:
             into = make_offloaded_cache(model, context.positions, pinned)
+        else:
+            into = make_full_cache(model, pinned)
         with torch.no_grad():
             if self.scoring:
                 full, scores = prefill_and_score(
@@ -163,6 +164,7 @@ class Eviction(Compressor):
         if self.adapter is None:
             return prepared
         progress("restore")
+        # Outside of `no_grad`: training differentiates the restore pass.
         return prepared.with_restore_cache(self.adapter)
 
 

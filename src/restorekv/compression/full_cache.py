@@ -25,7 +25,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
 from restorekv.compression.config import RatioOrBudget
-from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.errors import RestoreKVError
 from restorekv.evictors import Evictor
 from restorekv.model import attention
 from restorekv.model.observer import observe_layers
@@ -166,11 +166,7 @@ class ScoredContext(PreparedContext):
                 "The full cache was used up by evict(..., consume=True); prepare the context again."
             )
         budget = self.make_budget(budget, restore_tokens)
-        if budget.restore_tokens > self.restore_tokens:
-            raise BudgetError(
-                f"The budget reserves {budget.restore_tokens} restore tokens; "
-                "prepare with an adapter."
-            )
+        budget.require_at_most(self.restore_tokens)
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
         if self.config.prefix_policy == "free":
             keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)

@@ -35,7 +35,7 @@ from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
 from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
-from restorekv.errors import BudgetError, RestoreKVError, warn
+from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import Evictor
 from restorekv.model import support
 from restorekv.model.prefill import make_full_cache, read_only_view
@@ -152,10 +152,7 @@ class Stream:
         )
         adapter = self.source.adapter
         tokens = self.budget.restore_tokens
-        if tokens and adapter is None:
-            raise BudgetError(
-                f"The budget reserves {tokens} restore tokens; prepare with an adapter."
-            )
+        self.budget.require_at_most(0 if adapter is None else adapter.restore_tokens)
         reads_before_eviction = tokens > 0 and self.config.restore_from == "full"
         if reads_before_eviction and len(parts) > 1:
             warn(

@@ -37,6 +37,7 @@ AT_LEAST_ZERO = (
     "hidden_weight",
     "attention_weight",
     "ratio_weight",
+    "loss_power",
 )
 
 
@@ -87,6 +88,11 @@ class TrainConfig:
         0.0,
         "Power of r / ratio_max that a step's loss is multiplied by: above 0, high ratios weigh "
         "more.",
+    )
+    loss_power: float = setting(
+        1.0,
+        "Power of a context's loss that is minimized. Below 1, mild ratios, whose loss is small, "
+        "weigh more; 0 minimizes the logarithm, so that all ratios weigh the same.",
     )
     nested: bool = setting(
         False, "Draw the number of restore tokens used, so that the first few work alone."

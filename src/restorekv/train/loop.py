@@ -42,6 +42,8 @@ from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
 
 Progress = Callable[[int, int, float], None]
+# Added to a loss before its power is taken: what is that close to the full cache is good enough.
+SMALL_LOSS = 1e-3
 
 
 def compute_sample_loss(
@@ -220,9 +222,12 @@ def _add_gradients(
     for sample in samples:
         with group.join_uneven(teachers.model):
             prepared, targets = teachers.get_context(sample.index, sample.evictor)
-        loss = compute_sample_loss(run.adapter, prepared, targets, sample, config) / len(samples)
+        sample_loss = compute_sample_loss(run.adapter, prepared, targets, sample, config)
+        loss = sample_loss / len(samples)
         if loss.requires_grad:  # a ratio with no room for a restore token teaches nothing
-            (loss * weigh_ratio(config, float(sample.ratio))).backward()
+            weight = weigh_ratio(config, float(sample.ratio))
+            weight *= weigh_loss(config, float(sample_loss.detach()))
+            (loss * weight).backward()
         total += float(loss.detach())
     group.average_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
@@ -241,6 +246,16 @@ def weigh_ratio(config: TrainConfig, ratio: float) -> float:
     what is learned.
     """
     return (ratio / config.ratio_max) ** config.ratio_weight
+
+
+def weigh_loss(config: TrainConfig, loss: float) -> float:
+    """Return what the gradient of a context's loss is multiplied by, so that its power
+    `config.loss_power`, or its logarithm where that is 0, is minimized.
+
+    The gradient of (L + c)^p / p is (L + c)^(p - 1) times that of L, and that of log(L + c) is the
+    same with p = 0. The c keeps contexts that are already right from deciding the step.
+    """
+    return float((loss + SMALL_LOSS) ** (config.loss_power - 1.0))
 
 
 def _take_optimizer_step(run: TrainingRun, step: int) -> None:
