@@ -1,7 +1,7 @@
 """Ask a running `restorekv serve` about a text through LangChain: pip install langchain-openai
 
 restorekv serve --model smollm2 &
-python examples/ask_langchain.py examples/story.txt "What was the name of the youngest son?"
+python examples/ask_langchain.py examples/lighthouse.txt "What was the name of the keeper on duty?"
 """
 
 import sys
@@ -31,5 +31,7 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
         print(answer)

@@ -2,7 +2,7 @@
 llama-index-llms-openai-like
 
 restorekv serve --model smollm2 &
-python examples/ask_llamaindex.py examples/story.txt "What was the name of the youngest son?"
+python examples/ask_llamaindex.py examples/lighthouse.txt "What was the name of the keeper on duty?"
 
 LlamaIndex sends the document with every question. The server knows it by its content and compresses
 it once.
@@ -33,5 +33,7 @@ def ask(
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
         print(answer)

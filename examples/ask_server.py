@@ -1,7 +1,7 @@
 """Ask a running `restorekv serve` about a text, with the official client.
 
 restorekv serve --model smollm2 &
-python examples/ask_server.py examples/story.txt "What was the name of the youngest son?"
+python examples/ask_server.py examples/lighthouse.txt "What was the name of the keeper on duty?"
 """
 
 import sys
@@ -35,5 +35,7 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
         print(answer)

@@ -1,6 +1,6 @@
 """Compress a text once, ask it several questions, save the cache and ask again.
 
-python examples/quickstart.py         # SmolLM2 and a fairy tale; about a minute on a CPU
+python examples/quickstart.py         # SmolLM2 and an article; about a minute on a CPU
 python examples/quickstart.py tiny    # the tiny model that ships, on its own kind of text; seconds
 """
 
@@ -13,8 +13,8 @@ from restorekv import CompressedContext, compress, load_model
 HERE = Path(__file__).parent
 TEXTS = {
     "smollm2": (
-        "story.txt",
-        ["What was the name of the youngest son?", "How many sons did the farmer have?"],
+        "lighthouse.txt",
+        ["Who built the first lighthouse?", "What was the name of the keeper on duty?"],
     ),
     "tiny": ("register.txt", ["What is the code of the market?", "What is the trade of Agnes?"]),
 }
@@ -25,7 +25,7 @@ def main(name: str = "smollm2") -> None:
     model, tokenizer = load_model(name)
     text = (HERE / file).read_text(encoding="utf-8")
 
-    small = compress(model, tokenizer, text, ratio=0.1)
+    small = compress(model, tokenizer, text, ratio=0.2)
     print(small)
     for question, answer in zip(questions, small.ask(questions, max_new_tokens=32), strict=True):
         print(f"{question}\n  {answer.strip()}")

@@ -55,7 +55,7 @@ def test_the_shortest_spec_is_written():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("thin", "There is no thing 'thin'; use one of thing, bare."),
+        ("thin", "There is no thing 'thin' (did you mean thing?); use one of thing, bare."),
         (
             "thing:size=3",
             "thing has no setting 'size=3'; give count=NUMBER, loud=true|false, mode=TEXT, "

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.charts import write_charts
-from restorekv.cli.session import print_written
+from restorekv.cli.terminal import print_written
 from restorekv.errors import RestoreKVError
 
 RESULTS = Path("benchmarks/results")

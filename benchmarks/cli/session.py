@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from transformers import logging
 
-from restorekv.cli.session import notes, output
+from restorekv.cli.terminal import notes, output
 from restorekv.files import write_json
 
 

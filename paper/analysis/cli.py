@@ -12,7 +12,8 @@ from paper.analysis.page import write_analyses
 from paper.analysis.run import ANALYSES, analyze
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import notes, print_written, show_progress_bar, silence_transformers
+from restorekv.cli.session import silence_transformers
+from restorekv.cli.terminal import notes, print_written, show_progress_bar
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
@@ -41,7 +42,7 @@ def run(
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
     model: options.Model = "tiny",
     restore_tokens: options.RestoreTokens = None,
-    prefix_policy: options.ProtocolPrefixPolicy = None,
+    prefix_policy: options.ScoredPrefixPolicy = "free",
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
@@ -53,7 +54,7 @@ def run(
     rules = protocols.make_protocol(protocol)
     documents = tasks.make_benchmark(benchmark)
     ratios = sorted(map(str, ratio), key=parse_ratio, reverse=True)
-    policy = prefix_policy or rules.prefix_policy
+    policy = rules.prefix_policy if prefix_policy == "protocol" else prefix_policy
     conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
     name, source = parse_method(evictor)
     if not make_compressor(name).restores:

@@ -27,7 +27,7 @@ from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.generation import answers, decoding
 from restorekv.generation.answers import Answer
 from restorekv.generation.chat import Chat
-from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions
+from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions, take_limit
 from restorekv.model import attention, support
 from restorekv.model.prompt import (
     Context,
@@ -163,6 +163,7 @@ class CompressedContext:
         Args:
             question: A question, or a list of questions.
             max_new_tokens: How long an answer may be: one limit, or one for each question.
+                `max_tokens`, OpenAI's name, takes its place.
             stream: Return the pieces of one answer as they are written.
             answer_prefix: What every answer begins with.
             graph: Make every step the same work, which a GPU replays as a CUDA graph.
@@ -173,6 +174,7 @@ class CompressedContext:
         Returns:
             A text for one question, a list for a list, an iterator with stream=True.
         """
+        max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]

@@ -226,9 +226,14 @@ def _default_cache_folder() -> Path:
     return Path(caches).expanduser() / "restorekv"
 
 
+def format_json(content: object) -> str:
+    """Return indented JSON with a line end."""
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, content: object, follow: bool = True) -> None:
     """Write indented UTF-8 JSON; for `follow`, see `replace_file`."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    text = format_json(content)
     with explain_write_errors(path), replace_file(path, follow) as temporary:
         temporary.write_text(text, "utf-8", "backslashreplace")
 

@@ -13,7 +13,7 @@ from restorekv.compression.growing import compose_caches
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.generation import answers
-from restorekv.generation.sampling import SamplingConfig, SamplingOptions
+from restorekv.generation.sampling import SamplingConfig, SamplingOptions, take_limit
 from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
@@ -90,6 +90,7 @@ def ask_many(
         RestoreKVError: Something is not a pair of a context and its questions, or the contexts have
             several models or chat templates.
     """
+    max_new_tokens = take_limit(options, max_new_tokens)
     sampling = SamplingConfig.make(**options)
     pairs = _check_pairs(asked)
     questions_of = [answers.list_questions(questions) for _, questions in pairs]

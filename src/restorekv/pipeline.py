@@ -41,6 +41,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.model.tokenize import decode_utf8
+from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
@@ -69,8 +70,8 @@ def compress(
     Args:
         model: The model that will answer. Its weights are not changed.
         tokenizer: Its tokenizer.
-        context: A text, the `Path` of one, token ids, or messages: one of the user, after one of
-            the system if there is one.
+        context: A text, the `Path` of a text, PDF, DOCX or HTML file, token ids, or messages: one
+            of the user, after one of the system if there is one.
         ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 nothing
             is lost, and adapter="auto" restores nothing.
         tokens_per_head: Instead of a ratio: how many pairs to hold per head, on average.
@@ -151,6 +152,9 @@ def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tens
     message.
     """
     if isinstance(context, Path):
+        if context.suffix.lower() in KINDS:
+            content = read_bytes(context, f"The file {context}", TEXT_BYTES)
+            return extract_text(str(context), content), system
         what = f"The file {context}"
         return decode_utf8(read_bytes(context, what, TEXT_BYTES), what), system
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):

@@ -8,8 +8,9 @@ settings.
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_type_hints
 
@@ -33,7 +34,7 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
     """
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
-        raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(classes)}.")
+        raise RestoreKVError(explain_unknown(what, name, classes))
     types = _list_settings(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):
@@ -51,6 +52,14 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
                 f"{name} takes {key}={_PLACEHOLDERS[types[key]]}, not {value!r}."
             ) from None
     return classes[name](**settings)
+
+
+def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence about a name that is not known, with the one that is most like it."""
+    names = list(known)
+    near = get_close_matches(name, names, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"There is no {what} {name!r}{hint}; use one of {', '.join(names)}."
 
 
 def split_specs(text: str) -> list[str]:

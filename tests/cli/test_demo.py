@@ -6,9 +6,9 @@ import io
 
 from rich.console import Console
 
-from restorekv.cli import demo as cli_demo
-from restorekv.cli import session
-from restorekv.cli.demo import (
+from restorekv.cli import facts_demo, session
+from restorekv.cli import scored_demo as cli_demo
+from restorekv.cli.scored_demo import (
     STORIES,
     STORY,
     WORLD,
@@ -23,8 +23,10 @@ from restorekv.cli.demo import (
 from restorekv.evaluation import worker
 from restorekv.model.load import load_tokenizer
 from restorekv.tasks import Question, Sample
+from restorekv.tasks.facts import contains_truth, load_facts
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
+from tests.helpers.source import ROOT
 
 SAMPLE = Sample(
     "one",
@@ -75,6 +77,57 @@ def test_each_model_is_shown_what_it_can_read():
     assert story.id.startswith(STORY) and story.questions
 
 
+def test_only_questions_are_shown_that_the_full_cache_answers_right():
+    questions = []
+    for number, truth in enumerate(("Hall", "94", "oak", "1709", "Hoe", "Leeds", "sun", "tin")):
+        questions.append(Question(str(number), "a", f"{truth}?", (truth,), 8))
+    sample = Sample("tower", "text", tuple(questions))
+    full = ["Henry Hall.\nMore", "he was 49", "of oak", "in 1709", "the Hoe", "Leeds", "sun", "tin"]
+    small = ["Hall", "94", "elm", "1709", "Hoe", "Leeds", "sun", "tin"]
+    caches = [
+        CacheAnswers("full cache", 1000, full, {"ask": 1.0}),
+        CacheAnswers("KVzip, r = 0.3", 300, small, {"ask": 1.0}),
+    ]
+    shown = facts_demo.choose_questions(sample, 50, caches)
+    assert shown.right_in_full == 7 and shown.asked == 8
+    assert [each.truth for each in shown.questions] == [
+        "Hall",
+        "oak",
+        "1709",
+        "Hoe",
+        "Leeds",
+        "sun",
+    ]
+    assert shown.questions[0].answers["full cache"] == "Henry Hall."
+    assert [each.right["KVzip"] for each in shown.questions] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    table = printed(facts_demo.tabulate_answers(shown))
+    assert "✗ elm" in table and "✓ Henry Hall." in table
+    costs = printed(facts_demo.tabulate_costs([shown], "0.3"))
+    assert "6/6" in costs and "5/6" in costs
+
+
+def test_the_truth_of_every_fact_is_in_its_text():
+    for sample in load_facts():
+        for question in sample.questions:
+            assert contains_truth(sample.context, question.answers), question.text
+
+
+def test_the_example_is_the_text_of_the_demo():
+    assert (ROOT / "examples" / "lighthouse.txt").read_text() == load_facts()[0].context
+
+
+def test_a_truth_is_found_as_whole_words():
+    assert contains_truth("It was Henry Hall.", ["Henry Hall"])
+    assert not contains_truth("in 17090", ["1709"])
+
+
 def test_the_demo_loads_its_model_once(monkeypatch):
     show = DemoPlan("tiny:low=100,high=160", ("knorm",), ("0.5",), (0.5,), 1)
     monkeypatch.setattr(cli_demo, "choose_plan", lambda model: show)
@@ -85,6 +138,6 @@ def test_the_demo_loads_its_model_once(monkeypatch):
             module, "load_model", lambda *given: loads.append(given) or load_model(*given)
         )
     worker.OPENED.clear()
-    demo = cli("demo", "--model", "tiny")
+    demo = cli("demo", "--full", "--model", "tiny")
     assert demo.code == 0 and "full cache" in demo.out, demo
     assert len(loads) == 1

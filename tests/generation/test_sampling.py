@@ -15,6 +15,7 @@ from transformers.generation import StoppingCriteria
 from restorekv import ask_many, compress
 from restorekv.errors import RestoreKVError
 from restorekv.generation.sampling import SamplingConfig, SamplingOptions, TokenChooser
+from restorekv.readers.extract import extract_text
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
@@ -177,7 +178,7 @@ def test_unknown_options_are_refused_by_name(small):
 
 def test_the_options_of_ask_are_those_of_decoding():
     names = {each.name for each in fields(SamplingConfig)}
-    assert set(get_type_hints(SamplingOptions)) == names - {"samples"} | {"config"}
+    assert set(get_type_hints(SamplingOptions)) == names - {"samples"} | {"config", "max_tokens"}
 
 
 @pytest.mark.slow
@@ -230,3 +231,29 @@ def test_the_models_own_generation_config_is_understood(small):
     )
     with pytest.raises(RestoreKVError, match="give it to ask itself"):
         small.ask(QUESTIONS[0], config=GenerationConfig(max_new_tokens=1))
+
+
+def test_max_tokens_is_the_limit_of_an_answer(small):
+    expected = small.ask(QUESTIONS[0], 3, details=True)
+    assert len(expected.ids) == 3
+    assert small.ask(QUESTIONS[0], max_tokens=3, details=True).ids == expected.ids
+    assert small.chat().ask(QUESTIONS[0], max_tokens=3, details=True).ids == expected.ids
+    assert ask_many([(small, [QUESTIONS[0]])], max_tokens=3) == [[expected.text]]
+
+
+def test_names_of_other_libraries_get_a_hint(small):
+    with pytest.raises(RestoreKVError, match="no option do_sample; a temperature above 0 samples"):
+        small.ask(QUESTIONS[0], do_sample=True)
+    with pytest.raises(RestoreKVError, match="samples is the number of answers"):
+        small.ask(QUESTIONS[0], num_return_sequences=2)
+    with pytest.raises(RestoreKVError, match=r"no evictor 'kvzipp' .did you mean kvzip"):
+        compress(small.model, small.tokenizer, TEXT, evictor="kvzipp")
+
+
+def test_the_path_of_a_page_is_read_as_its_text(small, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(f"<html><script>hidden</script><p>{TEXT.strip()}</p></html>")
+    made = compress(small.model, small.tokenizer, page, ratio=0.5, adapter=None)
+    text = extract_text("page.html", page.read_bytes())
+    plain = compress(small.model, small.tokenizer, text, ratio=0.5, adapter=None)
+    assert made.context.ids.tolist() == plain.context.ids.tolist()

@@ -6,6 +6,7 @@ behind a colon. A module with a group of commands calls the group `app`.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -64,7 +65,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     ),
     "demo": (
         "restorekv.cli.demo",
-        "Compare a full cache with small ones on SmolLM2 and short stories.",
+        "Ask a full cache and small ones about facts, side by side.",
         USE,
     ),
     "eval": (
@@ -113,9 +114,10 @@ class Commands(TyperGroup):
                 TyperCommand(name, help=line, rich_help_panel=panel[0] if panel else None)
             )
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Command, list[str]]:
-        name, _, rest = super().resolve_command(ctx, args)
-        assert name is not None, "None only while a shell completes words, which is switched off"
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Command, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None:  # while a shell completes a word that is no command
+            return name, command, rest
         path, line = self.table[name][:2]
         return name, _load_command(path, line, name), rest
 
@@ -139,7 +141,8 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-app = typer.Typer(cls=Commands, add_completion=False)
+app = typer.Typer(cls=Commands)  # with --install-completion and --show-completion
+COMPLETE = "_RESTOREKV_COMPLETE"  # set by a shell that asks what may come next
 
 
 @app.callback()
@@ -159,6 +162,8 @@ def main(args: Sequence[str] | None = None) -> None:
     or 129 (SIGHUP).
     """
     prepare_process()
+    if COMPLETE in os.environ:
+        typer.main.get_command(app)(prog_name="restorekv")
     code = execute(sys.argv[1:] if args is None else list(args))
     sys.exit(128 + RECEIVED[-1] if RECEIVED else code)
 

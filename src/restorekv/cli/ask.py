@@ -12,10 +12,9 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import make_visible
-from restorekv.cli.session import check_outputs_apart, notes, open_documents, output, read_text
+from restorekv.cli.inputs import check_cache_files, check_outputs_apart
+from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
-from restorekv.files import write_json
-from restorekv.many_contexts import ask_many
 
 
 @options.add_options_of(options.SamplingFlags)
@@ -32,19 +31,29 @@ def run(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     json: Annotated[
-        Path | None, options.make_output_option("Write questions and answers here, for programs.")
+        Path | None, options.make_json_option("Write questions and answers here, for programs.")
     ] = None,
     **flags: Any,
 ) -> None:
-    files, asked = _split_words(file, questions)
-    if not asked:
+    further, words = _split_words(questions)
+    files = [file, *further]
+    if not words:
         raise RestoreKVError("There is no question after the cache files; ask something.")
-    if not all(question.strip() for question in asked):
+    if not all(word.strip() for word in words):
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     check_outputs_apart([json], (*files, flags["json_schema"], model))
-    sampling = options.SamplingFlags(**flags).make_config()
+    check_cache_files(files)
+    asked = _read_questions(words)
+    if not asked:
+        raise RestoreKVError("There is no question in the input; ask something.")
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.session import make_sampling, open_documents
+    from restorekv.many_contexts import ask_many
+
+    sampling = make_sampling(options.SamplingFlags(**flags))
     documents = open_documents(files, model, dtype, device)
 
     # One question of one file is answered piece by piece; more in one batch.
@@ -62,7 +71,9 @@ def run(
             rows.append({"file": str(each), "question": question, "answer": answer})
 
     if json:  # before anything is printed, because whoever reads that may go away
-        write_json(json, {"answers": rows, "seconds": round(time.perf_counter() - start, 4)})
+        write_figures(json, {"answers": rows, "seconds": round(time.perf_counter() - start, 4)})
+    if json == STDOUT:
+        return
     if len(rows) == 1:
         print(make_visible(rows[0]["answer"]))
         return
@@ -72,15 +83,20 @@ def run(
         output.print(Text("  " + make_visible(row["answer"])), soft_wrap=True)
 
 
-def _split_words(file: Path, words: list[str]) -> tuple[list[Path], list[str]]:
-    """Return the cache files and the questions: files come first, and end in .rkv."""
-    further = list(takewhile(lambda word: word.endswith(".rkv"), words))
+def _split_words(words: list[str]) -> tuple[list[Path], list[str]]:
+    """Return the further cache files, which come first and end in .rkv, and the rest."""
+    files = list(takewhile(lambda word: word.endswith(".rkv"), words))
+    return [Path(name) for name in files], words[len(files) :]
+
+
+def _read_questions(words: list[str]) -> list[str]:
+    """Return the questions, with the lines of stdin that are not empty where a word is "-"."""
     questions: list[str] = []
-    for word in words[len(further) :]:
-        questions.extend(_read_questions() if word == "-" else [word])
-    return [file, *map(Path, further)], questions
+    for word in words:
+        if word != "-":
+            questions.append(word)
+            continue
+        from restorekv.cli.session import read_text  # which imports PyTorch
 
-
-def _read_questions() -> list[str]:
-    """Return the lines of stdin that are not empty."""
-    return [line.strip() for line in read_text("-").split("\n") if line.strip()]
+        questions.extend(line.strip() for line in read_text("-").split("\n") if line.strip())
+    return questions

@@ -6,18 +6,10 @@ from typing import Annotated, Literal, cast
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.compress import summarize_cache
-from restorekv.cli.session import (
-    check_outputs_apart,
-    notes,
-    open_documents,
-    print_figures,
-    read_text,
-)
-from restorekv.compression.growing import RESTORE
-from restorekv.context import format_bytes
+from restorekv.cli.choices import GROWING
+from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_text_file
+from restorekv.cli.terminal import notes, print_figures
 from restorekv.errors import check_choice
-from restorekv.many_contexts import compose as compose_documents
 
 RestoreParts = Literal["last", "every", "none"]
 
@@ -40,8 +32,14 @@ def append(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
 ) -> None:
-    check_choice("--restore", restore, RESTORE)
+    check_choice("--restore", restore, GROWING)
     check_outputs_apart([out], (file, text, model))
+    check_cache_files([file])
+    check_text_file(text)
+
+    from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch
+    from restorekv.cli.session import open_documents, read_text
+
     added = read_text(text)
     (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
@@ -64,6 +62,12 @@ def compose(
     dtype: options.Dtype = "auto",
 ) -> None:
     check_outputs_apart([out], (*files, model))
+    check_cache_files(files)
+
+    from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch
+    from restorekv.cli.session import open_documents
+    from restorekv.many_contexts import compose as compose_documents
+
     whole = compose_documents(open_documents(files, model, dtype, device))
     whole.save(out)
     print_figures(f"Wrote {out}", summarize_cache(whole, out))
@@ -79,6 +83,11 @@ def export(
     model: options.OtherModel = None,
 ) -> None:
     check_outputs_apart([out], (file, model))
+    check_cache_files([file])
+
+    from restorekv.cli.session import open_documents  # which imports PyTorch
+    from restorekv.context import format_bytes
+
     (document,) = open_documents([file], model, None, "cpu")
     portable = document.portable()
     portable.save(out)

@@ -1,36 +1,13 @@
 """`restorekv chat doc.rkv`: a conversation over a cache file in the terminal."""
 
-import os
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.errors import RECEIVED, make_visible, report_error
-from restorekv.cli.session import notes, open_documents, output
-from restorekv.context import CompressedContext, format_bytes
+from restorekv.cli.inputs import check_cache_files
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_target
-from restorekv.generation.chat import Chat
-from restorekv.generation.sampling import SamplingConfig
-
-HELP = {
-    "/undo [N]": "take the latest question and its answer back, or the latest N",
-    "/history": "show the conversation",
-    "/fold": "compress the conversation into the document, to go on with less memory",
-    "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with what was "
-    "folded",
-    "/help": "show this list",
-    "/quit": "leave; Ctrl-D does so, too",
-}
 
 
 @options.add_options_of(options.SamplingFlags)
@@ -44,135 +21,22 @@ def run(
     ] = "",
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="The longest answer, in tokens.")
-    ] = 512,
+    ] = 128,
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **flags: Any,
 ) -> None:
-    sampling = options.SamplingFlags(**flags).make_config()
     if resume and system:
         raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
+    check_cache_files([file])
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.conversation import run_conversation
+    from restorekv.cli.session import make_sampling, open_documents
+    from restorekv.generation.chat import Chat
+
+    sampling = make_sampling(options.SamplingFlags(**flags))
     (document,) = open_documents([file], model, dtype, device)
     chat = Chat.load(resume, document) if resume else document.chat(system)
     run_conversation(chat, max_new_tokens, sampling)
-
-
-def run_conversation(chat: Chat, max_new_tokens: int, sampling: SamplingConfig) -> None:
-    """Read questions and commands until the input ends."""
-    if sys.stdin is None:
-        raise RestoreKVError(
-            "The standard input is closed; type questions or pipe them in, one a line."
-        )
-    # So that a line that is not UTF-8 is refused by itself.
-    cast("TextIOWrapper", sys.stdin).reconfigure(errors="surrogateescape")
-    m = chat.document.manifest
-    notes.print(
-        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. "
-        "/help lists the "
-        "commands."
-    )
-    for line in read_lines():
-        line = line.strip()
-        if line.split()[:1] in (["/quit"], ["/exit"]):
-            return
-        with _continue_after_errors("(broken off; the conversation is as it was before)"):
-            if line.startswith("/"):
-                _run_command(chat, line)
-            elif line:
-                _print_answer(chat, line, max_new_tokens, sampling)
-
-
-@contextmanager
-def _continue_after_errors(after_ctrl_c: str) -> Iterator[None]:
-    """Report why the block failed, or that Ctrl-C stopped it, and continue; other signals end the
-    command.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        if RECEIVED:
-            raise
-        print(f"\n{after_ctrl_c}")
-    except (RestoreKVError, MemoryError, RuntimeError) as error:
-        report_error(error)
-
-
-def read_lines() -> Iterable[str]:
-    """Yield what is typed, with a history on a terminal, or the lines of a pipe."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
-        return
-    with suppress(ImportError):
-        import_module("readline")  # gives input() a history and editing
-    while True:
-        with _continue_after_errors("(Ctrl-D or /quit leaves)"):
-            try:
-                yield input("> ")
-            except EOFError:
-                print()
-                return
-
-
-def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: SamplingConfig) -> None:
-    """Print an answer while it grows, and what the turn cost."""
-    start = time.perf_counter()
-    for piece in chat.ask(question, max_new_tokens, stream=True, config=sampling):
-        print(make_visible(piece), end="", flush=True)
-    print()
-    turn = chat.turns[-1]
-    seconds = time.perf_counter() - start
-    notes.print(
-        f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to "
-        "the first, "
-        f"{seconds:.2f} s in all; the conversation holds {format_bytes(chat.nbytes)}",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _run_command(chat: Chat, line: str) -> None:
-    """Carry out a command that begins with a slash."""
-    name, _, rest = line.partition(" ")
-    match name:
-        case "/undo":
-            if rest.strip() and not rest.strip().isdecimal():
-                raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
-            count = int(rest or 1)
-            chat.undo(count)
-            notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
-        case "/history":
-            for message in chat.messages:
-                said = Text.assemble(
-                    (message["role"], "bold"), f": {make_visible(message['content'])}"
-                )
-                output.print(said, soft_wrap=True)
-        case "/fold":
-            before = chat.nbytes
-            chat.fold()
-            notes.print(
-                f"Folded {format_bytes(before)} into the document, which holds "
-                f"{format_bytes(chat.document.manifest.bytes_held)}."
-            )
-        case "/save":
-            if not rest.strip():
-                raise RestoreKVError("Give a file after /save.")
-            # Which leaves the home of an unknown user as it is.
-            path = Path(os.path.expanduser(rest.strip()))
-            check_target(path)
-            if path.suffix == ".rkv":
-                assert isinstance(chat.document, CompressedContext), "a conversation over a file"
-                chat.document.save(path)
-            elif chat.folded:
-                raise RestoreKVError(
-                    "Folded turns are part of the document; save that, as in /save doc.rkv."
-                )
-            else:
-                chat.save(path)
-            notes.print(f"Wrote {path}.", markup=False)
-        case "/help":
-            for each, what in HELP.items():
-                notes.print(f"{each:12} {what}", highlight=False, soft_wrap=True, markup=False)
-        case _:
-            raise RestoreKVError(f"There is no command {name}; /help lists them.")

@@ -8,20 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import (
-    check_outputs_apart,
-    open_model,
-    output,
-    print_written,
-    show_progress_bar,
-)
+from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.session import open_model
+from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
 from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.manifest import check_folder, read_manifest
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import compute_figures, make_data_table, make_drops_table
 from restorekv.errors import RestoreKVError, import_extra
-from restorekv.files import write_json
 
 NOTHING: list[str] = []  # typer wants lists as defaults of options that are repeatable
 
@@ -77,7 +72,7 @@ def run(
 def show(
     folder: Annotated[Path, typer.Argument(help="Folder of the data.")],
     json: Annotated[
-        Path | None, options.make_output_option("Write the figures and the manifest here.")
+        Path | None, options.make_json_option("Write the figures and the manifest here.")
     ] = None,
 ) -> None:
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""
@@ -85,7 +80,7 @@ def show(
     check_outputs_apart([json], folder.glob("*"))
     rows, manifest = _print_tables(folder)
     if json:
-        write_json(json, {"rows": rows, "manifest": manifest})
+        write_figures(json, {"rows": rows, "manifest": manifest})
 
 
 def _print_tables(folder: Path) -> tuple[list[dict], dict]:

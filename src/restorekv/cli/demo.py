@@ -1,226 +1,44 @@
-"""`restorekv demo`: one document and a small benchmark, answered by SmolLM2 or by the tiny model.
+"""`restorekv demo`: questions about facts to a full cache, a small one and a restored one.
 
-The questions about the document are answered from the full cache and from small ones.
+With `--full`, a benchmark is scored instead.
 """
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import torch
 import typer
-from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import tasks
-from restorekv.cache.ragged import RaggedCache
 from restorekv.cli import options
-from restorekv.cli.session import notes, output, show_progress_share, silence_transformers
-from restorekv.compression.adapters import load_adapter
-from restorekv.compression.compressor import time_phase
-from restorekv.compression.eviction import Eviction
-from restorekv.compression.full_cache import ScoredContext
-from restorekv.evaluation.frame import GridResults
-from restorekv.evaluation.grid import SHIPPED, Grid
-from restorekv.evaluation.grid_tables import make_tables
-from restorekv.evaluation.rows import make_payload
-from restorekv.evaluation.run import run_grid
-from restorekv.evaluation.tables import Table, name_method
-from restorekv.evaluation.worker import open_model
-from restorekv.files import write_json
-from restorekv.generation.answers import answer_greedily
-from restorekv.model.names import SMOLLM2, TINY, to_canonical_name
-from restorekv.tasks.tiny import convert_question
-from restorekv.tiny import suite
-
-PHASES = ("prefill", "score", "restore", "evict", "ask")
-FAMILIES = 3  # questions about the tiny world's document, each of another family
-COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
-
-
-@dataclass(frozen=True)
-class DemoPlan:
-    """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document
-    at `shown` ratios.
-    """
-
-    benchmark: str
-    evictors: tuple[str, ...]
-    ratios: tuple[str, ...]
-    shown: tuple[float, ...]
-    count: int
-
-
-WORLD = DemoPlan("tiny", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
-STORIES = DemoPlan(
-    "fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 7
-)
-STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is shown
-
-
-def choose_plan(model: str) -> DemoPlan:
-    """Return what to show: the tiny model knows only its own world, any other model reads
-    stories.
-    """
-    return WORLD if model == TINY else STORIES
+from restorekv.compression.budget import parse_ratio
+from restorekv.errors import RestoreKVError
 
 
 def run(
-    model: options.Model = SMOLLM2,
+    model: options.Model = "smollm2",
+    ratio: Annotated[
+        str, typer.Option(help="Share of the KV pairs that the small caches hold.")
+    ] = "0.3",
+    full: Annotated[
+        bool, typer.Option("--full", help="Score held-out documents too; minutes.")
+    ] = False,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Held-out documents; else the model's own number.")
+        int | None,
+        typer.Option(min=1, help="With --full, how many documents; else the model's own number."),
     ] = None,
     json: Annotated[
-        Path | None, options.make_output_option("Write rows and conventions here.")
+        Path | None, options.make_json_option("Write questions, answers and figures here.")
     ] = None,
 ) -> None:
-    start = time.perf_counter()
-    model = to_canonical_name(model)
-    show = choose_plan(model)
-    silence_transformers()
-    with notes.status(f"loading {model}"):
-        # Stays open for the grid's cells.
-        loaded, tokenizer = open_model(model, "auto", "cpu", "kvpress")
-    sample = choose_document(model, tokenizer)
-    tokens, answers = answer_side_by_side(
-        loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown
-    )
-    output.print(make_answers_table(sample, tokens, answers))
-    output.print(make_seconds_table(answers))
-    figures = _measure(model, show, count or show.count)
-    output.print(f"{time.perf_counter() - start:.0f} seconds")
-    if json:
-        write_json(json, figures)
+    if count is not None and not full:
+        raise RestoreKVError("--count is the number of documents of --full; add --full.")
+    parse_ratio(ratio)
 
+    # From here on PyTorch is imported.
+    if full:
+        from restorekv.cli.scored_demo import run_scored_demo
 
-def _measure(model: str, show: DemoPlan, count: int) -> dict:
-    """Print what the methods keep of the answers to held-out documents; return rows and
-    conventions.
-    """
-    benchmark = replace(tasks.make_benchmark(show.benchmark), count=count).spec
-    title = "asking held-out documents"
-    methods = [(evictor, SHIPPED) for evictor in show.evictors]
-    cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).list_cells()
-    with show_progress_share(title) as update, TemporaryDirectory() as folder:
-        results = run_grid(
-            cells, Path(folder), on_progress=lambda progress: update(title, progress.share)
-        )
-        tables = make_tables(GridResults(results))
-        figures = make_payload(results)
-        del figures["answers"]
-    for table in tables:
-        output.print(table)
-    return figures
+        run_scored_demo(model, count, json)
+    else:
+        from restorekv.cli.facts_demo import run_facts_demo
 
-
-@dataclass(frozen=True)
-class CacheAnswers:
-    """A cache's answers, the bytes it holds, and the seconds of every phase that led to them."""
-
-    title: str
-    nbytes: int
-    answers: list[str]
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-def choose_document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
-    if choose_plan(model) is WORLD:
-        drawn = suite.draw_held_out(
-            "demo 0", "mixed", 1000, 1100, suite.make_token_counter(tokenizer)
-        )
-        by_family = {question.family: question for question in drawn.questions}
-        questions = [convert_question(family, each) for family, each in by_family.items()]
-        return tasks.Sample("demo", drawn.text, tuple(questions[:FAMILIES]))
-    stories = tasks.make_benchmark("fairytaleqa:length=1024,questions=4").choose_samples(
-        tokenizer, "kvpress"
-    )
-    return next((each for each in stories if each.id.startswith(STORY)), stories[0])
-
-
-@torch.no_grad()
-def answer_side_by_side(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    sample: tasks.Sample,
-    adapters: Mapping[str, str | None],
-    ratios: Sequence[float],
-) -> tuple[int, list[CacheAnswers]]:
-    """Return the document's tokens, and the answers of the full cache and of every evictor and
-    ratio.
-
-    `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
-    """
-    tokens = 0
-    answers: list[CacheAnswers] = []
-    for evictor, source in adapters.items():
-        eviction = Eviction.make(evictor)
-        adapter = load_adapter(model, source, eviction)
-        prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
-        assert isinstance(prepared, ScoredContext), "the demo does not stream"
-        tokens = prepared.context.tokens
-        for title, cache, seconds in _evict_caches(
-            prepared, evictor, ratios, with_full=not answers
-        ):
-            questions = [question.text for question in sample.questions]
-            limits = [question.max_new_tokens for question in sample.questions]
-            with time_phase(seconds, "ask"):
-                texts = answer_greedily(
-                    model, tokenizer, prepared.context, cache, questions, limits
-                )
-            answers.append(
-                CacheAnswers(title, cache.nbytes, [text.strip() for text in texts], seconds)
-            )
-    return tokens, answers
-
-
-def _evict_caches(
-    prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
-) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
-    """Yield title, cache and seconds at every ratio, without restoring and, where there is an
-    adapter, with it.
-    """
-    if with_full:
-        yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
-    for ratio in ratios:
-        for restored in (False, True) if prepared.restore_tokens else (False,):
-            phases = ("prefill", "score", "restore") if restored else ("prefill", "score")
-            seconds = {phase: prepared.seconds[phase] for phase in phases}
-            with time_phase(seconds, "evict"):
-                cache = prepared.evict(ratio, None if restored else 0)
-            yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
-
-
-def make_answers_table(sample: tasks.Sample, tokens: int, found: Sequence[CacheAnswers]) -> Table:
-    """Return a block for each question: the reference answers, then every cache's answer with the
-    bytes it holds.
-    """
-    rows: list[list[str]] = []
-    strong: list[int] = []
-    for number, question in enumerate(sample.questions):
-        asked = (
-            question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
-        )
-        true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
-        strong.append(len(rows))
-        rows.append(["question", "", asked])
-        rows.append(["true", "", true])
-        for each in found:
-            rows.append([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())])
-    title = f"One document of {tokens} tokens"
-    columns = ["cache", "bytes held", "answer"]
-    return Table("answers", title, columns, rows, left=(0, 2), strong=strong)
-
-
-def make_seconds_table(found: Sequence[CacheAnswers]) -> Table:
-    phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
-    rows = []
-    for each in found:
-        row = [each.title]
-        for phase in phases:
-            row.append(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "")
-        rows.append(row)
-    note = "prefill and score serve every ratio; ask: all questions"
-    return Table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)
+        run_facts_demo(model, ratio, json)

@@ -20,9 +20,16 @@ import restorekv.evictors
 import restorekv.generation.decoding
 import restorekv.model.offload  # noqa: F401  (each registers its components)
 from restorekv.cli import diagnosis, options
-from restorekv.cli.session import notes, output, print_figures, print_written, silence_transformers
+from restorekv.cli.session import silence_transformers
+from restorekv.cli.terminal import (
+    STDOUT,
+    notes,
+    output,
+    print_figures,
+    print_written,
+    write_figures,
+)
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
-from restorekv.files import write_json
 from restorekv.model.attention import proofs
 from restorekv.model.attention.proofs import COMPONENTS, Component, Proof, Target
 from restorekv.model.load import check_dtype, find_source, parse_device
@@ -53,9 +60,7 @@ def run(
     ] = "auto",
     out: Annotated[
         Path | None,
-        options.make_output_option(
-            "Write all of it here, to attach to an issue.", "--output", "-o"
-        ),
+        options.make_json_option("Write all of it here, to attach to an issue.", "--output", "-o"),
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Check everything now, whatever is remembered.")
@@ -105,8 +110,9 @@ def run(
     print_figures("places", report["places"])
     print_figures("optional extras", report["extras"])
     if out:
-        write_json(out, diagnosis.remove_private_data(report))
-        print_written(out)
+        write_figures(out, diagnosis.remove_private_data(report))
+        if out != STDOUT:
+            print_written(out)
     _report_problems(report["checks"])
 
 

@@ -4,34 +4,26 @@ benchmarks and ratios.
 `restorekv report` makes one page of tables and charts from the results.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import (
-    notes,
-    output,
-    print_written,
-    show_progress_share,
-    silence_transformers,
+from restorekv.cli.choices import (
+    DTYPES,
+    PROTOCOLS,
+    check_benchmark,
+    check_evictor,
+    list_benchmarks,
 )
-from restorekv.errors import import_extra
-from restorekv.evaluation.frame import GridResults
-from restorekv.evaluation.grid import Grid, parse_method
-from restorekv.evaluation.grid_tables import make_tables
-from restorekv.evaluation.kvpress_layout import export_kvpress
-from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.ray_pool import RayPool
-from restorekv.evaluation.rows import make_payload
-from restorekv.evaluation.run import LocalPool, WorkerPool, check_cells, run_grid
-from restorekv.files import write_json
-from restorekv.tasks import BENCHMARKS
+from restorekv.cli.terminal import notes, output, print_written, show_progress_share, write_figures
+from restorekv.compression.budget import parse_ratio
+from restorekv.errors import RestoreKVError, check_choice, import_extra
 
 BENCHMARK_HELP = (
-    f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
+    f"{', '.join(list_benchmarks())}; "
+    "with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
 )
 DEFAULT_EVICTORS = ["kvzip", "kvzip+"]
 DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
@@ -67,7 +59,7 @@ def run(
         list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")
     ] = None,
     restore_tokens: options.RestoreTokens = None,
-    prefix_policy: options.ProtocolPrefixPolicy = None,
+    prefix_policy: options.ScoredPrefixPolicy = "free",
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
@@ -85,11 +77,31 @@ def run(
     workers: Annotated[int, typer.Option(min=1, help="Number of Ray workers.")] = 2,
     json: Annotated[
         Path | None,
-        options.make_output_option("Also write rows, conventions and every answer here."),
+        options.make_json_option("Also write rows, conventions and every answer here."),
     ] = None,
 ) -> None:
+    for each in evictor:
+        check_evictor(each.partition("@")[0])
+    for each in benchmark:
+        check_benchmark(each)
+    for each in protocol:
+        check_choice("--protocol", each, PROTOCOLS)
+    for each in ratio:
+        parse_ratio(each)
+    check_choice("The dtype", dtype, DTYPES)
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.pools import open_pool
+    from restorekv.cli.session import silence_transformers
+    from restorekv.evaluation.frame import GridResults
+    from restorekv.evaluation.grid import Grid, parse_method
+    from restorekv.evaluation.grid_tables import make_tables
+    from restorekv.evaluation.kvpress_layout import export_kvpress
+    from restorekv.evaluation.rows import make_payload
+    from restorekv.evaluation.run import check_cells, run_grid
+
     common = {
-        "prefix_policy": prefix_policy,
+        "prefix_policy": None if prefix_policy == "protocol" else prefix_policy,
         "on_small_budget": on_small_budget,
         "allocation": allocation,
         "restore_from": restore_from,
@@ -109,18 +121,13 @@ def run(
         results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
     export_kvpress(out)
     if json:
-        write_json(json, make_payload(results))
+        write_figures(json, make_payload(results))
     for table in make_tables(GridResults(results)):
         output.print(table)
     notes.print(
         f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}",
         highlight=False,
     )
-
-
-def open_pool(ray: str | None, workers: int, device: str) -> AbstractContextManager[WorkerPool]:
-    """Return this process, or a Ray cluster that ends with the block."""
-    return nullcontext(LocalPool(device)) if ray is None else RayPool(workers, ray, device)
 
 
 def report(
@@ -131,5 +138,9 @@ def report(
         Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")
     ] = None,
 ) -> None:
+    if not folder.is_dir():
+        raise RestoreKVError(
+            f"There is no folder {folder}; give one that `restorekv eval --out` wrote."
+        )
     module = import_extra("restorekv.evaluation.report", "eval")
     print_written(module.write_report(folder, out))

@@ -18,13 +18,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.cli.session import (
-    check_outputs_apart,
-    notes,
-    open_model,
-    output,
-    show_progress_share,
-)
+from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.session import open_model
+from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
@@ -236,7 +232,7 @@ def compress_folder(
         counts[result.done] += 1
     if figures:
         rows = {str(name): vars(each) for name, each in zip(names, results, strict=True)}
-        write_json(figures, {**counts, "seconds": seconds, "documents": rows})
+        write_figures(figures, {**counts, "seconds": seconds, "documents": rows})
     held = sum(result.held for result in results)
     full = sum(result.full for result in results)
     output.print(

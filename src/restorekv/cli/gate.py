@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import check_outputs_apart, open_model, print_figures, show_progress_bar
+from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.session import open_model
+from restorekv.cli.terminal import print_figures, show_progress_bar
 from restorekv.cli.train import check_lengths
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file

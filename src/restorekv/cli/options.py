@@ -1,7 +1,6 @@
 """Options that several commands share, so that one name means the same everywhere."""
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -9,13 +8,9 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
-from restorekv.cache.quantized import STORAGES
-from restorekv.compression.allocate import ALLOCATIONS
-from restorekv.compression.eviction import METHODS
-from restorekv.evictors import EVICTORS
-from restorekv.files import check_target, read_json
-from restorekv.generation.sampling import SamplingConfig
-from restorekv.pipeline import DEFAULT
+from restorekv.cli.choices import ALLOCATIONS, DEFAULT_EVICTOR, STORAGES, list_evictors
+from restorekv.cli.terminal import STDOUT, output
+from restorekv.files import check_target
 
 
 def _check_output(path: Path | None) -> Path | None:
@@ -30,12 +25,26 @@ def make_output_option(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, callback=_check_output)
 
 
+def _check_json(context: typer.Context, path: Path | None) -> Path | None:
+    """Let "-" be stdout, which then has the JSON alone: everything else goes to stderr."""
+    if path != STDOUT:
+        return _check_output(path)
+    output.stderr = True
+    context.call_on_close(lambda: setattr(output, "stderr", False))
+    return path
+
+
+def make_json_option(help: str, *names: str) -> Any:
+    """Return an option that names a file for figures, or "-" for stdout."""
+    return typer.Option(*names, help=f"{help} - is stdout.", callback=_check_json)
+
+
 CacheFile = Annotated[Path, make_output_option("The cache file to write.", "--output", "-o")]
-EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
+EVICTOR_HELP = f"{', '.join(list_evictors())}; with settings as in snapkv:window=64,kernel=5."
 
 Evictor = Annotated[
     str | None,
-    typer.Option(help=f"{DEFAULT} unless a preset or an evictor is named. {EVICTOR_HELP}"),
+    typer.Option(help=f"{DEFAULT_EVICTOR} unless a preset or an evictor is named. {EVICTOR_HELP}"),
 ]
 Preset = Annotated[
     str | None,
@@ -66,8 +75,13 @@ PrefixPolicy = Annotated[
     str,
     typer.Option(help="free: keep the chat prefix and do not count it; counted: let it compete."),
 ]
-ProtocolPrefixPolicy = Annotated[
-    str | None, typer.Option(help="free or counted; the protocol's unless given.")
+# For scores: the default is how the shipped adapters were trained, whatever the protocol.
+ScoredPrefixPolicy = Annotated[
+    str,
+    typer.Option(
+        help="free, as the shipped adapters were trained; counted, as kvpress counts; or protocol, "
+        "the protocol's own."
+    ),
 ]
 OnSmallBudget = Annotated[
     str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
@@ -119,7 +133,7 @@ RestoreTokens = Annotated[
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How `ask` and `chat` write answers; see `SamplingConfig`."""
+    """How `ask` and `chat` write answers: the options of `SamplingConfig`."""
 
     temperature: float = field(
         default=0.0, metadata={"help": "How much chance decides; 0 takes the likeliest token."}
@@ -146,14 +160,6 @@ class SamplingFlags:
     regex: str | None = field(
         default=None, metadata={"help": "An expression that every answer matches as a whole."}
     )
-
-    def make_config(self) -> SamplingConfig:
-        """Return the `SamplingConfig`, with the schema read from its file."""
-        settings = {name: value for name, value in vars(self).items() if value is not None}
-        if self.json_schema is not None:
-            schema = read_json(self.json_schema, str(self.json_schema))
-            settings["json_schema"] = json.dumps(schema)
-        return SamplingConfig.make(**settings)
 
 
 def add_options_of(config: type) -> Callable[[Callable], Callable]:

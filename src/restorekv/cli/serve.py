@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import notes, open_model
-from restorekv.errors import RestoreKVError, import_extra
+from restorekv.cli.choices import DTYPES
+from restorekv.cli.terminal import notes
+from restorekv.compression.budget import parse_ratio
+from restorekv.errors import RestoreKVError, check_choice, import_extra
 from restorekv.files import folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
 
@@ -79,6 +81,10 @@ def run(
     **spread: Any,
 ) -> None:
     ray_options = RayOptions(**spread)
+    check_choice("The dtype", dtype, DTYPES)
+    parse_ratio(ratio)
+    memory_bytes = _parse_size("--memory", memory)
+    disk_bytes = _parse_size("--disk", disk)
     if ray_options.ray and engine != "embedded":
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = _read_keys(api_key_file) if api_key_file else ()
@@ -101,8 +107,8 @@ def run(
         store=store,
         base=model,
         default=f"{model}:{preset}-{ratio}",
-        memory=_parse_size("--memory", memory),
-        disk=_parse_size("--disk", disk),
+        memory=memory_bytes,
+        disk=disk_bytes,
         shared=shared or None,
         keys=keys,
         limits=server.Limits(tokens=max_tokens, waiting=waiting),
@@ -122,6 +128,8 @@ def run(
                 )
             app = server.build_engine_app(replicas, server.open_store(settings), settings)
         else:
+            from restorekv.cli.session import open_model  # which imports PyTorch
+
             app = server.build_app(*open_model(model, dtype, device), settings)
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listeners[0].getsockname()[1]}"

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import notes, open_model, output, print_written, show_progress_bar
+from restorekv.cli.session import open_model
+from restorekv.cli.terminal import notes, output, print_written, show_progress_bar
 from restorekv.data.manifest import read_manifest
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.tiny.suite import LONGEST, SHORTEST

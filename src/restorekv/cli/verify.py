@@ -2,23 +2,15 @@
 sentence each.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from restorekv.cli.session import describe_method, output
-from restorekv.data import manifest as data_manifest
-from restorekv.data.mixture import read_mixture
-from restorekv.errors import RestoreKVError, make_printable
-from restorekv.evaluation import results
-from restorekv.evictors import gate_file
-from restorekv.restore import adapter_file
-from restorekv.seal import FileKind, read_sealed, read_tensors
-from restorekv.storage import cache_file, portable
-from restorekv.train import checkpoint, features, teacher_cache
+from restorekv.cli.terminal import output
+from restorekv.errors import RestoreKVError
+from restorekv.files import open_with_size
 
 
 def run(
@@ -40,92 +32,10 @@ def run(
 
 
 def _describe(path: Path) -> str:
-    """Return what a file or folder is; refuse what would not load."""
-    if path.is_dir():
-        for file, describe_folder in FOLDERS.items():
-            if any(path.glob(file)):
-                return describe_folder(path)
-        raise RestoreKVError(
-            f"{path} is not a folder that restorekv made; name a file or another folder."
-        )
-    metadata, _ = read_tensors(path, str(path))
-    name = metadata.get("format")
-    if name in FILES:
-        return FILES[name](path)
-    for kind in OF_TRAINING:
-        if name == kind.format:
-            return _describe_training(path, kind)
-    raise RestoreKVError(
-        f"{path} is a safetensors file of the format '{make_printable(name)}', which restorekv "
-        "does not seal; "
-        "of an adapter, name the folder."
-    )
+    """Return what a file or folder is; a missing one is refused before PyTorch is imported."""
+    if not path.is_dir():
+        with open_with_size(path, str(path)):
+            pass
+    from restorekv.cli.file_kinds import describe_file
 
-
-def _describe_cache(path: Path) -> str:
-    m = cache_file.read_cache(path).manifest
-    return (
-        f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, "
-        f"{m.pairs_held:,} pairs"
-    )
-
-
-def _describe_portable(path: Path) -> str:
-    stored = portable.load_portable(path)
-    m = stored.manifest
-    return (
-        f"a portable cache of {m.tokens:,} tokens as {stored.tokens:,} positions for {m.model}, "
-        f"{stored.name}"
-    )
-
-
-def _describe_gate(path: Path) -> str:
-    card = gate_file.read_gate(path).card
-    return f"a gate of kind {card.kind} for {card.model}"
-
-
-def _describe_training(path: Path, kind: FileKind) -> str:
-    _, tensors = read_sealed(path, kind, finite=True)
-    return f"{kind.name}, of {len(tensors)} tensors"
-
-
-def _describe_adapter(folder: Path) -> str:
-    stored = adapter_file.read_adapter(folder)
-    card = stored.card
-    what = f"a restore adapter of {len(stored.embeddings)} tokens"
-    if card is None:
-        return f"{what} without a record"
-    return f"{what} for {card.model}, {card.evictor or 'any evictor'}, license {card.license}"
-
-
-def _describe_data(folder: Path) -> str:
-    contexts, manifest = read_mixture(folder)
-    return f"training data of {len(contexts):,} contexts from {len(manifest['sources'])} sources"
-
-
-def _describe_results(folder: Path) -> str:
-    cells = results.load_results(folder)
-    answers = sum(len(cell.answers) for cell in cells)  # reads and checks them all
-    done = sum(bool(cell.summary) for cell in cells if cell.done)
-    return f"results of {len(cells)} cells, {done} of them done, with {answers:,} answers"
-
-
-def _describe_run(folder: Path) -> str:
-    metadata, tensors = read_sealed(
-        folder / checkpoint.CHECKPOINT_FILE, checkpoint.KIND, finite=True
-    )
-    return f"a training run at step {metadata.get('step', '?')[:20]} with {len(tensors)} tensors"
-
-
-OF_TRAINING = (checkpoint.KIND, teacher_cache.KIND, features.KIND)
-FILES: dict[str, Callable[[Path], str]] = {
-    cache_file.KIND.format: _describe_cache,
-    portable.KIND.format: _describe_portable,
-    gate_file.FILE.format: _describe_gate,
-}
-FOLDERS: dict[str, Callable[[Path], str]] = {
-    adapter_file.CONFIG: _describe_adapter,
-    data_manifest.MANIFEST_FILE: _describe_data,
-    f"{results.CELLS}/*/{results.CELL}": _describe_results,
-    checkpoint.CHECKPOINT_FILE: _describe_run,
-}
+    return describe_file(path)

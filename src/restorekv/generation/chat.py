@@ -33,6 +33,7 @@ from restorekv.generation.sampling import (
     SamplingOptions,
     TokenChooser,
     find_first_stop,
+    take_limit,
 )
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import (
@@ -168,7 +169,7 @@ class Chat:
     def ask(
         self,
         question: str,
-        max_new_tokens: int = 512,
+        max_new_tokens: int = 128,
         *,
         stream: bool = False,
         details: bool = False,
@@ -181,7 +182,7 @@ class Chat:
 
         Args:
             question: The user's next message.
-            max_new_tokens: How long the answer may be.
+            max_new_tokens: How long the answer may be. `max_tokens` takes its place.
             stream: Return the pieces of the answer as they are written.
             details: Return an `Answer`, with ids and log-probabilities.
             **options: How tokens are chosen: the fields of `SamplingConfig` but `samples`, or
@@ -190,6 +191,7 @@ class Chat:
         Returns:
             The answer, or an iterator over its pieces.
         """
+        max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)
         document = self.document
         if stream and details:
@@ -214,7 +216,7 @@ class Chat:
         answer = self.turns[-1].answer
         return answer if details else answer.text
 
-    async def ask_async(self, question: str, max_new_tokens: int = 512, **options: Any) -> Any:
+    async def ask_async(self, question: str, max_new_tokens: int = 128, **options: Any) -> Any:
         """Answer as `ask` does while other tasks of the event loop continue; a cancelled turn has
         not happened.
         """

@@ -118,7 +118,28 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriteria]
+    max_tokens: int  # in place of max_new_tokens
     config: SamplingConfig | GenerationConfig | None
+
+
+# What other libraries call an option, and how the same is said here.
+OTHER_NAMES = {
+    "do_sample": "a temperature above 0 samples, and 0 takes the likeliest token.",
+    "max_length": "max_new_tokens limits the answer alone.",
+    "n": "samples is the number of answers to one question.",
+    "num_return_sequences": "samples is the number of answers to one question.",
+    "stop_strings": "stop takes them.",
+    "stopping_criteria": "criteria takes them.",
+    "logits_processor": "processors takes them.",
+    "num_beams": "answers are written greedily or sampled, without beams.",
+}
+
+
+def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
+    """Return the limit of an answer: `max_tokens`, OpenAI's name, which leaves `options`, or the
+    one that is given.
+    """
+    return options.pop("max_tokens", max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -173,7 +194,12 @@ class SamplingConfig:
         for name in options:
             if name not in known:
                 near = get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(known)}."
+                if name in OTHER_NAMES:
+                    hint = OTHER_NAMES[name]
+                elif near:
+                    hint = f"did you mean {near[0]}?"
+                else:
+                    hint = f"use some of {', '.join(known)}."
                 raise RestoreKVError(f"There is no option {name}; {hint}")
         if isinstance(config, SamplingConfig):
             return replace(config, **options)

@@ -1,0 +1,104 @@
+"""The names that options take, for `--help` and for refusals before PyTorch is imported.
+
+They repeat what the library's own tables say, which import PyTorch; tests/cli/test_fast_refusals.py
+compares the two.
+"""
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+
+from restorekv.errors import RestoreKVError
+from restorekv.spec import explain_unknown
+
+DEFAULT_EVICTOR = "kvzip"
+PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
+EVICTORS = (
+    "kvzip",
+    "kvzip+",
+    "contrastkv",
+    "contrastkv-simple",
+    "snapkv",
+    "h2o",
+    "fastkvzip",
+    "kvzap",
+    "expected-attention",
+    "keydiff",
+    "knorm",
+    "streaming",
+    "tova",
+    "random",
+    "kvpress",
+)
+METHODS = ("am-fast",)
+ALLOCATIONS = ("global", "per-layer", "per-head", "adakv")
+STORAGES = ("model", "int8", "fp8")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PROTOCOLS = ("kvpress", "kvzip")
+GROWING = ("last", "every", "none")  # restore tokens of earlier parts
+BENCHMARKS = (
+    "tiny",
+    "factbook",
+    "fairytaleqa",
+    "genres",
+    "hotpotqa",
+    "longbench",
+    "longhealth",
+    "needle",
+    "qasper",
+    "quality",
+    "ruler",
+    "scbench",
+    "xquad",
+)
+
+
+EVICTOR_PLUGINS = "restorekv.evictors"
+BENCHMARK_PLUGINS = "restorekv.benchmarks"
+
+
+def list_evictors() -> list[str]:
+    """Return the names of evictors and methods, with those of installed plugins."""
+    return list(dict.fromkeys((*EVICTORS, *_list_plugins(EVICTOR_PLUGINS), *METHODS)))
+
+
+def list_benchmarks() -> list[str]:
+    """Return the names of benchmarks, with those of installed plugins."""
+    return list(dict.fromkeys((*BENCHMARKS, *_list_plugins(BENCHMARK_PLUGINS))))
+
+
+def check_evictor(text: str) -> None:
+    """Refuse a spec, such as snapkv:window=64, of an evictor that is not known."""
+    _check_spec(text, (*EVICTORS, *METHODS), EVICTOR_PLUGINS, "evictor")
+
+
+def check_benchmark(text: str) -> None:
+    """Refuse a spec, such as ruler:length=8192, of a benchmark that is not known."""
+    _check_spec(text, BENCHMARKS, BENCHMARK_PLUGINS, "benchmark")
+
+
+def choose_evictor(evictor: str | None, preset: str | None) -> str:
+    """Return the evictor's spec: the one given, or the one that the preset names."""
+    if preset is None:
+        return evictor or DEFAULT_EVICTOR
+    if evictor is not None:
+        raise RestoreKVError(
+            "A preset names the evictor; give either a preset or an evictor, not both."
+        )
+    if preset not in PRESETS:
+        raise RestoreKVError(f"There is no preset {preset!r}; use {' or '.join(PRESETS)}.")
+    return PRESETS[preset]
+
+
+def _list_plugins(group: str) -> list[str]:
+    return [entry.name for entry in entry_points(group=group)]
+
+
+def _check_spec(text: str, known: Iterable[str], group: str, what: str) -> None:
+    """Refuse a spec whose name is not known.
+
+    A plugin's class may have another name than its entry point, so where one is installed the
+    library decides.
+    """
+    name = text.partition(":")[0].partition("#")[0]
+    if name not in known and not _list_plugins(group):
+        raise RestoreKVError(explain_unknown(what, name, known))

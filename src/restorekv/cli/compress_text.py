@@ -1,0 +1,64 @@
+"""Compress one text into a cache file, and say what a new cache file holds."""
+
+import time
+from fractions import Fraction
+from pathlib import Path
+
+from restorekv.cli.folder import CompressionRecipe
+from restorekv.cli.session import describe_method, open_model, read_text
+from restorekv.cli.terminal import notes, print_figures, write_figures
+from restorekv.context import CompressedContext, format_bytes
+from restorekv.pipeline import compress
+
+
+def compress_file(file: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
+    """Compress one text into a cache file."""
+    text = read_text(file)
+    model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
+    start = time.perf_counter()
+    with notes.status("compressing") as status:
+        compressed = compress(
+            model,
+            tokenizer,
+            text,
+            config=recipe.config,
+            progress=status.update,
+            **recipe.options,
+        )
+        seconds = time.perf_counter() - start
+        status.update("saving")
+        compressed.save(out)
+    if json:
+        sizes = {"file": str(out), "file_bytes": out.stat().st_size}
+        write_figures(json, {**sizes, **compressed.manifest.to_json()})
+    print_figures(f"Wrote {out}", summarize_cache(compressed, out, seconds))
+
+
+def summarize_cache(
+    compressed: CompressedContext, out: Path, seconds: float | None = None
+) -> dict[str, str]:
+    """Return what a person wants to know about a new cache file.
+
+    Args:
+        compressed: the cache.
+        out: its file.
+        seconds: how long it took; unless given, the sum of its phases.
+    """
+    m = compressed.manifest
+    if seconds is None:
+        seconds = sum(m.seconds.values())
+    full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
+    context = f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
+    if m.cut:
+        context += f", {m.cut:,} tokens were cut"
+    share = f"{m.bytes_held / m.bytes_full:.1%}"
+    phases = ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items())
+    return {
+        "context": context,
+        "method": describe_method(m),
+        "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
+        "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
+        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share}); "
+        f"file {format_bytes(out.stat().st_size)}",
+        "seconds": f"{seconds:.2f} ({phases})",
+    }

@@ -1,0 +1,73 @@
+"""What a command refuses of its files before PyTorch is imported.
+
+Reading them later refuses the rest; the sentences are the same.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
+from restorekv.files import FETCH_AGAIN, open_with_size
+from restorekv.size_limits import HEADER_BYTES
+
+# Endings of pictures, as in evaluation/survivors.py.
+PLOTS = (".png", ".pdf", ".svg")
+
+
+def check_text_file(name: str) -> None:
+    """Refuse a file that is missing, not a file, or a cache file; "-" is stdin."""
+    if name == "-":
+        return
+    with open_with_size(Path(name), f"The file {name}"):
+        pass
+    if name.lower().endswith(".rkv"):
+        raise RestoreKVError(
+            f"{name} is a cache file, compressed already; ask it with restorekv ask."
+        )
+
+
+def check_cache_files(files: Iterable[Path]) -> None:
+    """Refuse files that are missing or do not begin as safetensors files do."""
+    for path in files:
+        with (
+            reraise_as(CacheFileError),
+            open_with_size(path, str(path)) as (file, size),
+        ):
+            start = file.read(9) or b""
+            length = int.from_bytes(start[:8], "little")
+            if not 2 <= length <= min(size - 8, HEADER_BYTES) or start[8:] != b"{":
+                raise CacheFileError(
+                    f"{path} is cut short or not a safetensors file, and not a restorekv cache; "
+                    f"{FETCH_AGAIN} with restorekv compress."
+                )
+
+
+def check_outputs_apart(
+    outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()
+) -> None:
+    """Refuse to write a file that the command reads, or one file twice; None names none, and "-"
+    stdin or stdout.
+    """
+    others = [each for each in inputs if each not in (None, "-")]
+    for path in outputs:
+        if path is None or str(path) == "-":
+            continue
+        if any(_is_same_file(path, other) for other in others):
+            raise RestoreKVError(
+                f"{path} is also another file of this command; choose another name for the output."
+            )
+        others.append(path)
+
+
+def _is_same_file(path: Path | str, other: Path | str) -> bool:
+    """Return whether two names, of files that may not exist yet, stand for one file."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def check_plot_name(path: Path) -> None:
+    """Refuse an ending that no writer of pictures is known for."""
+    if path.suffix.lower() not in PLOTS:
+        raise RestoreKVError(f"The plot {path} must end in {', '.join(PLOTS)}; give such a name.")

@@ -1,0 +1,189 @@
+"""What a cache file holds, and which tokens survived, as tables and text."""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cli.errors import make_visible
+from restorekv.cli.session import describe_method
+from restorekv.cli.terminal import output, print_figures, write_figures
+from restorekv.context import format_bytes
+from restorekv.errors import ModelError
+from restorekv.evaluation.survivors import Survivors, save_plot
+from restorekv.model.load import load_tokenizer
+from restorekv.model.names import TINY, find_known_name
+from restorekv.model.prompt import hash_template
+
+SHADES = " ░▒▓█"
+STEPS = " ▁▂▃▄▅▆▇█"
+# Of cividis.
+INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")
+GONE = "·"
+
+
+def show_survivors(
+    file: Path, plot: Path | None, json: Path | None, model: str | None, tokens: int
+) -> None:
+    """Print what a cache file holds.
+
+    Args:
+        file: the cache file.
+        plot: a picture to draw, or None.
+        json: a file for the figures, or None.
+        model: whose tokenizer shows the text; None for one that ships.
+        tokens: how many tokens of the text to show.
+    """
+    survivors = Survivors.load(file)
+    tokenizer = _find_tokenizer(survivors, model)
+    if plot:
+        save_plot(survivors, plot, file.name)
+    if json:
+        write_figures(
+            json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.to_json()}
+        )
+    print_figures(str(file), _list_facts(survivors))
+    output.print(tabulate_heads(survivors))
+    output.print(draw_positions(survivors))
+    if tokenizer is None:
+        output.print("The text is not shown: name the model with --model for its tokenizer.")
+    else:
+        output.print(show_text(survivors, tokenizer, tokens))
+    if plot:
+        output.print(f"Drew {plot}", soft_wrap=True, markup=False)
+
+
+def _find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
+    """Return the tokenizer asked for, or that of a model that ships, if its template fits; the
+    file names no other.
+    """
+    if model is not None:
+        return load_tokenizer(model)
+    for name in filter(None, (find_known_name(survivors.manifest.model), TINY)):
+        try:
+            tokenizer = load_tokenizer(name, offline=True)
+        except ModelError:
+            continue
+        if hash_template(tokenizer) == survivors.manifest.template:
+            return tokenizer
+    return None
+
+
+def _list_facts(survivors: Survivors) -> dict[str, str]:
+    """Return how the file was made and what it holds."""
+    m = survivors.manifest
+    full = survivors.keep.numel()
+    ratio = float(Fraction(m.ratio))
+    share = f"{m.bytes_held / m.bytes_full:.1%}"
+    surviving = m.tokens - survivors.forgotten
+    context = (
+        f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, small budget: "
+        f"{m.on_small_budget})"
+    )
+    if m.cut:
+        context += f", {m.cut:,} tokens were cut"
+    facts = {
+        "model": f"{m.model} ({m.dtype}, fingerprint {m.fingerprint})",
+        "method": describe_method(m),
+        "context": context,
+        "budget": f"r = {ratio:g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
+        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share})",
+        "tokens": f"{surviving:,} of {m.tokens:,} survive in at least one head",
+    }
+    if m.windows:
+        facts["windows"] = (
+            f"{len(m.windows) - m.windows.count(0)} of {len(m.windows)} layers see the last "
+            f"{max(m.windows):,} tokens alone: {m.sliding_pairs:,} pairs outside the budget, "
+            f"{format_bytes(m.sliding_bytes)} of the bytes"
+        )
+    return facts
+
+
+def tabulate_heads(survivors: Survivors) -> Table:
+    """Show the context tokens that each head keeps, shaded, and each layer's share of all of
+    them.
+    """
+    counts = survivors.per_head
+    shares = survivors.per_layer
+    most = max(int(counts.max()), 1)
+    numbered = counts.shape[1] * 8 + 40 <= output.width
+    table = Table(
+        title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold"
+    )
+    table.add_column("layer", justify="right")
+    if numbered:
+        for head in range(counts.shape[1]):
+            table.add_column(f"head {head}", justify="right")
+    else:
+        table.add_column(f"heads 0-{counts.shape[1] - 1} (█ = {most:,})")
+    table.add_column("mean", justify="right")
+    table.add_column("share of all")
+    for layer, row in enumerate(counts.tolist()):
+        shades = [_choose_shade(count / most) for count in row]
+        if numbered:
+            cells = [f"{count:,} {sign}" for count, sign in zip(row, shades, strict=True)]
+        else:
+            cells = ["".join(shades)]
+        bar = "█" * round(16 * float(shares[layer] / shares.max().clamp(min=1e-9)))
+        table.add_row(
+            str(layer), *cells, f"{sum(row) / len(row):,.1f}", f"{bar} {float(shares[layer]):.1%}"
+        )
+    return table
+
+
+def draw_positions(survivors: Survivors) -> Text:
+    """Show the share of heads that keep each stretch of the context, as one line of bars."""
+    share = survivors.per_position[survivors.context.prefix :]
+    width = min(64, len(share))
+    parts = [float(part.mean()) for part in share.tensor_split(width)]
+    line = "".join(STEPS[math.ceil(8 * part / max(*parts, 1e-9))] for part in parts)
+    text = Text("Heads that keep a token, along the context", style="bold")
+    text.append(
+        f" (█ = {max(parts):.1%}, {len(share) / width:.3g} tokens a bar)\n", style="not bold"
+    )
+    return text.append(f"start │{line}│ end\n", style="not bold")
+
+
+def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
+    """Show the text as the cache has it: the brighter a token, the more heads keep it; a dot where
+    none does.
+    """
+    start = survivors.context.prefix
+    share = survivors.per_position[start:]
+    most = max(float(share.max()), 1e-9)
+    text = Text(
+        "The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n"
+    )
+    ids = survivors.context.ids[0, start : start + limit].tolist()
+    for piece, part in _split_characters(tokenizer, ids, share.tolist()):
+        if part == 0:
+            blank = piece[: len(piece) - len(piece.lstrip())]
+            text.append(blank + GONE, style="not bold grey50")
+        else:
+            text.append(piece, style="not bold " + INKS[max(1, round(4 * part / most))])
+    if limit < len(share):
+        text.append(f" ... ({len(share) - limit:,} more)", style="not bold")
+    return text
+
+
+def _split_characters(
+    tokenizer: Tokenizer, ids: Sequence[int], shares: Sequence[float]
+) -> Iterator[tuple[str, float]]:
+    """Yield pieces of whole characters, each the text of as many tokens as it takes, with their
+    highest share.
+    """
+    start = 0
+    for end in range(1, len(ids) + 1):
+        piece = str(tokenizer.decode(list(ids[start:end])))
+        if end == len(ids) or not piece.endswith("\ufffd"):
+            yield make_visible(piece), max(shares[start:end])
+            start = end
+
+
+def _choose_shade(part: float) -> str:
+    """Return a character from blank (0) to full (1)."""
+    return SHADES[math.ceil(4 * part)]

@@ -1,0 +1,100 @@
+"""What is wrong with arguments, paths and kinds of files is refused before PyTorch is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from restorekv.cache.quantized import STORAGES
+from restorekv.cli import choices
+from restorekv.cli.inputs import PLOTS
+from restorekv.compression.allocate import ALLOCATIONS
+from restorekv.compression.eviction import METHODS
+from restorekv.compression.growing import RESTORE
+from restorekv.evaluation.protocols import PROTOCOLS
+from restorekv.evaluation.survivors import FORMATS
+from restorekv.evictors import EVICTORS
+from restorekv.model.load import DTYPES
+from restorekv.pipeline import DEFAULT, PRESETS
+from restorekv.tasks import BENCHMARKS
+
+# Prints the exit code of a command and which of the slow packages it imported, as JSON.
+PROBE = """
+import json, sys
+from restorekv.cli import execute
+code = execute(sys.argv[1:])
+slow = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+print(json.dumps([code, slow]))
+"""
+OUT = ["-o", "out.rkv"]
+WRONG = {
+    "no such command": ["comprss", "text.txt"],
+    "no such flag of compress": ["compress", "text.txt", *OUT, "--ration", "0.1"],
+    "no text": ["compress", "missing.txt", *OUT],
+    "a cache as a text": ["compress", "doc.rkv", *OUT],
+    "no folder for the output": ["compress", "text.txt", "-o", "nowhere/out.rkv"],
+    "a wrong ratio": ["compress", "text.txt", *OUT, "--ratio", "2"],
+    "a wrong evictor": ["compress", "text.txt", *OUT, "--evictor", "kvzipp"],
+    "a wrong preset": ["compress", "text.txt", *OUT, "--preset", "slow"],
+    "a wrong dtype": ["compress", "text.txt", *OUT, "--dtype", "float33"],
+    "no cache to ask": ["ask", "missing.rkv", "who?"],
+    "a text as a cache": ["ask", "text.txt", "who?"],
+    "no question": ["ask", "doc.rkv"],
+    "a wrong flag of ask": ["ask", "doc.rkv", "who?", "--do-sample"],
+    "no cache to chat with": ["chat", "missing.rkv"],
+    "no cache to append to": ["append", "missing.rkv", "text.txt", *OUT],
+    "nothing to compose": ["compose", "missing.rkv", *OUT],
+    "no cache to export": ["export", "missing.rkv", *OUT],
+    "no cache to inspect": ["inspect", "missing.rkv"],
+    "a picture of no kind": ["inspect", "doc.rkv", "--plot", "plot.doc"],
+    "nothing to verify": ["verify", "missing.rkv"],
+    "a wrong size for the server": ["serve", "--memory", "much"],
+    "a wrong ratio for the server": ["serve", "--ratio", "0"],
+    "a wrong flag of serve": ["serve", "--prot", "8080"],
+    "a wrong flag of the demo": ["demo", "--fulll"],
+    "a wrong benchmark": ["eval", "--benchmark", "rulr"],
+    "a wrong evictor to score": ["eval", "--evictor", "kvzipp@none"],
+    "a wrong ratio to score": ["eval", "--ratio", "1.5"],
+    "no results to report": ["report", "missing"],
+    "no adapter to publish": ["push", "missing", "me/mine"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
+    (tmp_path / "text.txt").write_text("A text of a few words.")
+    header = b'{"__metadata__":{"format":"restorekv-cache"}}'
+    (tmp_path / "doc.rkv").write_bytes(len(header).to_bytes(8, "little") + header)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *WRONG[name]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.startswith("error: "), done
+    code, slow = json.loads(done.stdout.splitlines()[-1])
+    assert code in (1, 2) and not slow
+
+
+@pytest.mark.parametrize("command", ["compress", "ask", "chat", "serve", "demo", "eval", "inspect"])
+def test_help_does_not_wait_for_pytorch(command):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, command, "--help"], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+
+
+def test_the_names_for_the_command_line_are_those_of_the_library():
+    assert choices.DEFAULT_EVICTOR == DEFAULT
+    assert choices.PRESETS == PRESETS
+    assert set(choices.EVICTORS) == set(EVICTORS)
+    assert tuple(METHODS) == choices.METHODS
+    assert tuple(ALLOCATIONS) == choices.ALLOCATIONS
+    assert choices.STORAGES == STORAGES
+    assert choices.DTYPES == DTYPES
+    assert tuple(PROTOCOLS) == choices.PROTOCOLS
+    assert choices.GROWING == RESTORE
+    assert set(choices.BENCHMARKS) == set(BENCHMARKS)
+    assert PLOTS == FORMATS
