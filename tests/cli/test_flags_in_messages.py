@@ -14,7 +14,6 @@ FOREIGN = {  # flags of other programs, in the sentences that say how to call th
     "--merge": "llama-gguf-split",
     "--force-reinstall": "pip",
     "--no-deps": "pip",
-    "--force-reinstall": "pip",
     "--use_fsdp": "accelerate",
     "--kv-transfer-config": "vllm serve",
     "--kv-cache-dtype": "vllm serve",
