@@ -191,7 +191,7 @@ def _load_answers(found: Sequence[Result]) -> list[ScoredAnswer]:
     if len(found) == 1:
         return found[0].answers
     return [
-        replace(answer, document=f"{result.cell.benchmark}: {answer.document}")
+        replace(answer, context=f"{result.cell.benchmark}: {answer.context}")
         for result in found
         for answer in result.answers
     ]
@@ -222,7 +222,7 @@ def _list_counted_tasks(
     """
     if not out:
         return tasks
-    every = dict.fromkeys(answer.family for answer in full)
+    every = dict.fromkeys(answer.task for answer in full)
     return (
         tuple(task for task in every if task not in out and (not tasks or task in tasks)) or tasks
     )

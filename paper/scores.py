@@ -80,8 +80,7 @@ class Scores:
         wanted = self.tasks[place.benchmark, place.part]
         found = self.runs[row, place.benchmark, place.ratio]
         return {
-            seed: [a for a in run if not wanted or a.family in wanted]
-            for seed, run in found.items()
+            seed: [a for a in run if not wanted or a.task in wanted] for seed, run in found.items()
         }
 
     def seeds(self, row: str, place: Place) -> dict[int | None, float]:
@@ -141,7 +140,7 @@ class Scores:
         by_seed = []
         for run in self.runs[row, place.benchmark, place.ratio].values():
             sums, counts = tally_scores(run, place.benchmark in self.by_context)
-            families = list(dict.fromkeys(answer.family for answer in run))
+            families = list(dict.fromkeys(answer.task for answer in run))
             columns = [
                 index for index, family in enumerate(families) if not wanted or family in wanted
             ]

@@ -191,7 +191,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
 def test_scores_are_means_over_tasks(world, tmp_path):
     result = run_grid(grid(model_of(world), "plain:contexts=3", ratios=("0.5",)), tmp_path)[1]
     by_task = {
-        task: [a.score for a in result.answers if a.family == task] for task in ("task_0", "task_1")
+        task: [a.score for a in result.answers if a.task == task] for task in ("task_0", "task_1")
     }
     means = [100 * sum(scores) / len(scores) for scores in by_task.values()]
     assert result.summary["score"] == pytest.approx(sum(means) / 2)

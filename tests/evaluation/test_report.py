@@ -145,7 +145,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
         for restored, side in sides.items():
             asked = replace(cell, benchmark=spec, adapter="auto" if restored else None)
             side += [
-                replace(answer, document=f"{seed} {answer.document}")
+                replace(answer, context=f"{seed} {answer.context}")
                 for answer in answers(asked, folder)
             ]
     expected = score_answers(sides[True], sides[False])
@@ -212,7 +212,7 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
 
 def test_needles_by_length_and_depth(folder):
     cell = Cell("tiny", "needle", "kvzip", "0.05", adapter="auto")
-    found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
+    found = {answer.context: 100 * answer.score for answer in answers(cell, folder)}
     told = [
         row
         for row in rows(folder, "needle-needle-in-a-haystack-1-0.05")
@@ -447,6 +447,6 @@ def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_p
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "because the full cache is below 10: qa." in page.text
     full, base, _ = (entry.pool for entry in load_grid(tmp_path).entries)
-    kept = [answer for answer in base.answers if answer.family != "qa"]
+    kept = [answer for answer in base.answers if answer.task != "qa"]
     assert base.score_tasks() == score_answers(kept) and full.score_tasks()["score"] == 100
     assert base.score_tasks(["qa"])["questions"] == 6, "shown by itself"

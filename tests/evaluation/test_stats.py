@@ -9,8 +9,8 @@ from restorekv.evaluation.stats import (
     FEW,
     ScoredAnswer,
     bootstrap_score,
-    compute_family_means,
     compute_mean_score,
+    compute_task_means,
     get_interval,
     score_answers,
 )
@@ -58,8 +58,8 @@ def test_a_context_may_count_once_however_much_it_is_asked():
     )
     other = [*told, ScoredAnswer("two", "vt", "0", "", 1.0)]
     assert (
-        compute_family_means(other) == {"qa": 75, "vt": 100}
-        and compute_family_means(other, by_context=True)["qa"] == 50
+        compute_task_means(other) == {"qa": 75, "vt": 100}
+        and compute_task_means(other, by_context=True)["qa"] == 50
     )
 
 

@@ -587,7 +587,7 @@ def ending_of(answer: httpx.Response, stream: bool) -> str:
     if answer.status_code == 503:
         return (
             "503"
-            if "The server ends" in answer.json()["error"]["message"]
+            if "The server is shutting down" in answer.json()["error"]["message"]
             else f"wrong: {answer.text[:80]}"
         )
     if answer.status_code != 200:

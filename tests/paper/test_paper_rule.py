@@ -161,7 +161,7 @@ def test_parts_of_several_benchmarks(setting, measure):
     share = next(place for place in longbench.places if place.relative)
     assert scores.points("kvzip", mean) == pytest.approx((50 + 30) / 2)
     assert scores.points("kvzip", share) == pytest.approx(100 * 40 / 60)
-    assert len({answer.document for answer in scores.runs["kvzip", "longbench", 0.125][None]}) == 8
+    assert len({answer.context for answer in scores.runs["kvzip", "longbench", 0.125][None]}) == 8
     text = texts(comparison_tables.make_tables(longbench, setting, scores, "longbench"))
     assert "below 10: freeform." in text and "every task of M-QA, which averages leave out" in text
     assert "LongBench (stand-in), r = 0.125" in text

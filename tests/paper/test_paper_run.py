@@ -46,7 +46,7 @@ def test_from_nothing(made):
     rows = {row["row"]: row for row in told["fast-kvzip"]["rows"]}
     retrieval = make_tiny_setting(out).benches["ruler"].parts[""]
     answers = {
-        key: [answer for answer in one.answers if answer.family in retrieval]
+        key: [answer for answer in one.answers if answer.task in retrieval]
         for key, one in found.items()
     }
     best, base = answers["fastkvzip", True], answers["fastkvzip", False]

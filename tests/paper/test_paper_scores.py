@@ -87,7 +87,7 @@ def test_seeds_that_differ_widen_the_interval():
         base = made_runs([0])[0]
         return {
             seed: [
-                ScoredAnswer(a.document, a.family, a.question, "", a.score + by / 100) for a in base
+                ScoredAnswer(a.context, a.task, a.question, "", a.score + by / 100) for a in base
             ]
             for seed, by in enumerate(points)
         }
@@ -139,7 +139,7 @@ def test_parts_means_and_shares():
 
 def raised(base, by, seeds=(0, 1)):
     return {
-        seed: [ScoredAnswer(a.document, a.family, a.question, "", a.score + by) for a in base[None]]
+        seed: [ScoredAnswer(a.context, a.task, a.question, "", a.score + by) for a in base[None]]
         for seed in seeds
     }
 
@@ -212,7 +212,7 @@ def test_a_count_is_judged_by_the_resampled_sets():
     )
     base[None][0] = ScoredAnswer("0", "single", "single?", "", 1.0)
     other = {
-        None: [ScoredAnswer(a.document, a.family, a.question, "", 1 - a.score) for a in base[None]]
+        None: [ScoredAnswer(a.context, a.task, a.question, "", 1 - a.score) for a in base[None]]
     }
     mixed = scores_of(base=base, up=other, also=raised(base, 0.1), down=raised(base, -0.2))
     assert judge_claim(Most("most", tuple(gain), 2), experiment, mixed).verdict == "within noise"

@@ -202,7 +202,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
         threading.Timer, "start", lambda self: timers.append((self.interval, self.args))
     )
     state = SimpleNamespace(
-        service=SimpleNamespace(engine=SimpleNamespace(farewell=0.0)), exit_code=None
+        service=SimpleNamespace(engine=SimpleNamespace(shutdown_grace=0.0)), exit_code=None
     )
     server = run.Server(run.uvicorn.Config(None), SimpleNamespace(state=state))
     server.handle_exit(signal.SIGINT, None)

@@ -23,7 +23,7 @@ from restorekv.generation.decoding import BATCH  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import caches, service, shared  # noqa: E402
 from restorekv.serve.caches import CacheEngine  # noqa: E402
-from restorekv.serve.engine import AwayError  # noqa: E402
+from restorekv.serve.engine import UnavailableError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
@@ -293,7 +293,7 @@ def test_an_upload_outlasts_an_engine_that_is_away(client, monkeypatch):
     monkeypatch.setattr(service, "PATIENCE", 0.1)
     real, left = (
         CacheEngine.make_document,
-        [AwayError("vLLM does not answer; ask again in a moment.")] * 2,
+        [UnavailableError("vLLM does not answer; ask again in a moment.")] * 2,
     )
 
     def fetch(self, *order):

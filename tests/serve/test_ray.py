@@ -26,11 +26,11 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import SamplingConfig  # noqa: E402
 from restorekv.serve.engine import (  # noqa: E402
-    AwayError,
     BusyError,
     Reply,
     ServedDocument,
     ServedQuestion,
+    UnavailableError,
 )
 from restorekv.serve.ray import options  # noqa: E402
 from restorekv.serve.ray.engine import (  # noqa: E402
@@ -165,13 +165,13 @@ def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
     assert reply == REPLY and passed == [(0, 5), (1, 6), (0, 7), (1, 8, likely)] and len(calls) == 3
     error, passed, _ = settled(tiny_tokenizer, ask=[first, [[(0, 9)], REPLY]])
     assert (
-        isinstance(error, AwayError)
+        isinstance(error, UnavailableError)
         and "go on differently" in str(error)
         and passed == [(0, 5), (1, 6)]
     )
     error, _, calls = settled(tiny_tokenizer, ask=[[dead()]] * (TRIES + 1))
     assert (
-        isinstance(error, AwayError)
+        isinstance(error, UnavailableError)
         and f"{TRIES} replicas ended" in str(error)
         and len(calls) == TRIES
     )
@@ -203,7 +203,7 @@ def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):
     assert reply == REPLY and len(calls) == 4 and len({key for _, key, _ in calls}) == 1
     assert [given[0][0][:2] for name, _, given in calls if name == "get_document"] == ["ab", "cd"]
     again = {"ask": [[missing()]] * TRIES, "get_document": [[(9, False)]] * TRIES}
-    assert isinstance(settled(tiny_tokenizer, **again)[0], AwayError)
+    assert isinstance(settled(tiny_tokenizer, **again)[0], UnavailableError)
 
 
 def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):

@@ -31,7 +31,7 @@ NAMES = re.compile(r"(chatcmpl|resp|file)-[0-9a-f]{24}")
 class Scripted:
     """An engine that says WORDS about every document, or what a question asks to go wrong."""
 
-    farewell = 0.0
+    shutdown_grace = 0.0
 
     def __init__(self) -> None:
         self.tokenizer = build_tokenizer()

@@ -98,7 +98,7 @@ class SeedPool:
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(answer.family for answer in self.answers))
+        return list(dict.fromkeys(answer.task for answer in self.answers))
 
     @property
     def task_groups(self) -> dict[str, Sequence[str]]:
@@ -117,7 +117,7 @@ class SeedPool:
         """Return the answers that means are taken over."""
         wanted = set(members or self.tasks)
         return drop_tasks(
-            [answer for answer in self.answers if answer.family in wanted], self.left_out
+            [answer for answer in self.answers if answer.task in wanted], self.left_out
         )
 
     def score_tasks(
@@ -143,7 +143,7 @@ class SeedPool:
 
     def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return every further metric in points: the mean over tasks of the mean over questions."""
-        chosen = {answer.family for answer in self.list_counted_answers(members)}
+        chosen = {answer.task for answer in self.list_counted_answers(members)}
         by_metric: dict[str, dict[str, list[float]]] = {}
         for line in self.lines:
             for answer in line["answers"]:

@@ -23,49 +23,47 @@ BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """The answer to one question of a document, and its score in [0, 1]; `family` is the task it
+    """The answer to one question about a context, and its score in [0, 1] for the task that it
     counts for.
     """
 
-    document: int | str
-    family: str
+    context: int | str
+    task: str
     question: str
     prediction: str
     score: float
 
 
-def compute_family_means(
+def compute_task_means(
     answers: Sequence[ScoredAnswer], by_context: bool = False
 ) -> dict[str, float]:
-    """Return the mean score of each family, in points and in the order of appearance.
+    """Return the mean score of each task, in points and in the order of appearance.
 
-    `by_context` takes the mean of the documents' means (the rule of KVzip's evaluation), else that
+    `by_context` takes the mean of the contexts' means (the rule of KVzip's evaluation), else that
     of all questions.
     """
-    families = list(dict.fromkeys(answer.family for answer in answers))
+    tasks = list(dict.fromkeys(answer.task for answer in answers))
     sums, counts = tally_scores(answers, by_context)
-    return dict(zip(families, (100 * sums.sum(0) / counts.sum(0)).tolist(), strict=True))
+    return dict(zip(tasks, (100 * sums.sum(0) / counts.sum(0)).tolist(), strict=True))
 
 
 def compute_mean_score(answers: Sequence[ScoredAnswer], by_context: bool = False) -> float:
-    """Return the unweighted mean over families, in points."""
-    return float(np.mean(list(compute_family_means(answers, by_context).values())))
+    """Return the unweighted mean over tasks, in points."""
+    return float(np.mean(list(compute_task_means(answers, by_context).values())))
 
 
 def find_tasks_without_loss(full: Sequence[ScoredAnswer], by_context: bool = False) -> list[str]:
-    """Return the families on which the full cache, which gave the answers `full`, scores below
+    """Return the tasks on which the full cache, which gave the answers `full`, scores below
     LEAST.
     """
-    return [
-        family for family, mean in compute_family_means(full, by_context).items() if mean < LEAST
-    ]
+    return [task for task, mean in compute_task_means(full, by_context).items() if mean < LEAST]
 
 
 def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> list[ScoredAnswer]:
-    """Return the answers that means are taken over: all but those to families `left_out`, unless
+    """Return the answers that means are taken over: all but those to tasks `left_out`, unless
     that is every one.
     """
-    return [answer for answer in answers if answer.family not in left_out] or list(answers)
+    return [answer for answer in answers if answer.task not in left_out] or list(answers)
 
 
 def score_answers(
@@ -79,7 +77,7 @@ def score_answers(
     )
     figures: dict[str, Any] = dict(score) | {
         "questions": len(answers),
-        "contexts": len({answer.document for answer in answers}),
+        "contexts": len({answer.context for answer in answers}),
     }
     if base:
         figures |= zip(
@@ -107,7 +105,7 @@ def bootstrap_score(
     seed: int = 0,
     by_context: bool = False,
 ) -> tuple[float, float, float]:
-    """Return the mean over families in points with its 95 % interval; minus `base`, paired, if
+    """Return the mean over tasks in points with its 95 % interval; minus `base`, paired, if
     given.
 
     Raises RestoreKVError if the two were asked different questions.
@@ -122,20 +120,20 @@ def bootstrap_score(
 
 
 def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Return the mean over families, in points, of every resampled set of documents: (RESAMPLES,),
+    """Return the mean over tasks, in points, of every resampled set of contexts: (RESAMPLES,),
     NaN without any.
     """
     parts = []
     for drawn in np.array_split(draw_resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
         totals = drawn @ counts
         means = np.where(totals > 0, drawn @ sums / np.where(totals > 0, totals, 1), 0).sum(1)
-        families = (totals > 0).sum(1)
-        parts.append(100 * means / np.where(families > 0, families, np.nan))
+        tasks = (totals > 0).sum(1)
+        parts.append(100 * means / np.where(tasks > 0, tasks, np.nan))
     return np.concatenate(parts)
 
 
 def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Return total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
+    """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval."""
     drawn = draw_resamples(len(sums), 0)
     totals = drawn @ weights
     means = (drawn @ sums)[totals > 0] / totals[totals > 0]
@@ -144,30 +142,30 @@ def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float
 
 
 @lru_cache(maxsize=8)
-def draw_resamples(documents: int, seed: int) -> np.ndarray:
-    """How often each document is drawn: (RESAMPLES, documents), the same for every cell of
+def draw_resamples(contexts: int, seed: int) -> np.ndarray:
+    """How often each context is drawn: (RESAMPLES, contexts), the same for every cell of
     a run.
     """
     return np.random.default_rng(seed).multinomial(
-        documents, np.full(documents, 1 / documents), RESAMPLES
+        contexts, np.full(contexts, 1 / contexts), RESAMPLES
     )
 
 
 def tally_scores(
     answers: Sequence[ScoredAnswer], by_context: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sums of scores and what they are divided by: (documents, families), in order of
+    """Return sums of scores and what they are divided by: (contexts, tasks), in order of
     appearance.
     """
-    documents: dict[int | str, int] = {}
-    families: dict[str, int] = {}
+    contexts: dict[int | str, int] = {}
+    tasks: dict[str, int] = {}
     for answer in answers:
-        documents.setdefault(answer.document, len(documents))
-        families.setdefault(answer.family, len(families))
-    sums = np.zeros((len(documents), len(families)))
+        contexts.setdefault(answer.context, len(contexts))
+        tasks.setdefault(answer.task, len(tasks))
+    sums = np.zeros((len(contexts), len(tasks)))
     counts = np.zeros_like(sums)
     for answer in answers:
-        place = documents[answer.document], families[answer.family]
+        place = contexts[answer.context], tasks[answer.task]
         sums[place] += answer.score
         counts[place] += 1
     if by_context:
@@ -178,7 +176,7 @@ def tally_scores(
 
 def check_same_questions(runs: Sequence[Sequence[ScoredAnswer]]) -> None:
     """Refuse to compare runs that were asked different questions, or in another order."""
-    asked = [[(answer.document, answer.family, answer.question) for answer in run] for run in runs]
+    asked = [[(answer.context, answer.task, answer.question) for answer in run] for run in runs]
     if any(other != asked[0] for other in asked[1:]):
         raise RestoreKVError(
             "The runs were asked different questions; measure them again in another folder."

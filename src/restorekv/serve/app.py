@@ -20,7 +20,7 @@ from starlette.routing import Match, Route
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import BodyError, CheckedRoute
-from restorekv.serve.engine import AwayError, BusyError, explain_lack
+from restorekv.serve.engine import BusyError, UnavailableError, explain_resource_shortage
 from restorekv.serve.guard import AROUND, Guard, OpenRequests, make_problem_response
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.questions import Questions
@@ -89,15 +89,15 @@ def add_errors(app: FastAPI, service: Service) -> None:
     async def answer_busy(_: Request, error: BusyError) -> Response:
         return make_problem_response(429, str(error), "rate_limit_exceeded", {"retry-after": "1"})
 
-    @app.exception_handler(AwayError)
-    async def answer_away(_: Request, error: AwayError) -> Response:
+    @app.exception_handler(UnavailableError)
+    async def answer_away(_: Request, error: UnavailableError) -> Response:
         return make_problem_response(503, str(error), None, {"retry-after": "5"})
 
     @app.exception_handler(OSError)
     @app.exception_handler(MemoryError)
     @app.exception_handler(sqlite3.Error)
     async def answer_lack(request: Request, error: Exception) -> Response:
-        lack = explain_lack(error)
+        lack = explain_resource_shortage(error)
         if lack:
             return make_problem_response(*lack)
         LOG.error("unexpected error", exc_info=error)
@@ -105,7 +105,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RestoreKVError)
     async def answer_refusal(_: Request, error: RestoreKVError) -> Response:
-        lack = explain_lack(error)
+        lack = explain_resource_shortage(error)
         if lack:
             return make_problem_response(*lack)
         if str(error).startswith("There is no model"):

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope
 
 from restorekv.files import parse_float, parse_int, parse_object
 from restorekv.readers.extract import printable_name
-from restorekv.serve.engine import explain_lack
+from restorekv.serve.engine import explain_resource_shortage
 from restorekv.serve.guard import drain_body
 
 DEPTH = 100  # levels of a body; the schema of an answer needs some 30
@@ -82,7 +82,7 @@ class CheckedRequest(Request):
             await self.drain()
             raise _make_form_error(str(error.detail).rstrip(".")) from None
         except OSError as error:  # a large file goes to a temporary one
-            lack = explain_lack(error)
+            lack = explain_resource_shortage(error)
             if lack is None:
                 raise
             await self.drain()

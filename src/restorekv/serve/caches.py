@@ -36,13 +36,13 @@ from restorekv.pipeline import compress
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
     ENDING,
-    AwayError,
     Content,
     Engine,
     Reply,
     ServedDocument,
     ServedQuestion,
-    find_lack,
+    UnavailableError,
+    find_resource_shortage,
     settle_future,
 )
 from restorekv.serve.store import Store
@@ -164,7 +164,7 @@ class CacheEngine(Engine, Generic[Active]):
         """Start nothing: the thread that compresses starts with the first document."""
 
     def close(self) -> None:
-        """End; documents that wait to be compressed get an AwayError."""
+        """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
         # They come one after another, so the last has ended when this one has.
         wait([self.compressor.submit(bool)], timeout=JOIN)
@@ -181,7 +181,7 @@ class CacheEngine(Engine, Generic[Active]):
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
                     return
                 if self.ending:
-                    raise AwayError(ENDING)
+                    raise UnavailableError(ENDING)
                 loop = asyncio.get_running_loop()
                 active = await loop.run_in_executor(self.preparers, self.prepare, question)
                 await self.write(active)
@@ -259,7 +259,7 @@ class CacheEngine(Engine, Generic[Active]):
         Runs in the thread that compresses.
         """
         if self.ending:
-            raise AwayError(ENDING)
+            raise UnavailableError(ENDING)
         key = self.make_key(sha256, variant)
         context = self.load_cache(key, sha256)
         fresh = context is None
@@ -300,7 +300,7 @@ class CacheEngine(Engine, Generic[Active]):
         key = self.make_key(document.sha256, document.variant)
         context = self.load_cache(key, document.sha256)
         if context is None:
-            raise AwayError("A document has gone while the question waited; ask again.")
+            raise UnavailableError("A document has gone while the question waited; ask again.")
         return context
 
     def load_cache(self, key: str, sha256: str) -> CompressedContext | None:
@@ -378,7 +378,7 @@ class CacheEngine(Engine, Generic[Active]):
         try:
             context = CompressedContext.load(path, self.model, self.tokenizer)
         except CacheFileError as error:
-            if find_lack(error):  # the file may be sound
+            if find_resource_shortage(error):  # the file may be sound
                 raise
             self.store.set_aside(key, sha256)
             return None

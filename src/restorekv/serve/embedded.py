@@ -34,7 +34,7 @@ from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import JOIN, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import ENDING, AwayError, ServedQuestion, settle_future
+from restorekv.serve.engine import ENDING, ServedQuestion, UnavailableError, settle_future
 from restorekv.serve.store import Store
 
 GATHER = 0.005  # seconds that the first question waits for others that come with it
@@ -81,7 +81,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         )
         layers: Any = get_backbone(model).layers
         with HOOKS_LOCK:
-            self.hooks = [layer.register_forward_pre_hook(self._give_way) for layer in layers]
+            self.hooks = [
+                layer.register_forward_pre_hook(self._yield_to_decoding) for layer in layers
+            ]
 
     def start(self) -> None:
         """Start the thread that answers."""
@@ -92,7 +94,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         super().stop_asking()
         for question in list(self.tasks.values()):
             if not question.started:
-                settle_future(question.done, error=AwayError(ENDING))
+                settle_future(question.done, error=UnavailableError(ENDING))
 
     def close(self) -> None:
         """End; what is still being answered gets an error."""
@@ -182,7 +184,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             except Exception as error:  # nobody waits in vain
                 self._give_up(error)
             self._yield_to_compression(time.perf_counter() - started)
-        self._give_up(AwayError(ENDING))
+        self._give_up(UnavailableError(ENDING))
         self.idle.set()
 
     def _admit_prepared(self) -> bool:
@@ -261,11 +263,11 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     # In the thread that compresses, before each layer of the model.
 
-    def _give_way(self, *_: object) -> None:
+    def _yield_to_decoding(self, *_: object) -> None:
         """Let a token be written first; break a compression off where the server ends."""
         if threading.get_ident() != self.compressing_thread:
             return
         if not self.ending:
             self.idle.wait()
         if self.ending:
-            raise AwayError(ENDING)
+            raise UnavailableError(ENDING)

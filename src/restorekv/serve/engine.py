@@ -30,42 +30,42 @@ from restorekv.serve.variants import Variant
 # What an operating system says when something is lacking that may be there again later.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 READ_ONLY = {errno.EROFS, errno.EACCES}  # the disk, or only the folder
-OTHER_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
-LACKS = DISK_FULL | READ_ONLY | OTHER_LACKS
+OTHER_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
+SHORTAGES = DISK_FULL | READ_ONLY | OTHER_SHORTAGES
 
-ENDING = "The server ends; ask again when it is back."
+ENDING = "The server is shutting down; retry when it is back."
 
-Lack = OSError | MemoryError | sqlite3.OperationalError
+ResourceShortage = OSError | MemoryError | sqlite3.OperationalError
 
 # Returns a text, or the path of a cache file. It is called only where the content is needed.
 Content = Callable[[], str | Path]
 
 
 class BusyError(RestoreKVError):
-    """Too many requests wait."""
+    """Too many requests are waiting."""
 
     def __init__(self) -> None:
-        super().__init__("Too many questions wait; ask again in a moment.")
+        super().__init__("Too many questions are waiting; retry in a moment.")
 
 
-class AwayError(RestoreKVError):
+class UnavailableError(RestoreKVError):
     """What the engine needs does not answer; the request was right."""
 
 
-def find_lack(error: BaseException | None) -> Lack | None:
+def find_resource_shortage(error: BaseException | None) -> ResourceShortage | None:
     """Return the error in a chain of causes that says what the machine lacked, if there is one."""
     while error is not None:
         if isinstance(error, MemoryError | sqlite3.OperationalError):
             return error
-        if isinstance(error, OSError) and error.errno in LACKS:
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
             return error
         error = error.__cause__ or error.__context__
     return None
 
 
-def explain_lack(error: BaseException) -> tuple[int, str] | None:
+def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
     """Return a status and a sentence where the machine lacked something, None for other errors."""
-    lack = find_lack(error)
+    lack = find_resource_shortage(error)
     if lack is None:
         return None
     # The higher bits of SQLite's code say what it was doing.
@@ -183,7 +183,7 @@ class Engine(ABC):
     stops: set[int]  # ids that end an answer
     # Seconds the engine needs at its end after all requests have ended, where it is more than a
     # moment.
-    farewell: float = 0.0
+    shutdown_grace: float = 0.0
 
     def __init__(self, waiting: int | None) -> None:
         self.waiting = waiting
@@ -195,10 +195,10 @@ class Engine(ABC):
 
         Raises:
             BusyError: too many questions wait.
-            AwayError: the server ends.
+            UnavailableError: the server ends.
         """
         if self.ending:
-            raise AwayError(ENDING)
+            raise UnavailableError(ENDING)
         if self.waiting is not None and self.count_waiting() >= self.waiting:
             raise BusyError
         task = asyncio.get_running_loop().create_task(self.answer(question))
@@ -229,7 +229,9 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End, after `stop_asking`; runs in a thread. Questions that remain get an AwayError."""
+        """End, after `stop_asking`; runs in a thread. Questions that remain get an
+        UnavailableError.
+        """
 
     @abstractmethod
     async def answer(self, question: ServedQuestion) -> None:

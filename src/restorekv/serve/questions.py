@@ -19,9 +19,9 @@ from restorekv.generation.answers import GrowingText
 from restorekv.serve import replies, schemas
 from restorekv.serve.engine import (
     ENDING,
-    AwayError,
     Reply,
     ServedQuestion,
+    UnavailableError,
     ask_engine,
     settle_future,
 )
@@ -49,7 +49,7 @@ class Questions:
             await asyncio.wait(list(self.answering), timeout=GRACE)
         for question in list(self.answering.values()):
             question.cancelled = True
-            settle_future(question.done, error=AwayError(ENDING))
+            settle_future(question.done, error=UnavailableError(ENDING))
 
     async def complete_chat(self, request: ChatRequest, is_gone: IsGone) -> Response:
         """Answer a chat request, whole or as a stream."""

@@ -30,7 +30,7 @@ from restorekv.generation.answers import Answer
 from restorekv.pipeline import compress
 from restorekv.serve.app import make_app
 from restorekv.serve.caches import CacheEngine
-from restorekv.serve.engine import Engine, explain_lack
+from restorekv.serve.engine import Engine, explain_resource_shortage
 from restorekv.serve.guard import Connection
 from restorekv.serve.index import UPLOADED
 from restorekv.serve.service import Limits, Service
@@ -153,7 +153,7 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     try:
         _count_read_tokens(model, tokenizer)
     except (OSError, RestoreKVError) as error:
-        lack = explain_lack(error)
+        lack = explain_resource_shortage(error)
         if lack is None:
             raise
         LOG.warning(json.dumps({"problem": f"Loading was not checked. {lack[1]}"}))
@@ -209,7 +209,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         state = self.application.state
         state.exit_code = 0 if sig == signal.SIGINT else 128 + sig
-        seconds = LAST + state.service.engine.farewell
+        seconds = LAST + state.service.engine.shutdown_grace
         timer = threading.Timer(seconds, os._exit, [state.exit_code])
         timer.daemon = True
         timer.start()
@@ -258,9 +258,10 @@ def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
 def exit_after_signal(app: FastAPI) -> None:
     """End the process after a signal, without waiting for a thread that may still compute.
 
-    Everything is closed by now. An engine with a farewell has processes that end in their own way.
+    Everything is closed by now. An engine with a `shutdown_grace` has processes that end in their
+    own way.
     """
-    if app.state.exit_code is not None and not app.state.service.engine.farewell:
+    if app.state.exit_code is not None and not app.state.service.engine.shutdown_grace:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(app.state.exit_code)

@@ -20,11 +20,11 @@ from restorekv.readers.extract import CACHE, TEXT, extract_text, find_kind, prin
 from restorekv.serve.documents import start_document_hash
 from restorekv.serve.engine import (
     ENDING,
-    AwayError,
     BusyError,
     Engine,
     ServedDocument,
-    explain_lack,
+    UnavailableError,
+    explain_resource_shortage,
 )
 from restorekv.serve.index import FAILED, PROCESSED
 from restorekv.serve.requests import AttachedFile, DocumentPart, UploadedFile
@@ -90,7 +90,7 @@ class Service:
     def check_open(self) -> None:
         """Refuse to begin anything once the server ends."""
         if self.ending:
-            raise AwayError(ENDING)
+            raise UnavailableError(ENDING)
 
     # Uploads.
 
@@ -105,7 +105,7 @@ class Service:
                 self.store.add_upload, name, printable_name(purpose), file.file, seconds
             )
         except (OSError, sqlite3.Error, RestoreKVError) as error:
-            lack = explain_lack(error)
+            lack = explain_resource_shortage(error)
             if lack is None:
                 raise
             status, message = lack
@@ -126,7 +126,7 @@ class Service:
             await self.engine.get_document(
                 upload.sha256, self.default, lambda: self._read_content(upload)
             )
-        except AwayError:
+        except UnavailableError:
             if self.ending:  # the next start continues with it
                 return
             await asyncio.sleep(PATIENCE)
@@ -201,7 +201,7 @@ class Service:
 
 def explain_failure(error: Exception) -> str:
     """Return a sentence for an error; only ours are meant for users."""
-    lack = explain_lack(error)
+    lack = explain_resource_shortage(error)
     if lack:
         return lack[1].replace("try again", "upload it again")
     if isinstance(error, RestoreKVError):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import httpx2
 
 from restorekv.errors import RestoreKVError, summarize_error
-from restorekv.serve.engine import AwayError
+from restorekv.serve.engine import UnavailableError
 from restorekv.serve.vllm_documents import FORMS, DocumentForm
 from restorekv.storage.portable import MARK
 from restorekv.vllm import plugin
@@ -70,7 +70,7 @@ class VllmClient(Protocol):
 
         Raises:
             RestoreKVError: the prompt cannot be answered.
-            AwayError: vLLM does not answer.
+            UnavailableError: vLLM does not answer.
         """
         ...
 
@@ -174,7 +174,7 @@ class InProcessVllm:
                             cached=output.num_cached_tokens,
                         )
         except exceptions.EngineDeadError:
-            raise AwayError(
+            raise UnavailableError(
                 "vLLM has ended; the server's log says why. Start the server again."
             ) from None
         except (client_error, exceptions.EngineGenerateError) as error:
@@ -295,7 +295,7 @@ class RemoteVllm:
                             yield piece
         except httpx2.HTTPError as error:
             why = summarize_error(error)
-            raise AwayError(
+            raise UnavailableError(
                 f"The vLLM server at {self.url} does not answer ({why}); start it again."
             ) from None
 

@@ -90,7 +90,7 @@ def check_manifest(manifest: Manifest) -> None:
     """Check types and ranges of every field."""
     for name, hint in get_type_hints(type(manifest)).items():
         value = getattr(manifest, name)
-        require(matches_type(value, hint), f"records something that is no {hint} as its {name}")
+        require(matches_type(value, hint), f"has a {name} that is not of the type {hint}")
         if isinstance(value, str):
             most = WORDS.get(name, NAME_LETTERS)
             require(
@@ -109,7 +109,7 @@ def check_manifest(manifest: Manifest) -> None:
         )
     shape = manifest.shape
     fits = set(shape) == SHAPE and all(0 < size <= SIZES[name] for name, size in shape.items())
-    require(fits, "has a shape of no model")
+    require(fits, "has an impossible model shape")
     require(
         all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS),
         "records a count below zero or too large",
@@ -138,7 +138,7 @@ def check_manifest(manifest: Manifest) -> None:
     try:
         parse_ratio(manifest.ratio)
     except RestoreKVError as error:
-        raise ContradictionError(f"records what compress refuses: {error}") from None
+        raise ContradictionError(f"has an invalid ratio: {error}") from None
 
 
 def check_windows(manifest: Manifest) -> None:
@@ -236,7 +236,7 @@ def check_layer(
     lengths = [end - start for start, end in pairwise(offsets)]
     require(
         offsets[0] == 0 and min(lengths) >= 0 and max(lengths) <= columns,
-        "has offsets that no cache has",
+        "has impossible head offsets",
     )
     rows = offsets[-1]
     dim = manifest.shape["head_dim"]
@@ -257,10 +257,12 @@ def check_layer(
             check_scales(tensors[f"{layer}.{part}.scales"], storage)
             names.add(f"{layer}.{part}.scales")
     if f"{layer}.bias" in tensors:
-        kinds = torch.float32, getattr(torch, manifest.dtype)
-        check_tensor(
-            tensors, f"{layer}.bias", kinds[tensors[f"{layer}.bias"].dtype == kinds[1]], (rows,)
-        )
+        # A bias has the model's dtype or float32; anything else is compared with float32, and so
+        # refused.
+        model_dtype = getattr(torch, manifest.dtype)
+        has_model_dtype = tensors[f"{layer}.bias"].dtype == model_dtype
+        bias_dtype = model_dtype if has_model_dtype else torch.float32
+        check_tensor(tensors, f"{layer}.bias", bias_dtype, (rows,))
         names.add(f"{layer}.bias")
     return names
 
@@ -310,7 +312,7 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
     )
     grows = positions.diff() > 0
     grows[[start - 1 for start in offsets[1:-1] if 0 < start < len(positions)]] = True
-    require(bool(grows.all()), "has positions that do not grow")
+    require(bool(grows.all()), "has positions that are not strictly increasing")
 
 
 class CacheCounts(TypedDict):

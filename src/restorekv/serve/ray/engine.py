@@ -25,12 +25,12 @@ from restorekv.errors import import_extra
 from restorekv.files import HOST
 from restorekv.serve.caches import make_cache_key
 from restorekv.serve.engine import (
-    AwayError,
     Content,
     Engine,
     Reply,
     ServedDocument,
     ServedQuestion,
+    UnavailableError,
     run_while_wanted,
     settle_future,
 )
@@ -44,7 +44,7 @@ LOOK = 0.2  # seconds between two looks whether somebody still waits for an answ
 REMEMBERED = 100_000  # documents of which the sender remembers how long they are
 SHARED_MEMORY = 512 << 20  # bytes, for uploads on their way
 DRAIN = 2.0  # seconds for what is being done when the server ends
-FAREWELL = 30.0  # seconds that the replicas may take to end
+SHUTDOWN_GRACE = 30.0  # seconds that the replicas may take to end
 
 
 class RayEngine(Engine):
@@ -53,7 +53,7 @@ class RayEngine(Engine):
     At most `waiting` questions are on their way.
     """
 
-    farewell = FAREWELL
+    shutdown_grace = SHUTDOWN_GRACE
 
     def __init__(self, handle: Any, waiting: int | None) -> None:
         super().__init__(waiting)
@@ -174,7 +174,7 @@ class RayEngine(Engine):
             except self.replica.MissingError:
                 for document in question.documents:
                     await self._bring(document, question.documents[0])
-        raise AwayError(
+        raise UnavailableError(
             "The documents went away again and again before the question was read; ask again."
         )
 
@@ -202,7 +202,7 @@ class RayEngine(Engine):
                     sent[sample].append(token)
                     question.on_token(sample, token, *likely)
                 elif sent[sample][counts[sample] - 1] != token:
-                    raise AwayError(
+                    raise UnavailableError(
                         "A replica ended, and another one would go on differently; ask again."
                     )
         assert reply is not None
@@ -233,7 +233,9 @@ class RayEngine(Engine):
         for _ in range(TRIES):
             with suppress(self.errors.RayError):
                 return await call()
-        raise AwayError(f"{TRIES} replicas ended while they did this; ask again in a moment.")
+        raise UnavailableError(
+            f"{TRIES} replicas ended while they did this; ask again in a moment."
+        )
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return what the replicas counted, and what held at their last answer."""
