@@ -48,6 +48,7 @@ from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
 from restorekv.train.examples import TrainingContext
+from restorekv.train.loop import SMALL_LOSS
 from restorekv.train.loss import compute_hidden_divergence, compute_state_distance, run_answers
 from restorekv.train.teacher import Teacher, TeacherTarget
 
@@ -59,7 +60,6 @@ MADE = 8
 RATIOS = (0.5, 0.3, 0.1, 0.05)  # that are measured
 ANSWER_TOKENS = 96
 LOOP = 16
-SMALL_LOSS = 1e-3  # added before a logarithm: what is that close to the full cache is good enough
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Variant:
     ratio_min: float = 0.025
     ratio_max: float = 0.6
     ratio_weight: float = 0.0
-    relative: bool = False  # minimize the logarithm of a step's loss: all ratios weigh the same
+    loss_power: float = 1.0  # minimized; 0: the logarithm, so that all ratios weigh the same
     hidden_weight: float = 0.0  # of the distance of the last hidden states
     shift_from: float = 0.0  # above this ratio a learned vector is added to the embeddings
     means: bool = False  # add the mean of a chunk's embeddings to each restore token
@@ -88,10 +88,11 @@ VARIANTS = {
     FIRST: Variant(),
     "ratios to .25": Variant(ratio_max=0.25),
     "weight 1": Variant(ratio_weight=1.0),
-    "relative": Variant(relative=True),
+    "root": Variant(loss_power=0.5),
+    "relative": Variant(loss_power=0.0),
     "hidden": Variant(hidden_weight=0.5),
     "shift": Variant(shift_from=0.1),
-    "shift, relative": Variant(shift_from=0.1, relative=True),
+    "shift, relative": Variant(shift_from=0.1, loss_power=0.0),
     "lr 1e-3": Variant(lr=1e-3),
     "lr 2e-4": Variant(lr=2e-4),
     "2 questions": Variant(questions=2),
@@ -305,8 +306,10 @@ def train_variant(
         loss = losses.mean()
         if loss.requires_grad:
             weighted = loss * (ratio / variant.ratio_max) ** variant.ratio_weight
-            if variant.relative:
+            if variant.loss_power == 0:
                 weighted = (loss + SMALL_LOSS).log()
+            elif variant.loss_power != 1:
+                weighted = (loss + SMALL_LOSS) ** variant.loss_power / variant.loss_power
             weighted.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         done = (step - warmup) / (steps - warmup)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from restorekv.cli import serve
+from restorekv.cli import serve, session
 from restorekv.errors import RestoreKVError
 from restorekv.files import folder_lock
 from tests.helpers.cli_world import cli
@@ -91,7 +91,7 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["--model", "tiny", "--store", str(tmp_path / "store"), "--port", str(port)]
-    monkeypatch.setattr(serve, "open_model", load)
+    monkeypatch.setattr(session, "open_model", load)
     monkeypatch.setattr(run, "build_app", lambda *_: None)
     monkeypatch.setattr(run, "serve_app", answer)
     monkeypatch.setattr(run, "exit_after_signal", lambda _: None)

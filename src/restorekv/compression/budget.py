@@ -71,7 +71,6 @@ class Budget:
         tokens: int,
         layers: int,
         heads: int,
-        restore_tokens: int = 0,
         on_small_budget: OnSmallBudget = "error",
     ) -> "Budget":
         """Return the budget of an absolute number of pairs per head, on average: B = count * L *
@@ -88,9 +87,8 @@ class Budget:
             raise BudgetError(
                 f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it."
             )
-        return cls.of_ratio(
-            Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_small_budget
-        )
+        ratio = Fraction(int(count), tokens)
+        return cls.of_ratio(ratio, tokens, layers, heads, on_small_budget=on_small_budget)
 
     def reserve(self, restore_tokens: int) -> "Budget":
         """Return this budget with room for n restore tokens, as `on_small_budget` says."""

@@ -58,7 +58,7 @@ def can_use_kernels(query: Tensor) -> bool:
     """
     if triton_maxima is None or not triton_maxima.supports_query(query):
         return False
-    return proofs.is_proven("maxima", *_make_proof_key(query))
+    return proofs.is_proven("maxima", *proofs.get_proof_key(query))
 
 
 def attend_pass(
@@ -80,15 +80,10 @@ def attend_pass(
         on_weights: gets the weights of that softmax in blocks; see blocked.py.
     """
     is_trusted = not proofs.needs_proof(query.device) or proofs.is_proven(
-        "blocked", *_make_proof_key(query)
+        "blocked", *proofs.get_proof_key(query)
     )
     attend = blocked.attend_pass if is_trusted else naive.attend_pass
     return attend(query, own, cached, scale, inside, on_weights)
-
-
-def _make_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
-    """Return what a proof has to hold for, as `proofs.is_proven` takes it: query (H, G, Q, D)."""
-    return query.device, query.shape[0], query.shape[1], query.shape[3], query.dtype
 
 
 def reduce_groups(values: Tensor, reduction: str) -> Tensor:

@@ -37,7 +37,7 @@ from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME, attach_lora, check_lora_fit
 from restorekv.spec import split_specs
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class RestoreAdapter(nn.Module):
@@ -78,7 +78,7 @@ class RestoreAdapter(nn.Module):
         *,
         rank: int = 8,
         alpha: float = 16.0,
-        targets: Sequence[str] = TARGETS,
+        targets: Sequence[str] = LINEAR_LAYERS,
         seed: int = 0,
         fixed: int | None = None,
     ) -> RestoreAdapter:

@@ -12,11 +12,11 @@ from restorekv.compression.eviction import Eviction
 from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError, check_choice, make_printable
 from restorekv.files import matches_type, parse_json
+from restorekv.restore.adapter import LINEAR_LAYERS
 from restorekv.spec import split_specs
 from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
 
 RatioLaw = Literal["uniform", "log-uniform"]
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 AT_LEAST_ONE = (
     "restore_tokens",
     "rank",
@@ -63,7 +63,8 @@ class TrainConfig:
     rank: int = setting(8, "Rank of the LoRA.")
     alpha: float = setting(16.0, "The LoRA's scale is alpha / rank.")
     targets: tuple[str, ...] = setting(
-        LINEAR, "Linear layers that get a LoRA, separated by commas; none: a control without LoRA."
+        LINEAR_LAYERS,
+        "Linear layers that get a LoRA, separated by commas; none: a control without LoRA.",
     )
     init: str = setting("", "Adapter to start from, a folder or hub id; a new one by default.")
     embeddings: str = setting("learned", "learned, or fixed: a control with n line breaks.")

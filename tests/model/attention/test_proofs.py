@@ -383,7 +383,7 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
         here.setattr(quantized, "quantize", wrong)
         assert not proofs.check_component(proofs.COMPONENTS["int8"], target()).right
         with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
-            proofs.is_proven("int8", *attention._get_proof_key(given.query))
+            proofs.is_proven("int8", *proofs.get_proof_key(given.query))
     attention.store_context(cache, "int8", given.query.shape[2])
     assert given.layer.context_keys.codes.equal(right[0].codes)
 

@@ -148,7 +148,7 @@ def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
     name = _get_variable(_backend)
     if name is not None:
         if proofs.needs_proof(query.device):
-            proofs.require_proof(name, *_get_proof_key(query))
+            proofs.require_proof(name, *proofs.get_proof_key(query))
         return BACKENDS[name]
     if stored.is_packed(layer):
         return stored.attend_ragged
@@ -165,17 +165,12 @@ def _choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
         can_answer = getattr(module, "can_answer", None)  # backends without it always can
         if can_answer is not None and not can_answer(query, layer):
             continue
-        if proofs.is_proven(name, *_get_proof_key(query)):
+        if proofs.is_proven(name, *proofs.get_proof_key(query)):
             return module.attend_ragged
     raise RestoreKVError(
         f"{proofs.describe_device(query.device)} computes attention wrongly even with PyTorch's "
         f"own operations; use another device, and {proofs.REPORT}."
     )
-
-
-def _get_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
-    """query (B, H, G, Q, D) -> what a proof has to hold for, as `proofs.is_proven` takes it."""
-    return query.device, query.shape[1], query.shape[2], query.shape[4], query.dtype
 
 
 def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
@@ -210,7 +205,9 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     if not stored.is_packed(layer):
         return layer
     storage = _get_storage(layer)
-    if proofs.needs_proof(query.device) and not proofs.is_proven(storage, *_get_proof_key(query)):
+    if proofs.needs_proof(query.device) and not proofs.is_proven(
+        storage, *proofs.get_proof_key(query)
+    ):
         return stored.unpack_layer(layer, torch.device("cpu"))
     if _is_unpacked_whole(layer):
         return stored.unpack_layer(layer)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, summarize_error, warn
@@ -140,6 +141,12 @@ def needs_proof(device: torch.device) -> bool:
     On a CPU it was tested, and the device "meta" computes nothing.
     """
     return device.type not in ("cpu", "meta")
+
+
+def get_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
+    """Return what a proof has to hold for queries (..., H, G, Q, D), as `is_proven` takes it."""
+    heads, groups, _, dim = query.shape[-4:]
+    return query.device, heads, groups, dim, query.dtype
 
 
 @torch.compiler.assume_constant_result
