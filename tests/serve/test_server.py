@@ -459,7 +459,7 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
 def test_pages_of_other_sites_cannot_ask(client, file):
     pages = {"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}
     for headers in (*pages, {**pages[1], "X-Forwarded-For": "8.8.8.8"}):
-        with pytest.raises(openai.PermissionDeniedError, match="Another site"):
+        with pytest.raises(openai.PermissionDeniedError, match="another site"):
             client.models.list(extra_headers=headers)
     host = str(client.base_url).split("/")[2]
     assert client.models.list(extra_headers={"Origin": f"http://{host}"}).data
