@@ -128,7 +128,7 @@ def test_the_readme_runs_on_smollm2(elsewhere, capsys, monkeypatch):
         monkeypatch.setattr(kind, "from_pretrained", from_hub.__getitem__)
     for _, text in blocks(README, "python"):
         exec(text, {"__name__": "page"})
-    assert "Assipattle" in capsys.readouterr().out
+    assert "Henry Hall" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name)
