@@ -48,7 +48,7 @@ from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
 from restorekv.train.examples import TrainingContext
-from restorekv.train.loop import SMALL_LOSS
+from restorekv.train.loop import weigh_loss
 from restorekv.train.loss import compute_hidden_divergence, compute_state_distance, run_answers
 from restorekv.train.teacher import Teacher, TeacherTarget
 
@@ -305,12 +305,9 @@ def train_variant(
         losses = bench.compute_losses(prepared, targets, ratio, restorer, variant.hidden_weight)
         loss = losses.mean()
         if loss.requires_grad:
-            weighted = loss * (ratio / variant.ratio_max) ** variant.ratio_weight
-            if variant.loss_power == 0:
-                weighted = (loss + SMALL_LOSS).log()
-            elif variant.loss_power != 1:
-                weighted = (loss + SMALL_LOSS) ** variant.loss_power / variant.loss_power
-            weighted.backward()
+            weight = (ratio / variant.ratio_max) ** variant.ratio_weight
+            weight *= weigh_loss(variant.loss_power, float(loss.detach()))
+            (loss * weight).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         done = (step - warmup) / (steps - warmup)
         rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))

@@ -26,6 +26,7 @@ from restorekv.compression.budget import Budget, parse_ratio
 from restorekv.compression.compressor import Compressor, PreparedContext, Progress, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_bytes
@@ -47,10 +48,6 @@ from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
 from restorekv.storage.cache_file import Manifest
 
-DEFAULT = "kvzip"
-# fastkvzip scores during the prefill; kvzip reads the text once more to score it.
-PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
-
 
 def compress(
     model: PreTrainedModel,
@@ -60,7 +57,7 @@ def compress(
     ratio: float | str | Fraction | None = None,
     tokens_per_head: int | None = None,
     compression_ratio: float | str | Fraction | None = None,
-    evictor: str = DEFAULT,
+    evictor: str = DEFAULT_EVICTOR,
     adapter: RestoreAdapter | str | Path | None = "auto",
     config: CompressionConfig = CompressionConfig(),
     progress: Progress | None = None,
@@ -152,11 +149,7 @@ def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tens
     message.
     """
     if isinstance(context, Path):
-        if context.suffix.lower() in KINDS:
-            content = read_bytes(context, f"The file {context}", TEXT_BYTES)
-            return extract_text(str(context), content), system
-        what = f"The file {context}"
-        return decode_utf8(read_bytes(context, what, TEXT_BYTES), what), system
+        return read_text_file(context), system
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
     roles = []
@@ -178,17 +171,13 @@ def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tens
     return texts[1], texts[0]
 
 
-def choose_evictor(evictor: str | None, preset: str | None) -> str:
-    """Return the evictor's spec: the one given, or the one that the preset names."""
-    if preset is None:
-        return evictor or DEFAULT
-    if evictor is not None:
-        raise RestoreKVError(
-            "A preset names the evictor; give either a preset or an evictor, not both."
-        )
-    if preset not in PRESETS:
-        raise RestoreKVError(f"There is no preset {preset!r}; use {' or '.join(PRESETS)}.")
-    return PRESETS[preset]
+def read_text_file(path: Path) -> str:
+    """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8."""
+    what = f"The file {path}"
+    content = read_bytes(path, what, TEXT_BYTES)
+    if path.suffix.lower() in KINDS:
+        return extract_text(str(path), content)
+    return decode_utf8(content, what)
 
 
 def make_budget(

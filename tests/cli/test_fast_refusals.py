@@ -1,5 +1,6 @@
 """What is wrong with arguments, paths and kinds of files is refused before PyTorch is imported."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from restorekv.cli.inputs import PLOTS
 from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import METHODS
 from restorekv.compression.growing import RESTORE
+from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
 from restorekv.evictors import EVICTORS
 from restorekv.model.load import DTYPES
-from restorekv.pipeline import DEFAULT, PRESETS
+from restorekv.pipeline import compress
 from restorekv.tasks import BENCHMARKS
 
 # Prints the exit code of a command and which of the slow packages it imported, as JSON.
@@ -87,8 +89,8 @@ def test_help_does_not_wait_for_pytorch(command):
 
 
 def test_the_names_for_the_command_line_are_those_of_the_library():
-    assert choices.DEFAULT_EVICTOR == DEFAULT
-    assert choices.PRESETS == PRESETS
+    assert inspect.signature(compress).parameters["evictor"].default == DEFAULT_EVICTOR
+    assert {DEFAULT_EVICTOR, *PRESETS.values()} <= set(choices.EVICTORS)
     assert set(choices.EVICTORS) == set(EVICTORS)
     assert tuple(METHODS) == choices.METHODS
     assert tuple(ALLOCATIONS) == choices.ALLOCATIONS

@@ -14,6 +14,7 @@ import torch
 from restorekv import CompressionConfig
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction, make_compressor
+from restorekv.compression.presets import PRESETS, choose_evictor
 from restorekv.context import CompressedContext, format_bytes
 from restorekv.errors import (
     AdapterError,
@@ -25,7 +26,7 @@ from restorekv.errors import (
 from restorekv.generation.answers import answer_greedily
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.pipeline import PRESETS, choose_evictor, compress
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.cache_file import read_cache
 from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, compress_with, make_adapter

@@ -32,6 +32,7 @@ from tests.helpers.models import build_model
 NAMES = ("fairytaleqa", "genres", "xquad", "hotpotqa", "factbook")
 RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark_texts.py"
 TRAINING = RECIPE.parent / "smollm2" / "texts"
+WRITTEN_HERE = {"facts"}  # texts of our own, which no recipe makes
 PUBLIC = next(
     (path / "shared/data" for path in RECIPE.parents if (path / "shared/data").is_dir()), None
 )
@@ -370,7 +371,7 @@ def test_the_recipe_makes_the_files_that_ship(tmp_path, monkeypatch):
     ships = {
         path.relative_to(TEXTS): path
         for path in TEXTS.rglob("*")
-        if path.is_file() and path.name != "README.md"
+        if path.is_file() and path.name != "README.md" and path.parent.name not in WRITTEN_HERE
     }
     assert made.keys() == ships.keys()
     for name, path in made.items():

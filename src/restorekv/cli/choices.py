@@ -10,8 +10,6 @@ from importlib.metadata import entry_points
 from restorekv.errors import RestoreKVError
 from restorekv.spec import explain_unknown
 
-DEFAULT_EVICTOR = "kvzip"
-PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
 EVICTORS = (
     "kvzip",
     "kvzip+",
@@ -51,7 +49,6 @@ BENCHMARKS = (
     "xquad",
 )
 
-
 EVICTOR_PLUGINS = "restorekv.evictors"
 BENCHMARK_PLUGINS = "restorekv.benchmarks"
 
@@ -74,19 +71,6 @@ def check_evictor(text: str) -> None:
 def check_benchmark(text: str) -> None:
     """Refuse a spec, such as ruler:length=8192, of a benchmark that is not known."""
     _check_spec(text, BENCHMARKS, BENCHMARK_PLUGINS, "benchmark")
-
-
-def choose_evictor(evictor: str | None, preset: str | None) -> str:
-    """Return the evictor's spec: the one given, or the one that the preset names."""
-    if preset is None:
-        return evictor or DEFAULT_EVICTOR
-    if evictor is not None:
-        raise RestoreKVError(
-            "A preset names the evictor; give either a preset or an evictor, not both."
-        )
-    if preset not in PRESETS:
-        raise RestoreKVError(f"There is no preset {preset!r}; use {' or '.join(PRESETS)}.")
-    return PRESETS[preset]
 
 
 def _list_plugins(group: str) -> list[str]:

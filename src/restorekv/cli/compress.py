@@ -6,13 +6,10 @@ from typing import Annotated, cast
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.choices import (
-    DTYPES,
-    check_evictor,
-    choose_evictor,
-)
+from restorekv.cli.choices import DTYPES, check_evictor
 from restorekv.cli.inputs import check_outputs_apart, check_text_file
 from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
+from restorekv.compression.presets import choose_evictor
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.files import check_target
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
-from restorekv.cli.choices import ALLOCATIONS, DEFAULT_EVICTOR, STORAGES, list_evictors
+from restorekv.cli.choices import ALLOCATIONS, STORAGES, list_evictors
 from restorekv.cli.terminal import STDOUT, output
+from restorekv.compression.presets import DEFAULT_EVICTOR
 from restorekv.files import check_target
 
 

@@ -14,13 +14,12 @@ from restorekv.cli import options
 from restorekv.cli.terminal import notes
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, make_printable
-from restorekv.files import read_bytes, read_json
+from restorekv.files import read_json
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_known_name
 from restorekv.model.tokenize import decode_utf8
-from restorekv.readers.extract import KINDS, extract_text
-from restorekv.size_limits import TEXT_BYTES
+from restorekv.pipeline import read_text_file
 from restorekv.storage.cache_file import Manifest, read_cache
 
 
@@ -31,13 +30,11 @@ def read_text(name: str) -> str:
     if name == "-":
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
-        payload = sys.stdin.buffer.read()
+        source = "The input"
+        text = decode_utf8(sys.stdin.buffer.read(), source)
     else:
-        payload = read_bytes(Path(name), f"The file {name}", TEXT_BYTES)
-    if Path(name).suffix.lower() in KINDS:
-        return extract_text(name, payload)
-    source = "The input" if name == "-" else f"The file {name}"
-    text = decode_utf8(payload, source)
+        source = f"The file {name}"
+        text = read_text_file(Path(name))
     if not text.strip():
         raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
     return text

@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -54,6 +55,19 @@ output = Terminal()
 notes = Terminal(stderr=True)
 
 
+def _make_progress(done: ProgressColumn) -> Progress:
+    """Return a progress display on stderr, shown on a terminal only; `done` says how far it is."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        done,
+        TextColumn("to go"),
+        TimeRemainingColumn(),
+        console=notes,
+        disable=not notes.is_terminal,
+    )
+
+
 @contextmanager
 def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal's stderr; the block gets the callback (done, total,
@@ -61,15 +75,7 @@ def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[...,
 
     With `lines`, print a line for every tenth where there is no terminal.
     """
-    parts = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("to go"),
-    )
-    with Progress(
-        *parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal
-    ) as progress:
+    with _make_progress(MofNCompleteColumn()) as progress:
         task = progress.add_task(title, total=None)
 
         def update(done: int, total: int, what: str = title) -> None:
@@ -86,15 +92,7 @@ def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
     """
-    parts = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("to go"),
-    )
-    with Progress(
-        *parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal
-    ) as progress:
+    with _make_progress(TaskProgressColumn()) as progress:
         task = progress.add_task(title, total=1.0)
         printed = 0.0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from restorekv.compression.presets import PRESETS
 from restorekv.evictors import EVICTORS
-from restorekv.pipeline import PRESETS
 from restorekv.serve import schemas
 from restorekv.serve.index import FAILED
 from restorekv.serve.service import ApiError, Service

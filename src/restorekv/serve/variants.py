@@ -10,9 +10,9 @@ from fractions import Fraction
 from typing import Any, Self
 
 from restorekv.compression.budget import parse_ratio
+from restorekv.compression.presets import PRESETS
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
-from restorekv.pipeline import PRESETS
 
 WITHOUT_RESTORING = "-base"
 

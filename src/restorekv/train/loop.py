@@ -226,7 +226,7 @@ def _add_gradients(
         loss = sample_loss / len(samples)
         if loss.requires_grad:  # a ratio with no room for a restore token teaches nothing
             weight = weigh_ratio(config, float(sample.ratio))
-            weight *= weigh_loss(config, float(sample_loss.detach()))
+            weight *= weigh_loss(config.loss_power, float(sample_loss.detach()))
             (loss * weight).backward()
         total += float(loss.detach())
     group.average_gradients(parameters)
@@ -248,14 +248,14 @@ def weigh_ratio(config: TrainConfig, ratio: float) -> float:
     return (ratio / config.ratio_max) ** config.ratio_weight
 
 
-def weigh_loss(config: TrainConfig, loss: float) -> float:
-    """Return what the gradient of a context's loss is multiplied by, so that its power
-    `config.loss_power`, or its logarithm where that is 0, is minimized.
+def weigh_loss(power: float, loss: float) -> float:
+    """Return what the gradient of a context's loss is multiplied by, so that the loss to
+    that power, or its logarithm where `power` is 0, is minimized.
 
     The gradient of (L + c)^p / p is (L + c)^(p - 1) times that of L, and that of log(L + c) is the
     same with p = 0. The c keeps contexts that are already right from deciding the step.
     """
-    return float((loss + SMALL_LOSS) ** (config.loss_power - 1.0))
+    return float((loss + SMALL_LOSS) ** (power - 1.0))
 
 
 def _take_optimizer_step(run: TrainingRun, step: int) -> None:

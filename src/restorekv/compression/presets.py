@@ -1,0 +1,23 @@
+"""The default evictor, and the presets that name one by what a user wants.
+
+It imports no PyTorch, so that the command line can refuse a preset at once.
+"""
+
+from restorekv.errors import RestoreKVError
+
+DEFAULT_EVICTOR = "kvzip"
+# fastkvzip scores during the prefill; kvzip reads the text once more to score it.
+PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
+
+
+def choose_evictor(evictor: str | None, preset: str | None) -> str:
+    """Return the evictor's spec: the one given, or the one that the preset names."""
+    if preset is None:
+        return evictor or DEFAULT_EVICTOR
+    if evictor is not None:
+        raise RestoreKVError(
+            "A preset names the evictor; give either a preset or an evictor, not both."
+        )
+    if preset not in PRESETS:
+        raise RestoreKVError(f"There is no preset {preset!r}; use {' or '.join(PRESETS)}.")
+    return PRESETS[preset]
