@@ -40,6 +40,10 @@ COMMANDS = {
         "benchmarks.cli.vllm",
         "Measure whole and compressed documents in vLLM, in its environment.",
     ),
+    "vllm-answers": (
+        "benchmarks.cli.vllm_answers",
+        "Compare answers from cache files in vLLM with those of ask, in its environment.",
+    ),
     "charts": ("benchmarks.cli.charts", "Draw a chart of every benchmark's stored result."),
 }
 

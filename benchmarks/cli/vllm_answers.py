@@ -1,0 +1,37 @@
+"""`.venv-vllm/bin/python -m benchmarks vllm-answers`: answers from cache files in vLLM beside those
+of `ask`.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.vllm_answers import MODES, make_tables, run_answers
+from restorekv.errors import RestoreKVError
+from restorekv.files import check_target
+
+
+def run(
+    folder: Annotated[
+        Path, typer.Option(help="Keeps documents, answers and the modes that are done.")
+    ],
+    documents: Annotated[int, typer.Option(min=1, help="How many documents are asked.")] = 30,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="A mode of the engine; repeatable. [default: all]")
+    ] = None,
+    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if json:
+        check_target(json)
+    modes = mode or list(MODES)
+    unknown = [name for name in modes if name not in MODES]
+    if unknown:
+        raise RestoreKVError(f"There is no mode {unknown[0]!r}; choose from {', '.join(MODES)}.")
+    run_benchmark(
+        lambda tell: run_answers(folder, documents, modes, model, tell),
+        lambda result: run_each(make_tables(result)),
+        json,
+    )
