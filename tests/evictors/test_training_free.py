@@ -169,6 +169,7 @@ def test_the_covariance_stands_a_large_mean():
 
     class View:
         layer, module, scale = 0, model.model.layers[0].self_attn, shape.head_dim**-0.5
+        rotation = None
 
     for start in range(0, 400, 50):
         view = View()
@@ -176,7 +177,7 @@ def test_the_covariance_stands_a_large_mean():
             hidden[start : start + 50],
             torch.zeros(shape.heads, start + 50, shape.head_dim),
         )
-        view.query = torch.zeros(shape.heads, shape.groups, 50, shape.head_dim)
+        view.query = queries[start : start + 50].permute(1, 2, 0, 3).float()
         moments.on_layer(view)
     spread = torch.cov(queries[4:, 0, 0].T, correction=0)
     assert moments.count[0] == 396

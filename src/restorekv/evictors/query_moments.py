@@ -2,17 +2,22 @@
 would pay.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import rotate_half
 
 from restorekv.errors import ModelError
 from restorekv.evictors.base import Model
 from restorekv.model.observer import LayerView
 from restorekv.model.rope import compute_rotation
-from restorekv.model.shape import CacheShape, get_backbone, is_hybrid
+from restorekv.model.shape import CacheShape, get_backbone
+
+# Rotated queries that are compared, and how far they may be from the model's own, as a share of
+# their norm: bfloat16 rounds to 1 in 256, and a wrong order of the numbers is off by about 1.
+COMPARED = 64
+TOLERANCE = 0.03
 
 
 class QueryMoments:
@@ -21,6 +26,10 @@ class QueryMoments:
     `mean` (L, H, G, D); `spread` (L, H, G, D, D) is the sum of (q - mean)(q - mean)^T over
     count[layer] queries. Chunks are merged as by Chan, Golub and LeVeque (1979): deviations from
     means are summed, never raw squares, so that no two large sums are subtracted.
+
+    Families differ in how they rotate queries. Every chunk's queries are therefore rotated in each
+    way that is known and compared with those that the model's attention gets; a model that none of
+    them reproduces is refused.
     """
 
     def __init__(self, model: Model, skip: int) -> None:
@@ -38,8 +47,9 @@ class QueryMoments:
         self.count = [0] * shape.layers
         self.scales = [1.0] * shape.layers  # of the layers' logits, once they were seen
         self.skip = skip
-        # In hybrid models such as Cohere 2 the layers that see the whole text may have no RoPE.
-        self.is_rotated = [not is_hybrid(model)] * shape.layers
+        # The ways of rotating that have reproduced every chunk of a layer so far. They differ by
+        # layer: some models rotate in a part of their layers only.
+        self.layouts = [tuple(LAYOUTS)] * shape.layers
 
     @torch.no_grad()
     def on_layer(self, view: LayerView) -> None:
@@ -57,9 +67,7 @@ class QueryMoments:
         query = _project_queries(view.module, hidden).unflatten(
             0, view.query.shape[:2]
         )  # (H, G, new, D)
-        if not self.is_rotated[layer]:
-            rotated = view.query[:, :, -new:].float()
-            self.is_rotated[layer] = not torch.allclose(query, rotated, rtol=1e-2, atol=1e-2)
+        self._compare_layouts(view, query)
         mean = query.mean(-2)
         query = query - mean.unsqueeze(-2)
         step = mean - self.mean[layer]
@@ -74,25 +82,105 @@ class QueryMoments:
         """Return R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
         start + future - 1; in a layer without RoPE that is none.
         """
-        if not self.is_rotated[layer]:
-            return self.mean[layer], self.spread[layer] / max(self.count[layer], 1)
-        positions = torch.arange(start, start + future, device=self.mean.device).unsqueeze(0)
-        cos, sin = (x[0].mean(0) for x in compute_rotation(model, self.mean, positions))
         mean = self.mean[layer]
         covariance = self.spread[layer] / max(self.count[layer], 1)
+        rotate = LAYOUTS[self.layouts[layer][0]]
+        if rotate is _keep:
+            return mean, covariance
+        positions = torch.arange(start, start + future, device=mean.device).unsqueeze(0)
+        cos, sin = (
+            x[0].mean(0) for x in list_pair_rotations(compute_rotation(model, mean, positions))
+        )
         # Twice the same step: C R^T transposed is R C, and R C R^T transposed is itself.
         for _ in range(2):
-            covariance = (covariance * cos + rotate_half(covariance) * sin).mT
-        return mean * cos + rotate_half(mean) * sin, covariance
+            covariance = rotate(covariance, cos, sin).mT
+        return rotate(mean, cos, sin), covariance
+
+    def _compare_layouts(self, view: LayerView, query: Tensor) -> None:
+        """Drop the layouts that do not turn queries before RoPE (H, G, Q, D), the last of this
+        chunk, into those that the model's attention got; refuse a model that leaves none.
+        """
+        query = query[:, :, -COMPARED:]
+        expected = view.query[:, :, -query.shape[2] :].float()
+        limit = TOLERANCE * float(expected.norm())
+        fitting = []
+        for name in self.layouts[view.layer]:
+            found = query
+            if LAYOUTS[name] is not _keep:
+                if view.rotation is None:
+                    continue
+                pairs = list_pair_rotations(view.rotation)
+                cos, sin = (x[0, -query.shape[2] :].float() for x in pairs)
+                if 2 * cos.shape[-1] > query.shape[-1]:
+                    continue
+                found = LAYOUTS[name](query, cos, sin)
+            if float((found - expected).norm()) <= limit:
+                fitting.append(name)
+        if not fitting:
+            raise ModelError(
+                f"{type(view.module).__name__} makes its queries in a way that expected-attention "
+                "does not know; use another evictor, such as snapkv."
+            )
+        self.layouts[view.layer] = tuple(fitting)
+
+
+def list_pair_rotations(rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the cosine and sine (1, Q, R / 2) of each pair of numbers that is rotated together.
+
+    Models list every angle twice, (1, Q, R): either all of them and then all of them again, or each
+    one beside itself.
+    """
+    parts = []
+    for angles in rotation:
+        half = angles.shape[-1] // 2
+        is_halves = torch.equal(angles[..., :half], angles[..., half:])
+        parts.append(angles[..., :half] if is_halves else angles[..., ::2])
+    return parts[0], parts[1]
+
+
+def _rotate_halves(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate number i of the first 2 P of the queries (..., D) with number i + P, by P angles, and
+    keep the rest, as Llama does, and GPT-NeoX with a part of the numbers.
+    """
+    pairs = cos.shape[-1]
+    first, second, rest = query.split([pairs, pairs, query.shape[-1] - 2 * pairs], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def _rotate_neighbors(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate numbers 2 i and 2 i + 1 together, and keep the rest, as Cohere and GLM do."""
+    rotated, rest = query.split([2 * cos.shape[-1], query.shape[-1] - 2 * cos.shape[-1]], -1)
+    first = rotated[..., ::2]
+    second = rotated[..., 1::2]
+    pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([pairs.flatten(-2), rest], -1)
+
+
+def _keep(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Leave the queries as they are, as SmolLM3 does in every fourth layer."""
+    return query
+
+
+LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "halves": _rotate_halves,
+    "neighbors": _rotate_neighbors,
+    "none": _keep,
+}
 
 
 def _project_queries(module: Any, hidden: Tensor) -> Tensor:
     """Return queries (H * G, Q, D) float32 of hidden states (Q, d) before RoPE, after QK-norm if
-    the attention module has one.
+    the attention module has one: of each head, or, as in OLMo 2, of all heads at once.
     """
-    query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
-    if hasattr(module, "q_norm"):
-        query = module.q_norm(query)
+    query = module.q_proj(hidden)
+    norm = getattr(module, "q_norm", None)
+    weight = getattr(norm, "weight", None)
+    normalizes_all = weight is not None and weight.shape == query.shape[-1:] != (module.head_dim,)
+    if norm is not None and normalizes_all:
+        query = norm(query)
+    query = query.unflatten(-1, (-1, module.head_dim))
+    if norm is not None and not normalizes_all:
+        query = norm(query)
     return query.transpose(0, 1).float()
 
 

@@ -38,6 +38,8 @@ class LayerView:
     value: Tensor
     ragged: RaggedLayer | None = None
     mask: Tensor | None = None
+    # The cosines and sines (1, Q, R) that the module was given, if it was given any.
+    rotation: tuple[Tensor, Tensor] | None = None
 
 
 OnLayer = Callable[[LayerView], Tensor | None]
@@ -62,6 +64,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     layer.
     """
     inputs: list[Tensor] = []
+    rotations: list[tuple[Tensor, Tensor] | None] = []
     rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
@@ -69,6 +72,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         # registering them.
         if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
+            rotations[:] = [kwargs.get("position_embeddings")]
 
     def before_attention(
         module: Any,
@@ -94,6 +98,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
             value=value[0],
             ragged=ragged,
             mask=mask,
+            rotation=rotations[0],
         )
         output = on_layer(view)
         return None if output is None else output[None]

@@ -1,0 +1,114 @@
+"""Moments of queries in every family that rotates otherwise, against the family's own code."""
+
+import pytest
+import torch
+
+from restorekv.errors import ModelError
+from restorekv.evictors.query_moments import QueryMoments
+from restorekv.model import support
+from restorekv.model.observer import observe_layers
+from restorekv.model.rope import compute_rotation
+from restorekv.model.shape import get_backbone, list_full_layers
+from tests.helpers import decoders
+
+# Halves, neighbors, a part of the numbers, none in some layers; norms of a head and of all heads;
+# biases; scales of their own.
+KINDS = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "cohere",
+    "cohere2",
+    "glm",
+    "glm4",
+    "stablelm",
+    "phi",
+    "granite",
+    "smollm3",
+    "exaone4",
+    "starcoder2",
+    "helium",
+    "nemotron",
+    "ernie4_5",
+    "seed_oss",
+    "mistral",
+)
+TOKENS = 40
+FUTURE = 24
+
+
+def observe_moments(model, ids, skip=4):
+    moments = QueryMoments(model, skip)
+    with torch.no_grad(), observe_layers(model, moments.on_layer):
+        get_backbone(model)(input_ids=ids, use_cache=False)
+    return moments
+
+
+def rotate_by_the_model(model, ids, cos, sin):
+    """Return every full layer's queries (H, G, Q, D) as its own code makes them where each position
+    is rotated by the same numbers.
+
+    Rotations are linear, so with means over positions it gives the mean of the rotated queries.
+    """
+    layers = get_backbone(model).layers
+    inputs = {}
+    handles = [
+        layers[index].self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, index=index: inputs.update({index: (args, kwargs)}),
+            with_kwargs=True,
+        )
+        for index in list_full_layers(model.config)
+    ]
+    found = []
+    with torch.no_grad():
+        get_backbone(model)(input_ids=ids, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        for index, (args, kwargs) in inputs.items():
+            if kwargs.get("position_embeddings") is not None:
+                kwargs["position_embeddings"] = (
+                    cos.expand(1, ids.shape[1], -1),
+                    sin.expand(1, ids.shape[1], -1),
+                )
+            with observe_layers(model, lambda view: found.append(view.query.double())):
+                layers[index].self_attn(*args, **kwargs)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_are_those_of_the_familys_own_queries(kind):
+    if kind not in decoders.causal_types():
+        pytest.skip("this transformers does not have it")
+    model = decoders.build(kind)
+    support.prepare_model(model)
+    ids = torch.randint(3, 60, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    moments = observe_moments(model, ids)
+    positions = torch.arange(TOKENS, TOKENS + FUTURE)[None]
+    like = next(model.parameters())
+    cos, sin = (each.mean(1, keepdim=True) for each in compute_rotation(model, like, positions))
+    for layer, query in enumerate(rotate_by_the_model(model, ids, cos, sin)):
+        query = query[:, :, 4:]
+        mean = query.mean(-2)
+        away = query - mean.unsqueeze(-2)
+        covariance = away.mT @ away / query.shape[-2]
+        found = moments.predict_moments(model, layer, TOKENS, FUTURE)
+        scale = float(query.norm(dim=-1).mean())
+        torch.testing.assert_close(found[0].double(), mean, rtol=1e-4, atol=1e-4 * scale)
+        torch.testing.assert_close(found[1].double(), covariance, rtol=1e-4, atol=1e-4 * scale**2)
+
+
+def test_a_family_whose_queries_cannot_be_made_is_refused():
+    model = decoders.build("llama")
+    support.prepare_model(model)
+    attention = get_backbone(model).layers[1].self_attn
+    attention.q_proj.register_forward_hook(lambda module, args, output: output.clamp(-0.05, 0.05))
+    ids = torch.arange(3, 3 + TOKENS)[None]
+    observe_moments(model, ids)  # projected again with the same clamp
+    attention.q_norm = torch.nn.Identity()
+    attention.q_norm.forward = lambda query: query * 2
+    with pytest.raises(ModelError, match="expected-attention"):
+        observe_moments(model, ids)
