@@ -119,12 +119,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         compressions(folder)
-        problem = run("train", "--model", "tiny", "--out", folder / "run", *TRAIN)
+        problem = run("train", "--model", "tiny", "--data", "tiny", "--out", folder / "run", *TRAIN)
         files = sorted((folder / "run" / "adapter").glob("*.safetensors"))
         show("train, 20 steps", " ".join(digest(path) for path in files) or problem)
         problem = run(
             "train-gate",
             "--model",
+            "tiny",
+            "--data",
             "tiny",
             "--out",
             folder / "gate",

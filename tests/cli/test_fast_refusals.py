@@ -55,9 +55,10 @@ WRONG = {
     "a wrong ratio for the server": ["serve", "--ratio", "0"],
     "a wrong flag of serve": ["serve", "--prot", "8080"],
     "a wrong flag of the demo": ["demo", "--fulll"],
+    "nothing to score on": ["eval"],
     "a wrong benchmark": ["eval", "--benchmark", "rulr"],
-    "a wrong evictor to score": ["eval", "--evictor", "kvzipp@none"],
-    "a wrong ratio to score": ["eval", "--ratio", "1.5"],
+    "a wrong evictor to score": ["eval", "--benchmark", "ruler", "--evictor", "kvzipp@none"],
+    "a wrong ratio to score": ["eval", "--benchmark", "ruler", "--ratio", "1.5"],
     "no results to report": ["report", "missing"],
     "no adapter to publish": ["push", "missing", "me/mine"],
 }

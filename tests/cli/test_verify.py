@@ -73,7 +73,7 @@ def test_strangers_are_refused_and_the_others_still_named(place, capsys):
 
 def test_folders_of_data_and_results(capsys, tmp_path):
     words = ["--evictor", "knorm@none", "--ratio", "0.3", "--count", "1", "--out", str(tmp_path)]
-    assert execute(["eval", *words]) == 0
+    assert execute(["eval", "--model", "tiny", "--benchmark", "tiny", *words]) == 0
     capsys.readouterr()
     code, out, _ = said(capsys, tmp_path)
     assert code == 0 and "results of" in out

@@ -73,7 +73,12 @@ def test_where_the_shipped_adapter_does_not_fit_nothing_is_restored(how):
 def test_commands_load_a_cache_in_its_own_dtype(dtype, tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
     made, grown = tmp_path / "a.rkv", tmp_path / "b.rkv"
-    assert cli("compress", text, "--dtype", dtype, "--adapter", "none", "-o", made).code == 0
+    assert (
+        cli(
+            "compress", text, "--model", "tiny", "--dtype", dtype, "--adapter", "none", "-o", made
+        ).code
+        == 0
+    )
     assert cli("ask", made, QUESTION).code == 0
     assert cli("append", made, text, "-o", grown).code == 0
     assert cli("chat", grown, stdin=b"who?\n").code == 0
@@ -200,7 +205,7 @@ def test_asynchronous_asking_takes_a_limit_and_no_stream(tiny):
 def test_chat_survives_what_is_typed(tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
     made, saved = tmp_path / "a.rkv", tmp_path / "b.rkv"
-    assert cli("compress", text, "--evictor", "snapkv", "-o", made).code == 0
+    assert cli("compress", text, "--model", "tiny", "--evictor", "snapkv", "-o", made).code == 0
     lines = ["/undo ²", "/undo x", "/undo -3", "/save ~nosuchuser/x.json", f"/save {saved}", "who?"]
     result = cli("chat", made, stdin="\n".join(lines).encode())
     assert (
@@ -213,13 +218,18 @@ def test_chat_survives_what_is_typed(tmp_path):
 
 def test_a_text_is_not_written_over(tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
-    result = cli("compress", text, "-o", text)
+    result = cli("compress", text, "--model", "tiny", "-o", text)
     assert (
         result.code == 1
         and "another file of this command" in result.err
         and text.read_text() == TEXT
     )
-    assert cli("compress", text, "--evictor", "snapkv", "-o", tmp_path / "a.rkv").code == 0
+    assert (
+        cli(
+            "compress", text, "--model", "tiny", "--evictor", "snapkv", "-o", tmp_path / "a.rkv"
+        ).code
+        == 0
+    )
     assert (
         "another file of this command" in cli("append", tmp_path / "a.rkv", text, "-o", text).err
         and text.read_text() == TEXT
@@ -231,6 +241,8 @@ def test_brackets_in_a_setting_are_printed(tmp_path):
     result = cli(
         "compress",
         text,
+        "--model",
+        "tiny",
         "--evictor",
         "am-fast:instruction=Repeat [/all] this",
         "-o",

@@ -264,7 +264,7 @@ def test_the_command_builds_and_shows_with_the_tiny_model(tmp_path):
         shortest=64,
     )
     out, figures_file = tmp_path / "data", tmp_path / "figures.json"
-    done = cli("data", "build", "--out", out, *flags(config))
+    done = cli("data", "build", "--model", "tiny", "--out", out, *flags(config))
     assert done.code == 0 and "1/1 Tulu-3 FLAN" in done.err and "cc-by-nc-4.0" in done.out, done.err
     shown = cli("data", "show", out, "--json", figures_file)
     assert shown.code == 0 and "(6,248)" in shown.out and "(4,236)" in shown.out and not shown.err

@@ -46,7 +46,8 @@ def made(monkeypatch):
 
 def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
     results = run_grid(
-        Grid([str(world / "model")], methods, ratios=ratios, common=common).list_cells(), folder
+        Grid([str(world / "model")], methods, ["tiny"], ratios=ratios, common=common).list_cells(),
+        folder,
     )
     return results, {
         (row["evictor"], row["restored"], row["ratio"]): row for row in make_rows(results)

@@ -349,7 +349,7 @@ def test_the_shipped_gates_rank_like_their_evictors(spec, target):
     A gate that knew the heads and nothing of the tokens would have a rank correlation of 0 within
     heads.
     """
-    model, tokenizer = load_model()
+    model, tokenizer = load_model("tiny")
     [document] = draw_documents(tokenizer, 1, "gate-dev", low=512, high=600)
     found = Eviction.make(spec).prepare(model, tokenizer, document.text).scores
     wanted = Eviction.make(target).prepare(model, tokenizer, document.text).scores

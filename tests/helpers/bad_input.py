@@ -133,6 +133,8 @@ def evaluate(*more: object) -> Build:
         "eval",
         "--model",
         world.model,
+        "--benchmark",
+        "tiny",
         "--count",
         1,
         "--out",

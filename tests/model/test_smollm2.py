@@ -109,8 +109,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(no_package, monkeypatch, tmp
 
 
 def test_the_tiny_model_has_one_name(tmp_path, capsys):
-    assert get_model_name(load_model()[0]) == get_model_name(load_model("tiny")[0]) == "tiny"
-    cells = list(Grid(["tiny"], [("kvzip", "")], ratios=["0.1"]).list_cells())
+    assert get_model_name(load_model("tiny")[0]) == "tiny"
+    cells = list(Grid(["tiny"], [("kvzip", "")], ["tiny"], ratios=["0.1"]).list_cells())
     assert cells[-1].adapter == "auto"
     assert execute_paper([str(tmp_path), "--model", "tiny", "--only", "components", "--list"]) == 0
     assert "cells in all" in capsys.readouterr().out

@@ -74,7 +74,7 @@ def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
 
 
 def test_what_ships_was_trained_as_its_name_says(tmp_path):
-    model, _ = load_model()
+    model, _ = load_model("tiny")
     setting = make_tiny_setting(tmp_path)
     for experiment in choose_experiments(NAMES, setting):
         for row in experiment.rows.values():
@@ -164,7 +164,7 @@ def test_a_training_is_found_by_the_tables(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
-    model, _ = load_model()
+    model, _ = load_model("tiny")
     config = replace(SMALL, checkpoint_every=1)
     hashes = []
     for name in ("whole", "killed"):

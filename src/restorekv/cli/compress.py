@@ -34,7 +34,7 @@ def run(
     adapter: options.Adapter = "auto",
     restore_tokens: options.RestoreTokens = None,
     system: options.System = "",
-    model: options.Model = "tiny",
+    model: options.Model = options.DEFAULT_MODEL,
     prefix_policy: options.PrefixPolicy = "free",
     on_small_budget: options.OnSmallBudget = "error",
     allocation: options.Allocation = "global",

@@ -30,7 +30,7 @@ app = typer.Typer(
 @options.add_options_of(BuildConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the data.")],
-    model: options.Model = "tiny",
+    model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     exclude: Annotated[

@@ -29,9 +29,11 @@ DEFAULT_EVICTORS = ["kvzip", "kvzip+"]
 DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
 DEFAULT_PROTOCOLS = ["kvpress"]
 DEFAULT_STORAGES = ["model"]
+DEFAULT_MODELS = [options.DEFAULT_MODEL]
 
 
 def run(
+    benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)],
     evictor: Annotated[
         list[str],
         typer.Option(
@@ -42,13 +44,12 @@ def run(
     ratio: Annotated[
         list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")
     ] = DEFAULT_RATIOS,
-    benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)] = options.TINY,
     protocol: Annotated[
         list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")
     ] = DEFAULT_PROTOCOLS,
     model: Annotated[
         list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")
-    ] = options.TINY,
+    ] = DEFAULT_MODELS,
     out: Annotated[
         Path, typer.Option(help="The run's folder; its cells are not run again.")
     ] = Path("runs/eval"),

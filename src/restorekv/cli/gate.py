@@ -30,7 +30,7 @@ def train(
         typer.Option(
             help='tiny (its world), a mixture, or JSON lines {"context", "questions"}; repeatable.'
         ),
-    ] = options.TINY,
+    ],
     count: Annotated[
         int,
         typer.Option(
@@ -53,7 +53,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Use the features that are there already.")
     ] = False,
-    model: options.Model = "tiny",
+    model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **settings: Any,
@@ -91,7 +91,7 @@ def convert(
         ),
     ],
     out: Annotated[Path, options.make_output_option("The gate file to write.", "--output", "-o")],
-    model: options.Model = "tiny",
+    model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = "auto",
 ) -> None:
     check_outputs_apart([out], (source, model))

@@ -60,7 +60,7 @@ Adapter = Annotated[
         "paper's authors), a folder or a hub id."
     ),
 ]
-TINY = ["tiny"]  # typer wants lists as defaults of options that are repeatable
+DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
 MODEL_HELP = "smollm2, gemma3-270m, tiny, a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 OtherModel = Annotated[

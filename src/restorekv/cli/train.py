@@ -34,7 +34,7 @@ DATA_HELP = (
 @options.add_options_of(TrainConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
-    data: Annotated[list[str], typer.Option(help=DATA_HELP)] = options.TINY,
+    data: Annotated[list[str], typer.Option(help=DATA_HELP)],
     count: Annotated[int, typer.Option(min=1, help="Number of contexts of the tiny world.")] = 1000,
     shortest: Annotated[
         int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")
@@ -42,7 +42,7 @@ def run(
     longest: Annotated[
         int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")
     ] = LONGEST,
-    model: options.Model = "tiny",
+    model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     resume: Annotated[

@@ -146,7 +146,7 @@ class Grid:
 
     models: Sequence[str]
     methods: Sequence[tuple[str, str | None]]
-    benchmarks: Sequence[str] = ("tiny",)
+    benchmarks: Sequence[str]
     protocols: Sequence[str] = ("kvpress",)
     ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
     seeds: Sequence[int] = ()

@@ -78,7 +78,7 @@ class Source:
 
 
 def load_model(
-    name: str | Path = TINY,
+    name: str | Path,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     rope: Mapping[str, object] | float | None = None,
@@ -139,7 +139,7 @@ def check_dtype(name: str | torch.dtype) -> None:
         check_choice("The dtype", name, DTYPES)
 
 
-def load_tokenizer(name: str | Path = TINY, offline: bool = False) -> Tokenizer:
+def load_tokenizer(name: str | Path, offline: bool = False) -> Tokenizer:
     """Load the tokenizer alone; `offline` searches only this machine."""
     source = find_source(name, offline)
     try:
