@@ -2,7 +2,7 @@
 restore adapters. Resumable.
 
     make smollm2
-    python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head]
+    python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head | --shared]
     python -m recipes.smollm2.build runs/smollm2 --corpus CORPUS [--shards 1 2]
 
 The training data is next to this file; --anew makes the passages of stories and novels again,
@@ -104,6 +104,31 @@ MORE = "1200"
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 # Steps from what ships, with one length in all heads.
 PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
+# One adapter for all of them, on texts of many genres and for mild ratios too: a step draws one of
+# the evictors and two ratios.
+SHARED = "shared"
+OF_SHARED = (
+    "--evictor",
+    ",".join((FIRST, *OTHERS)),
+    "--draws",
+    "2",
+    "--ratio-law",
+    "log-uniform",
+    "--ratio-min",
+    "0.025",
+    "--ratio-max",
+    "0.6",
+    "--loss-power",
+    "0.5",
+    "--max-new-tokens",
+    "96",
+    "--lr",
+    "5e-4",
+    "--warmup",
+    "20",
+    "--steps",
+    "330",
+)
 
 
 def start_command(*arguments: str) -> subprocess.Popen:
@@ -263,6 +288,27 @@ def train_per_head(folder: Path) -> None:
             wait_for(process)
 
 
+def train_shared(folder: Path) -> None:
+    """Train the adapter for all evictors, from KVzip's that ships; 80 minutes of one core."""
+    shipped = shipped_path(SMOLLM2, "adapters", FIRST)
+    out = folder / f"restore-{SHARED}"
+    if (out / "adapter").exists():
+        return
+    command = ("train", "--model", SMOLLM2, *list_data_flags(folder), *SHAPE, *OF_SHARED)
+    command += ("--init", str(shipped), "--checkpoint-every", "20", "--resume")
+    wait_for(start_command(*command, "--out", str(out)))
+
+
+def name_start(settings: dict) -> dict:
+    """Return an adapter's settings with the name of the shipped adapter that it began with, where
+    they hold its folder on the machine of the training.
+    """
+    start = settings.get("init")
+    if not start or not Path(start).is_absolute():
+        return settings
+    return settings | {"init": f"{SMOLLM2}:{Path(start).name}"}
+
+
 def install_gate(path: Path) -> None:
     """Copy the gate into the package, in bfloat16; its evictor's adapter is trained after that."""
     gate = gate_file.read_gate(path)
@@ -278,12 +324,16 @@ def install_gate(path: Path) -> None:
 def install_adapters(folder: Path) -> None:
     """Copy the adapters that are done into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
-    for evictor in (FIRST, *OTHERS, *(f"{name}.per-head" for name in PER_HEAD)):
+    for evictor in (FIRST, *OTHERS, *(f"{name}.per-head" for name in PER_HEAD), SHARED):
         place = folder / f"restore-{evictor}" / "adapter"
         if place.exists():
             adapter = RestoreAdapter.from_pretrained(model, place)
             adapter.card = replace(
-                adapter.card, model=SMOLLM2, local=False, weights=describe_weights(model)
+                adapter.card,
+                model=SMOLLM2,
+                local=False,
+                weights=describe_weights(model),
+                settings=name_start(adapter.card.settings or {}),
             )
             adapter.config.base_model_name_or_path = SMOLLM2_ID
             adapter.save_pretrained(
@@ -302,6 +352,9 @@ def main() -> None:
     parser.add_argument(
         "--per-head", action="store_true", help="Train for one length in all heads instead."
     )
+    parser.add_argument(
+        "--shared", action="store_true", help="Train one adapter for all evictors instead."
+    )
     parser.add_argument("--corpus", type=Path, help="Make the data of this corpus instead.")
     shards = range(1, SHARDS + 1)
     parser.add_argument(
@@ -314,6 +367,8 @@ def main() -> None:
         return
     if options.per_head:
         train_per_head(options.folder)
+    elif options.shared:
+        train_shared(options.folder)
     elif not options.install_only:
         if options.anew:
             build_passages(options.folder)

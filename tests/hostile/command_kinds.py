@@ -55,7 +55,7 @@ def base(world: World, tmp: Path) -> dict[str, Words]:
         "train-gate": ["train-gate", "--data", world.data, *model, "--out", tmp / "gate"],
         "data build": ["data", "build", "--out", tmp / "data", *model],
         "data show": ["data", "show", tmp / "data"],
-        "eval": ["eval", *model, "--count", 1, "--out", tmp / "run"],
+        "eval": ["eval", *model, "--benchmark", "tiny", "--count", 1, "--out", tmp / "run"],
         "report": ["report", tmp / "run"],
         "convert-gate": ["convert-gate", tmp / "no.pt", *model, "-o", tmp / "gate"],
         "push": ["push", world.adapter, "owner/name", "--dry-run"],

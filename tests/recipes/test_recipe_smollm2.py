@@ -74,23 +74,28 @@ def test_what_ships_says_what_it_is():
         card = stored.card
         assert (card.model, card.prefix_policy) == (SMOLLM2, "free")
         evictor, _, allocation = folder.name.partition(".")
-        assert (card.evictor.partition(":")[0], card.allocation) == (
-            evictor,
-            allocation or "global",
-        )
+        trained = [spec.partition(":")[0] for spec in card.evictor.split(",")]
+        expected = [build.FIRST, *build.OTHERS] if evictor == build.SHARED else [evictor]
+        assert (trained, card.allocation) == (expected, allocation or "global")
         assert (
             card.license == "apache-2.0"
             and not card.local
             and card.weights["architecture"]["layers"] == 30
         )
-        assert {row["license"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
+        # Nothing that only some may use, nothing to be shared alike.
+        permissive = {"apache-2.0", "public-domain", "cc0-1.0"}
+        if evictor == build.SHARED:
+            permissive |= {"bsd-2-clause", "bsd-3-clause", "cc-by-3.0", "cc-by-4.0"}
+            permissive |= {"curl", "isc", "mit", "unlicense"}
+        assert {row["license"] for row in card.data} <= permissive
+        assert not Path(card.settings.get("init") or "").is_absolute()
         assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())
     gate = gate_file.read_gate(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
     assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint
     assert "kvzip" in [folder.name for folder in folders]
     assert (
         sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file())
-        < 60e6
+        < 67e6
     )
 
 
@@ -99,6 +104,30 @@ def test_the_training_data_that_ships_is_read(name):
     contexts, manifest = read_mixture(READY / name)
     assert len(contexts) == sum(source["contexts"] for source in manifest["sources"].values()) > 90
     assert {each.license for each in contexts} == set(manifest["licenses"])
+
+
+def test_the_shared_adapter_begins_with_what_ships_and_sees_all_evictors(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "start_command", lambda *words: asked.append(words))
+    monkeypatch.setattr(build, "wait_for", lambda *running: None)
+    build.train_shared(tmp_path)
+    (words,) = asked
+    given = {word: words[place + 1] for place, word in enumerate(words[:-1])}
+    assert given["--evictor"].split(",") == ["kvzip", *build.OTHERS]
+    assert Path(given["--init"]).name == "kvzip" and words.count("--data") >= 5
+    card = adapter_file.read_adapter(shipped_path(SMOLLM2, "adapters", build.SHARED)).card
+    for name in ("steps", "lr", "draws", "loss_power", "ratio_law", "ratio_max", "rank"):
+        assert str(card.settings[name]) == str(
+            type(card.settings[name])(given[f"--{name.replace('_', '-')}"])
+        )
+    (tmp_path / "restore-shared" / "adapter").mkdir(parents=True)
+    build.train_shared(tmp_path)
+    assert len(asked) == 1
+
+
+def test_the_folder_of_a_start_is_not_published():
+    assert build.name_start({"init": "/a/b/kvzip", "lr": 1}) == {"init": "smollm2:kvzip", "lr": 1}
+    assert build.name_start({"init": ""}) == {"init": ""}
 
 
 def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):

@@ -161,7 +161,17 @@ def measured(world, tmp_path_factory):
         patch.setattr("restorekv.tiny.suite.draw_documents", lambda *_: DOCUMENTS)
         written = ("--out", root / "run", "--json", root / "eval.json", "--prefix-policy", "free")
         done = cli(
-            "eval", "--model", world.model, *asked, "--ratio", 0.5, "--ratio", 0.25, *written
+            "eval",
+            "--model",
+            world.model,
+            "--benchmark",
+            "tiny",
+            *asked,
+            "--ratio",
+            0.5,
+            "--ratio",
+            0.25,
+            *written,
         )
     assert done.code == 0, done.err
     return root
@@ -301,7 +311,7 @@ def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
 
 def test_eval_tells_of_published_adapters(world):
     assert "published, auto, none" in " ".join(cli("eval", "--help").out.replace("│", " ").split())
-    result = cli("eval", "--model", world.model, "--evictor", "kvzip@")
+    result = cli("eval", "--model", world.model, "--benchmark", "tiny", "--evictor", "kvzip@")
     assert result.code == 1 and "a hub id, published, auto or none after @" in result.err
 
 
