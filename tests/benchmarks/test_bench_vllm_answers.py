@@ -8,6 +8,7 @@ from benchmarks import vllm_answers
 from benchmarks.vllm_answers import MODES, count_equal, make_tables, plan_documents, run_answers
 from restorekv.errors import RestoreKVError
 from restorekv.storage.cache_file import read_cache
+from tests.helpers.pages import ROOT
 
 
 def test_documents_differ_in_everything():
@@ -76,3 +77,15 @@ def test_an_engine_that_ends_is_reported(asked, monkeypatch):
     monkeypatch.setattr(vllm_answers, "run_side", lambda place: 1)
     with pytest.raises(RestoreKVError, match="in process"):
         run(["in process"])
+
+
+def test_the_page_shows_the_stored_result():
+    result = json.loads(
+        (ROOT / "benchmarks" / "results" / "answers" / "2026-11-24-vllm-cpu.json").read_text()
+    )
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    assert len(result["documents"]) == 30 and result["questions"] == 10
+    for row in result["rows"]:
+        line = next(line for line in page.splitlines() if line.startswith(f"| {row['mode']} "))
+        assert f"{row['equal']} of {row['asked']}" in line
+        assert not row["preemptions"] or f"({row['preemptions']} preemptions)" in line
