@@ -177,8 +177,8 @@ class Chat:
     ) -> str | Answer | Iterator[str]:
         """Answer a question, and remember both.
 
-        A turn that is broken off, by an error or by leaving the iterator, has not happened. Only
-        one turn can be written at a time.
+        After an error, or when the iterator is closed early, the conversation is as it was before
+        the turn. Only one turn can be written at a time.
 
         Args:
             question: The user's next message.
@@ -217,8 +217,9 @@ class Chat:
         return answer if details else answer.text
 
     async def ask_async(self, question: str, max_new_tokens: int = 128, **options: Any) -> Any:
-        """Answer as `ask` does while other tasks of the event loop continue; a cancelled turn has
-        not happened.
+        """Answer as `ask` does while other tasks of the event loop continue.
+
+        If the task is cancelled, the conversation is as it was before the turn.
         """
         if options.get("stream"):
             raise RestoreKVError(
