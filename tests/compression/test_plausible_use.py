@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from restorekv import CompressedContext, compress, load_model
+from restorekv.compression import adapters
 from restorekv.compression.adapters import ADAPTERS, find_shipped_adapter, load_adapter
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
@@ -262,3 +263,49 @@ class Crowded(dict):
 def test_an_adapter_that_other_threads_push_out_is_still_returned(tiny, monkeypatch):
     monkeypatch.setitem(vars(tiny[0]), ADAPTERS, Crowded())
     assert load_adapter(tiny[0], "auto", make_compressor("snapkv")).restore_tokens == 3
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """A folder that ships for the tiny model instead of its own."""
+    monkeypatch.setattr(adapters, "shipped_path", lambda name, *parts: tmp_path.joinpath(*parts))
+    return tmp_path
+
+
+def ship_adapter(tiny, folder, evictors, helps_up_to=None):
+    adapter = RestoreAdapter.create(tiny[0], 2, rank=1)
+    adapter.describe(evictor=evictors, ratio_range=(0.1, 0.6), settings={"evictor": evictors})
+    adapter.report([], helps_up_to)
+    adapter.save_pretrained(folder)
+
+
+def test_auto_takes_the_adapter_for_several_evictors_where_none_is_for_one(tiny, shipped):
+    ship_adapter(tiny, shipped / "adapters" / "shared", "knorm,snapkv:window=8,kernel=5,h2o")
+    for evictor in "knorm", "snapkv:window=8,kernel=5", "h2o":
+        assert find_shipped_adapter("tiny", evictor).name == "shared"
+    for evictor in "snapkv", "kvzip", "window=8", "":
+        assert find_shipped_adapter("tiny", evictor) is None
+    assert small(tiny, evictor="knorm").manifest.restore_tokens == 2
+    ship_adapter(tiny, shipped / "adapters" / "knorm", "knorm")
+    assert find_shipped_adapter("tiny", "knorm").name == "knorm"
+    assert find_shipped_adapter("tiny", "h2o").name == "shared"
+
+
+def test_auto_restores_up_to_the_ratio_at_which_the_adapter_is_known_to_help(tiny, shipped):
+    ship_adapter(tiny, shipped / "adapters" / "snapkv", "snapkv")
+    assert small(tiny, ratio=0.6).manifest.restore_tokens == 2
+    ship_adapter(tiny, shipped / "adapters" / "snapkv", "snapkv", helps_up_to=0.3)
+    assert small(tiny, ratio=0.3).manifest.restore_tokens == 2
+    assert small(tiny, ratio="0.301").manifest.adapter is None
+    named = shipped / "adapters" / "snapkv"
+    assert small(tiny, ratio=0.5, adapter=named).manifest.restore_tokens == 2
+
+
+def test_another_training_does_not_inherit_up_to_which_ratio_an_adapter_helps(tiny, tmp_path):
+    ship_adapter(tiny, tmp_path, "snapkv", helps_up_to=0.3)
+    loaded = RestoreAdapter.from_pretrained(tiny[0], tmp_path)
+    assert loaded.card.helps_up_to == 0.3
+    loaded.report([])
+    assert loaded.card.helps_up_to == 0.3
+    loaded.describe(evictor="snapkv")
+    assert loaded.card.helps_up_to is None

@@ -439,6 +439,8 @@ def test_a_record_that_its_tensors_contradict_is_refused(tmp_path):
         {"restore_tokens": 7},
         {"dtype": "float16"},
         {"ratio_range": [0.5, 0.1]},
+        {"helps_up_to": 1.5},
+        {"helps_up_to": "0.3"},
         {"rope": []},
         {"sha256": {}},
     ):

@@ -11,6 +11,7 @@ from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
+from restorekv.files import read_record
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import (
     SHIPPING,
@@ -22,7 +23,11 @@ from restorekv.model.names import (
 )
 from restorekv.restore import hub
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.adapter_file import CARD
+from restorekv.spec import split_specs
 
+# The folder of an adapter that was trained for several evictors
+SHARED = "shared"
 # How many adapters a model keeps loaded, and its attribute for them.
 LOADED = 4
 ADAPTERS = "_restorekv_adapters"
@@ -48,8 +53,9 @@ def load_adapter(
         compressor: The method that makes the caches, with its config.
         restore_tokens: Return the first n tokens of the adapter as an adapter; None returns all.
         between: What separates text and question, which is part of an adapter's use.
-        ratio: The share of the pairs to hold. "auto" restores nothing above the ratios of the
-            adapter's training, unless the config or `restore_tokens` asks for restoring.
+        ratio: The share of the pairs to hold. "auto" restores nothing above the ratio up to which
+            the adapter helps, by its record or else by the ratios of its training, unless the
+            config or `restore_tokens` asks for restoring.
         identity: The identity of `model`, if the caller has computed it.
 
     Raises:
@@ -77,9 +83,9 @@ def load_adapter(
             warn(f"{error} Nothing is restored.")
             return None
     if auto and not wanted and ratio is not None:
-        _, highest = adapter.card.ratio_range or (0, 1)
-        if ratio > parse_ratio(highest):
-            return None  # docs/concepts.md has the figures
+        highest = parse_ratio(adapter.card.highest_helpful_ratio)
+        if ratio > highest:
+            return None  # docs/evaluation.md has the figures
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     adapter.warn_of_other_use(
@@ -159,7 +165,7 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec
     """Return the folder that ships for the model of that name and this evictor, if one does.
 
     One trained with the allocation (its folder's name ends in it) goes before one trained with the
-    global ranking.
+    global ranking, and one for this evictor alone before one that was trained for several.
     """
     name = to_canonical_name(model)
     if name not in SHIPPING or not evictor:
@@ -174,4 +180,17 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec
         folder = shipped_path(name, "adapters", each)
         if folder.is_dir():
             return folder
+    shared = shipped_path(name, "adapters", SHARED)
+    if shared.is_dir() and evictor in _list_trained_evictors(shared):
+        return shared
     return None
+
+
+def _list_trained_evictors(folder: Path) -> list[str]:
+    """Return the specs of the evictors that an adapter was trained for, as its training was asked
+    for them: without the hash of a gate.
+    """
+    path = folder / CARD
+    record = read_record(path, str(path))
+    settings = record.get("settings") or {}
+    return split_specs(settings.get("evictor") or "")

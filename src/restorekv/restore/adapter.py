@@ -283,14 +283,22 @@ class RestoreAdapter(nn.Module):
             data=data,
             between=between,
             license=license,
+            # Of the adapter that this one began with; how far this one helps is not known yet.
+            helps_up_to=None,
         )
         publish.warn_if_noncommercial(self.card)
 
-    def report(self, results: list[dict]) -> None:
+    def report(self, results: list[dict], helps_up_to: float | None = None) -> None:
         """Record measurements for the model card: rows with benchmark, ratio, base, restored, full
         and more.
+
+        `helps_up_to` is the highest ratio at which restoring did no harm on texts kept out of
+        training; "auto" restores nothing above it. None leaves what the card says.
         """
-        self.card = replace(self.card, results=to_plain_json(results))
+        if helps_up_to is None:
+            helps_up_to = self.card.helps_up_to
+        results = to_plain_json(results)
+        self.card = replace(self.card, results=results, helps_up_to=helps_up_to)
 
     def warn_of_other_use(
         self,

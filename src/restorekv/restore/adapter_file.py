@@ -53,6 +53,8 @@ class AdapterCard:
         local: whether `model` was a folder or file where the adapter was created.
         weights: see base_weights.py.
         between: the text between document and question in training.
+        helps_up_to: the highest ratio at which a cache restored by it was no further from the full
+            one than without, on texts kept out of training.
     """
 
     model: str
@@ -74,6 +76,7 @@ class AdapterCard:
     local: bool | None = None
     weights: dict[str, Any] | None = None
     between: str | None = None
+    helps_up_to: float | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -84,8 +87,17 @@ class AdapterCard:
         low, high = self.ratio_range or (1, 1)
         if not 0 < low <= high <= 1:
             wrong.append("ratio_range")
+        if self.helps_up_to is not None and not 0 < self.helps_up_to <= 1:
+            wrong.append("helps_up_to")
         if wrong:
             raise TypeError(f"the field {wrong[0]} of the record has another type or value")
+
+    @property
+    def highest_helpful_ratio(self) -> float:
+        """Up to which ratio "auto" restores: what was measured, else the training's highest."""
+        if self.helps_up_to is not None:
+            return self.helps_up_to
+        return self.ratio_range[1] if self.ratio_range else 1.0
 
 
 @dataclass(frozen=True)
