@@ -10,6 +10,7 @@ import openai
 import uvicorn
 from fastapi import FastAPI
 
+from restorekv.generation.decoding import decode_answer, get_stop_ids
 from restorekv.serve.run import HTTP, Server, Settings, build_app
 from tests.helpers.compressing import compress_with
 
@@ -89,3 +90,16 @@ def until(holds, seconds: float = 30) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def generate_plainly(model, tokenizer, messages, limit=12):
+    """The answer of transformers, and the number of tokens that it read."""
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    stops = get_stop_ids(model, tokenizer)
+    written = model.generate(
+        ids, do_sample=False, max_new_tokens=limit, eos_token_id=sorted(stops), pad_token_id=0
+    )
+    answer = decode_answer(tokenizer, written[0, ids.shape[1] :].tolist(), stops)
+    return answer.strip(), ids.shape[1]

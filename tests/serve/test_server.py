@@ -32,6 +32,7 @@ from tests.helpers.serving import (  # noqa: E402
     ask,
     client_of,
     expected,
+    generate_plainly,
     listening,
     serving,
     until,
@@ -254,7 +255,7 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
     [
         ({"model": "gpt-4"}, 404, "There is no model"),
         ({"model": "tiny:fast"}, 404, "There is no model"),
-        ({"messages": [{"role": "user", "content": "hi"}]}, 400, "There is no document"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "The question is empty"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "take turns"),
         ({"temperature": 9}, 400, "temperature"),
         ({"messages": []}, 400, "messages"),
@@ -282,14 +283,116 @@ def test_a_body_that_is_no_json_is_said_to_be_none(client):
     assert caught.value.code == 400 and b"is not valid JSON (at character" in caught.value.read()
 
 
-def test_documents_stand_before_the_question(client, file):
+def read_answer(reply) -> tuple[str, int]:
+    return reply.choices[0].message.content, reply.usage.prompt_tokens
+
+
+def test_documents_may_be_before_or_after_the_text_and_in_system_messages(client, file):
     parts = about(file)[0]["content"]
-    with pytest.raises(openai.BadRequestError, match="before the question"):
-        ask(client, [{"role": "user", "content": parts[::-1]}])
-    with pytest.raises(openai.BadRequestError, match="before the question"):
-        ask(client, [*about(file), {"role": "assistant", "content": "x"}, *about(file)])
+    expected_answer = read_answer(ask(client, about(file)))
+    assert read_answer(ask(client, [{"role": "user", "content": parts[::-1]}])) == expected_answer
+    in_system = [
+        {"role": "system", "content": parts[:1]},
+        {"role": "user", "content": QUESTION},
+    ]
+    assert read_answer(ask(client, in_system)) == expected_answer
+    marked = {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}
+    in_text = [{"role": "system", "content": [marked]}, {"role": "user", "content": QUESTION}]
+    assert read_answer(ask(client, in_text)) == expected_answer
+
+
+def test_a_document_of_a_later_turn_joins_those_of_the_conversation(client, file):
+    second = upload(client, OTHER, "other.txt")
+    turns = [{"role": "assistant", "content": "Seven."}, {"role": "user", "content": "Who?"}]
+    together = [*about(file, second), *turns]
+    file_part = {"type": "file", "file": {"file_id": second.id}}
+    later = [
+        *about(file),
+        turns[0],
+        {"role": "user", "content": [{"type": "text", "text": "Who?"}, file_part]},
+    ]
+    assert read_answer(ask(client, later)) == read_answer(ask(client, together))
+
+
+def test_documents_that_cannot_be_had_get_a_sentence(client, file):
+    said = {"role": "assistant", "content": about(file)[0]["content"][:1]}
+    with pytest.raises(openai.BadRequestError, match="not of the assistant"):
+        ask(client, [*about(file), said, {"role": "user", "content": "And?"}])
     with pytest.raises(openai.NotFoundError, match="no file"):
         ask(client, about(type("Gone", (), {"id": "file-none"})))
+
+
+PLAIN_CHATS = {
+    "hello": [{"role": "user", "content": "What is the code of the market?"}],
+    "turns": [
+        {"role": "user", "content": "What is the code of the market?"},
+        {"role": "assistant", "content": "It is K 7."},
+        {"role": "user", "content": "And of the mill?"},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CHATS)
+def test_without_a_document_the_plain_model_answers(client, model, tiny_tokenizer, name):
+    messages = PLAIN_CHATS[name]
+    answer, tokens = generate_plainly(model, tiny_tokenizer, messages)
+    for variant in VARIANT, "tiny":
+        reply = ask(client, messages, variant)
+        assert reply.choices[0].message.content == answer
+        assert reply.usage.prompt_tokens == tokens
+        assert reply.usage.prompt_tokens_details.cached_tokens == 0
+        assert reply.usage.prompt_tokens_details.cache_write_tokens == 0
+        assert (reply.restorekv["pairs"], reply.restorekv["bytes"]) == (0, 0)
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in ask(client, messages, stream=True)
+        if chunk.choices
+    ]
+    assert "".join(pieces) == answer
+
+
+def test_plain_chats_sample_stop_and_follow_schemas(client):
+    messages = PLAIN_CHATS["hello"]
+    several = ask(client, messages, n=3, temperature=1, seed=5, logprobs=True)
+    alone = ask(client, messages, temperature=1, seed=5)
+    assert len(several.choices) == 3
+    assert several.choices[0].message.content == alone.choices[0].message.content
+    assert several.choices[0].logprobs.content
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answered = ask(client, messages, response_format=form, max_tokens=60)
+    assert answered.choices[0].message.content.lstrip().startswith("{")
+
+
+def test_plain_chats_and_documents_are_answered_together(client, file):
+    plain, with_document = PLAIN_CHATS["hello"], about(file)
+    expected_answers = [read_answer(ask(client, each)) for each in (plain, with_document)]
+
+    async def ask_all():
+        asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
+        each = [ask(asking, messages) for messages in (plain, with_document) * 4]
+        return [read_answer(reply) for reply in await asyncio.gather(*each)]
+
+    assert asyncio.run(ask_all()) == expected_answers * 4
+
+
+def test_a_plain_chat_longer_than_the_model_is_refused(client):
+    words = "the code of the mill and of the market " * 2000
+    with pytest.raises(openai.BadRequestError, match=r"longer than the model's|characters"):
+        ask(client, [{"role": "user", "content": words}])
+
+
+def test_responses_need_no_document(client):
+    first = client.responses.create(model=VARIANT, input="What is the code?", temperature=0)
+    again = client.responses.create(
+        model=VARIANT, input="And now?", temperature=0, previous_response_id=first.id
+    )
+    messages = [
+        {"role": "user", "content": "What is the code?"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert again.output_text == ask(client, messages, max_tokens=64).choices[0].message.content
 
 
 def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):

@@ -35,6 +35,7 @@ from tests.helpers.serving import (  # noqa: E402
     ask,
     client_of,
     expected,
+    generate_plainly,
     listening,
     serving,
     until,
@@ -104,6 +105,19 @@ def test_answers_are_those_of_ask(client, file, fake, model, tiny_tokenizer):
     assert whole.choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(
         QUESTION, 12
     )
+
+
+def test_a_plain_chat_is_vllms_own(client, fake, model, tiny_tokenizer):
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "Seven."},
+        {"role": "user", "content": "And the other?"},
+    ]
+    answer = ask(client, messages)
+    text, tokens = generate_plainly(model, tiny_tokenizer, messages)
+    assert answer.choices[0].message.content == text
+    assert answer.usage.prompt_tokens == tokens
+    assert (answer.restorekv["pairs"], answer.restorekv["bytes"]) == (0, 0)
 
 
 def test_usage_is_true(client, file, fake, model, tiny_tokenizer):

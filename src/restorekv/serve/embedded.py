@@ -25,12 +25,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
-from restorekv.generation.chat import encode_conversation
+from restorekv.generation.chat import encode_conversation, encode_plain_conversation
 from restorekv.generation.sampling import make_choosers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
-from restorekv.model.prompt import count_usable_positions
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context, count_usable_positions
 from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import JOIN, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import check_size
@@ -41,6 +42,10 @@ GATHER = 0.005  # seconds that the first question waits for others that come wit
 SHARE = 0.25  # of the seconds that answers take, which a compression gets
 SLICE = 0.05  # seconds that a compression gets at a time
 PREPARING = 4  # questions that are prepared at once
+
+
+# What the model reads before a question's prompt, its cache and what that costs, and the prompt.
+Preparation = tuple[Context, RaggedCache, CacheCost, torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -129,17 +134,16 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     def prepare(self, question: ServedQuestion) -> LocalQuestion:
         """Return a question with its documents loaded and its prompt as ids."""
         started = time.perf_counter()
-        contexts = [self.load_document(document) for document in question.documents]
-        joined = compose(contexts) if len(contexts) > 1 else contexts[0]
         most = count_usable_positions(self.model)
         texts = [question.system, question.text]
         for turn in question.turns:
             texts.extend(turn)
         check_size("".join(texts), self.tokenizer, most)
-        prompt = encode_conversation(
-            self.tokenizer, joined.context, question.turns, question.text, question.system
-        )
-        room = most - joined.context.positions - len(prompt)
+        if question.documents:
+            context, cache, cost, prompt = self._prepare_documents(question)
+        else:
+            context, cache, cost, prompt = self._prepare_plain_chat(question)
+        room = most - context.positions - len(prompt)
         if room < 1:
             raise RestoreKVError(
                 f"Documents and question are longer than the model's {most:,} positions; "
@@ -147,22 +151,49 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             )
         question.limit = min(question.limit, room)
         sampling = question.sampling
-        ids = torch.cat([joined.context.ids[0], prompt])[None]
+        ids = torch.cat([context.ids[0], prompt])[None]
         seeds = [sampling.seed + number for number in range(sampling.samples)]
         rows = make_choosers(
             sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
         )
         assert rows is not None
-        manifest = joined.manifest
         return LocalQuestion(
             question=question,
-            context=joined.context,
+            context=context,
             prompt=prompt,
             rows=rows,
-            cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
+            cost=cost,
             started=started,
-            cache=joined.cache,
+            # The only token before a plain chat's prompt is no document from a cache.
+            computed=0 if question.documents else context.positions,
+            cache=cache,
         )
+
+    def _prepare_documents(self, question: ServedQuestion) -> Preparation:
+        """Load a question's documents, and encode what follows them."""
+        contexts = [self.load_document(document) for document in question.documents]
+        joined = compose(contexts) if len(contexts) > 1 else contexts[0]
+        prompt = encode_conversation(
+            self.tokenizer, joined.context, question.turns, question.text, question.system
+        )
+        manifest = joined.manifest
+        cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
+        return joined.context, joined.cache, cost, prompt
+
+    def _prepare_plain_chat(self, question: ServedQuestion) -> Preparation:
+        """Encode a conversation without a document.
+
+        The scheduler reads a prompt after a cache. Here that is the cache of the conversation's
+        first token, which the chat template writes, and the prompt is all that follows.
+        """
+        ids = encode_plain_conversation(
+            self.tokenizer, question.turns, question.text, question.system
+        )
+        first = ids[None, :1]
+        context = Context(first, prefix=1, suffix=first[:, :0])
+        with torch.no_grad():
+            cache = RaggedCache.from_full_cache(prefill(self.model, first))
+        return context, cache, CacheCost(0, 0, {}), ids[1:]
 
     # In the event loop.
 

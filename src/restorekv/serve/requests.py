@@ -1,4 +1,8 @@
-"""Requests in OpenAI's form, and what they ask: documents first, then turns, then a question."""
+"""Requests in OpenAI's form, and what they ask: documents, turns and a question.
+
+The model reads the documents first, wherever they are in the messages, because a cache is made
+before any question is known. A request without documents is a plain chat.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting 
 # The endings that files get which have a type and no name.
 ENDINGS = {"application/pdf": ".pdf", "text/html": ".html", "text/markdown": ".md"}
 
-DOCUMENTS_FIRST = (
-    "Put the document before the question, in the first user message: a file part, or a text part "
-    'with prompt_cache_breakpoint {"mode": "explicit"} or cache_control.'
+WHOSE_DOCUMENTS = (
+    "Documents are in messages of the user or the system, not of the assistant; move the part to "
+    "one of these."
 )
 NAMELESS = (
     "A file part names its file: {'type': 'file', 'file': {'file_id': ...}}, or has its filename "
@@ -270,7 +274,7 @@ class ParsedChat:
     """What a chat request asks.
 
     Args:
-        documents: in their order.
+        documents: of all messages, in their order; none in a plain chat.
         system: all system messages.
         turns: earlier questions with their answers.
         question: the last question.
@@ -291,7 +295,7 @@ class ParsedChat:
 def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
     """Return what a request asks: system messages first, then user and assistant in turn.
 
-    The documents are in the first message of the user.
+    A document may be in any message of the user or the system, before or after its text.
 
     Args:
         request: what was sent.
@@ -305,7 +309,8 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
             turns.append(message)
         else:
             system.append(message)
-    system_text = "\n\n".join(_join_text(message) for message in system)
+    system_texts = [_join_text(message) for message in system]
+    system_text = "\n\n".join(text for text in system_texts if text)
     if any(message.role in ("user", "assistant") for message in request.messages[: len(system)]):
         raise RestoreKVError("System messages come first; put them before the others.")
     roles = [message.role for message in turns]
@@ -313,8 +318,10 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
         raise RestoreKVError(
             "After system messages, user and assistant take turns, and the user has the last word."
         )
-    documents, first_question = _split_first_message(turns[0])
-    questions = [first_question, *(_join_text(message) for message in turns[2::2])]
+    documents = []
+    for message in request.messages:
+        documents.extend(_list_documents(message))
+    questions = [_join_text(message) for message in turns[::2]]
     answers = [_join_text(message) for message in turns[1::2]]
     return ParsedChat(
         documents=documents,
@@ -327,32 +334,28 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
     )
 
 
-def _split_first_message(message: Message) -> tuple[list[DocumentPart], str]:
-    """Return the documents of the first message, and the question after them."""
-    documents: list[DocumentPart] = []
-    question: list[str] = []
+def _list_documents(message: Message) -> list[DocumentPart]:
+    """Return the documents of a message, in their order."""
     parts = message.content if isinstance(message.content, list) else []
+    documents = []
     for part in parts:
         part.check_type()
-        if not part.is_document:
-            question.append(part.text or "")
-            continue
-        if question:
-            raise RestoreKVError(DOCUMENTS_FIRST)
-        documents.append(part.find_document())
-    if not documents:
-        raise RestoreKVError(f"There is no document to ask. {DOCUMENTS_FIRST}")
-    return documents, "\n".join(question)
+        if part.is_document:
+            if message.role == "assistant":
+                raise RestoreKVError(WHOSE_DOCUMENTS)
+            documents.append(part.find_document())
+    return documents
 
 
 def _join_text(message: Message) -> str:
-    """Return the text of a message; refuse documents, which belong into the first one."""
+    """Return the text of a message, without its documents."""
     if message.content is None and message.role != "assistant":
         raise RestoreKVError("Only an assistant's message may have no content; give a text.")
     if not isinstance(message.content, list):
         return message.content or ""
+    texts = []
     for part in message.content:
         part.check_type()
-        if part.is_document:
-            raise RestoreKVError(DOCUMENTS_FIRST)
-    return "\n".join(part.text or "" for part in message.content)
+        if not part.is_document:
+            texts.append(part.text or "")
+    return "\n".join(texts)

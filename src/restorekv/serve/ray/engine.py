@@ -189,9 +189,11 @@ class RayEngine(Engine):
         places = [(document.sha256, document.variant) for document in question.documents]
         counts = [0] * len(sent)
         reply = None
-        async for item in self._call(
-            "ask", self.make_key(*places[0]), places, self.replica.pack_question(question)
-        ):
+        if places:
+            route = self.make_key(*places[0])
+        else:  # any replica will do, and different texts go to different ones
+            route = hashlib.sha256(question.text.encode()).hexdigest()
+        async for item in self._call("ask", route, places, self.replica.pack_question(question)):
             if isinstance(item, Reply):
                 reply = item
                 continue
