@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
 from restorekv.errors import AdapterError
+from restorekv.model.names import SHIPPING, get_install_command, shipped_path
 from restorekv.restore.adapter_file import FILES, AdapterCard
 
 AUTHORS = "higokri/"
@@ -41,24 +43,27 @@ def fetch_adapter(
     token: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> Path:
-    """Return the folder `name` itself, or one with the files of that adapter from the hub.
+    """Return the folder of an adapter: `name` itself, one that ships, or a copy from the hub.
 
     Args:
-        name: a folder, or a hub id.
+        name: a folder, a hub id, or MODEL:NAME for an adapter that ships, such as smollm2:shared.
         revision: of the hub's repository; a folder has none.
         token: for a private repository.
         cache_dir: where the hub's client keeps the files; its own cache unless given.
 
     Raises:
-        AdapterError: where there is neither.
+        AdapterError: where there is none of these.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False, where pathlib raises, for a name too long for a path
         if revision is not None:
             raise AdapterError(
                 f"{name} is a folder and has no revision {revision!r}; leave it out or pass a hub "
                 "id."
             )
         return Path(name)
+    shipped = _find_shipped(str(name))
+    if shipped is not None:
+        return shipped
     try:
         folder = snapshot_download(
             str(name),
@@ -74,6 +79,29 @@ def fetch_adapter(
             f"There is no adapter folder {str(name)!r}, nor can it be fetched from the hub{at}."
         ) from error
     return Path(folder)
+
+
+def _find_shipped(name: str) -> Path | None:
+    """Return the folder of the adapter that ships under MODEL:NAME; None for all other names.
+
+    Raises:
+        AdapterError: the model is one that adapters ship for, and none has that name.
+    """
+    model, colon, adapter = name.partition(":")
+    if not colon or model not in SHIPPING:
+        return None
+    folder = shipped_path(model, "adapters")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not names:
+        raise AdapterError(
+            f"The adapters for {model} are not installed; {get_install_command(model)}."
+        )
+    # Compared with what is there, so that no name leads out of the folder.
+    if adapter not in names:
+        raise AdapterError(
+            f"No adapter {adapter[:60]!r} ships for {model}; use one of {', '.join(names)}."
+        )
+    return folder / adapter
 
 
 def recognize_copy(card: AdapterCard, name: str | Path, folder: Path) -> AdapterCard:

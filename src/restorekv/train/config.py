@@ -66,7 +66,9 @@ class TrainConfig:
         LINEAR_LAYERS,
         "Linear layers that get a LoRA, separated by commas; none: a control without LoRA.",
     )
-    init: str = setting("", "Adapter to start from, a folder or hub id; a new one by default.")
+    init: str = setting(
+        "", "Adapter to start from: a folder, a hub id or smollm2:NAME; a new one by default."
+    )
     embeddings: str = setting("learned", "learned, or fixed: a control with n line breaks.")
     lr: float = setting(2e-4, "Peak learning rate.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW.")
