@@ -18,6 +18,10 @@ from restorekv.errors import RestoreKVError, import_extra
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+# Between the parts of a JSON answer: nothing, a space, or a line break with an indentation. JSON
+# allows any run of spaces and blank lines, in which a small model may lose itself to the limit. A
+# schema's own "x-guidance" goes before it.
+WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
 # Of llguidance, which take a second to make.
 VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
@@ -55,7 +59,7 @@ class Constraint:
         try:
             if schema is not None:
                 text = schema if isinstance(schema, str) else json.dumps(schema)
-                grammar = kind.grammar_from_json_schema(text)
+                grammar = kind.grammar_from_json_schema(text, defaults=WHITESPACE)
             elif regex is not None:
                 # The space with which many tokenizers begin a word is not part of the answer.
                 grammar = kind.grammar_from_regex(f" ?(?:{_drop_anchors(regex)})")
