@@ -162,10 +162,10 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
     block.
 
     `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context
-    pairs, in the order of the layer's rows, and the t pairs of the tail, the pass's own included. In
-    a model with learned sinks, which have a share, the weights of a row sum to less than 1.
-    With `last`, of the last so many queries. The backend `frozen` computes the pass; the weights
-    are those of its own blocks, in float64.
+    pairs, in the order of the layer's rows, and the t pairs of the tail, the pass's own included.
+    They sum to less than 1 in a model with learned sinks, which have a share. With `last`, of the
+    last so many queries. The backend `frozen` computes the pass; the weights are those of its own
+    blocks, in float64.
     """
 
     def on_layer(view: LayerView) -> None:

@@ -7,10 +7,10 @@ attention sinks, the chunk's pairs in the cache and the pass's own pairs (causal
 
     A_ji = softmax_i(q_j k_i / sqrt(D))          score_i = max over j and the G query heads of A_ji.
 
-A model's learned sinks (gpt-oss), to which a head may pay attention instead of to any pair, are in
-this softmax as they are in every other one of the model. Each pass has its own softmax. One product of queries and keys gives both the pass's attention and
-the maxima, block by block (attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy
-of the full cache ever exists.
+Each pass has its own softmax. The learned sinks of a model such as gpt-oss, to which a head may pay
+attention instead of to any pair, are in it as they are in the model's own. One product of queries
+and keys gives both the pass's attention and the maxima, block by block (attention/blocked.py; on a
+GPU triton_maxima.py): neither A nor a copy of the full cache ever exists.
 """
 
 from collections.abc import Iterable, Iterator

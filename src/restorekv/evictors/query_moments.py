@@ -130,15 +130,15 @@ class QueryMoments:
 def list_pair_rotations(rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cosine and sine (1, Q, R / 2) of each pair of numbers that is rotated together.
 
-    Models list every angle twice, (1, Q, R): either all of them and then all of them again, or each
-    one beside itself.
+    Most models list every angle twice, (1, Q, R): either all of them and then all of them again, or
+    each one beside itself. gpt-oss lists it once, (1, Q, R / 2).
     """
-    parts = []
-    for angles in rotation:
-        half = angles.shape[-1] // 2
-        is_halves = torch.equal(angles[..., :half], angles[..., half:])
-        parts.append(angles[..., :half] if is_halves else angles[..., ::2])
-    return parts[0], parts[1]
+    half = rotation[0].shape[-1] // 2
+    if half and all(torch.equal(x[..., :half], x[..., -half:]) for x in rotation):
+        return rotation[0][..., :half], rotation[1][..., :half]
+    if all(torch.equal(x[..., : 2 * half : 2], x[..., 1::2]) for x in rotation):
+        return rotation[0][..., ::2], rotation[1][..., ::2]
+    return rotation
 
 
 def _rotate_halves(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ number in Granite, where kvpress still divides by sqrt(D). Where the appendix sa
 settings: `groups` reduces the query heads of a KV head before pooling ("mean", as in the code that
 RestoreKV's authors published, or "max"); the first `sinks` columns of the context are kept too (0;
 4 in that code). The softmax is causal over every key, prefix and window included, and the model's
-learned sinks, if it has any; the pool is over the context's columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
+learned sinks, if it has any; the pool is over the context's columns. kvpress's version is
+"snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass, replace

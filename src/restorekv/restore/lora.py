@@ -159,10 +159,13 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str,
         return
     for name in sorted(config.target_modules):
         if not any(f".{path}".endswith(f".{name}") for path in layers):
+            # The others may be there: experts, for one, are no linear layers, and attention has
+            # some.
+            found = sorted({path.rpartition(".")[2] for path in layers})
+            such = f", such as {', '.join(found)}" if found else ""
             raise AdapterError(
-                f"{type(model).__name__} has no linear layer {name!r} for LoRA; name layers that "
-                "it "
-                "has."
+                f"{type(model).__name__} has no linear layer {name!r} for LoRA; "
+                f"name layers that it has{such}."
             )
 
 

@@ -42,7 +42,7 @@ def dense(query, keys, values, visible, sinks):
 def ragged_case(queries, tail, batch=2, seed=0, groups=GROUPS):
     lengths = [23, 0, 5]
     case = {"seed": seed, "lengths": lengths, "batch": batch, "queries": queries, "tail": tail}
-    keep, leaves, fixed, bias, mask = build(case | {"bias": False, "padding": True})
+    keep, leaves, fixed, _, mask = build(case | {"bias": False, "padding": True})
     leaves["query"] = leaves["query"][:, :, :groups]
     return keep, leaves, fixed, mask
 
@@ -121,6 +121,16 @@ def test_dense_attention_has_them_and_their_gradients(width, learns):
         ours, theirs = (torch.autograd.grad(x.sin().sum(), leaves) for x in (found, exact))
         for own, wished in zip(ours, theirs, strict=True):
             torch.testing.assert_close(own, wished, rtol=0, atol=1e-5)
+
+
+def test_a_mask_may_be_added_to_the_logits():
+    query, keys, values = draw(1, 6, 9, 8), draw(1, 3, 12, 8), draw(1, 3, 12, 8)
+    sinks = draw(6, seed=1) * 3
+    visible = naive.make_causal_mask(9, 12, query.device)[None, None]
+    added = torch.zeros(1, 6, 9, 12, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    found = attend_with_sinks(query, keys, values, added, SCALE, sinks)
+    exact = attend_with_sinks(query, keys, values, visible, SCALE, sinks)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("queries", [1, 9])

@@ -31,10 +31,10 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model.attention import cascade, frozen, naive, proofs, sliding, stored, tiles
-from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
 
 # Importing the trials registers the backends as components that have to prove themselves.
 from restorekv.model.attention import trials as _trials  # noqa: F401
+from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
 
 try:
     from restorekv.model.attention import triton_attend
@@ -74,8 +74,9 @@ def observe_attention(callback: Callback) -> Iterator[None]:
     """Call callback(module, query (B, H*G, Q, D), key, value, mask, scale, sinks) before every
     layer's attention.
 
-    sinks (H*G,) are logits in every softmax, or None in models that have none. Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result;
-    or both are the RaggedLayer, whose result is computed in any case.
+    Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result;
+    or both are the RaggedLayer, whose result is computed in any case. sinks (H*G,) are logits in
+    every softmax, or None in models that have none.
     `model.observer.observe_layers` is easier to use.
     """
     with _set_variable(_callback, callback):

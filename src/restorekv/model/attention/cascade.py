@@ -7,7 +7,8 @@ log-sum-exps l_i into one softmax:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
-A model's sinks (sinks.py) are one more piece, whose average is 0. Logits and sums are float32 (float64 for float64).
+A model's sinks (sinks.py) are one more piece, whose average is 0. Logits and sums are float32
+(float64 for float64).
 """
 
 from itertools import pairwise

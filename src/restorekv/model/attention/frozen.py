@@ -2,9 +2,10 @@
 
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
-and the frozen context needs neither dk nor dv. A model's sinks (sinks.py) take a share of p and have
-no value, so that the equations stay; they belong to the frozen model and get no gradients. The backward pass recomputes p, as FlashAttention
-does (arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
+and the frozen context needs neither dk nor dv. A model's sinks (sinks.py) take a share of p and
+have no value, so that the equations stay; they belong to the frozen model and get no gradients. The
+backward pass recomputes p, as FlashAttention does (arXiv:2205.14135). A row has its whole softmax
+in one block, so nothing has to be merged.
 """
 
 from collections.abc import Iterator

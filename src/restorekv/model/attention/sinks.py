@@ -12,7 +12,8 @@ a text, which some evictors always keep, are called sinks too and are something 
 
 from __future__ import annotations
 
-from torch import Tensor, cat, is_grad_enabled
+import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -25,11 +26,11 @@ def group_sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
 
 
 def compute_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of logits (..., G, Q, K) and sinks (..., G), without the sinks' weights."""
+    """Return the softmax of logits (..., G, Q, K) and sinks (..., G): the weights of the former."""
     if sinks is None:
         return logits.softmax(-1)
     column = sinks.to(logits.dtype)[..., None, None].expand(*logits.shape[:-1], 1)
-    return cat([logits, column], -1).softmax(-1)[..., :-1]
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 
 def add_sinks(average: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -65,7 +66,8 @@ def attend_with_sinks(
         query: (B, H * G, Q, D).
         keys: (B, H, K, D).
         values: (B, H, K, D).
-        mask: (B or 1, 1, Q, K) bool of what each query sees, or None for everything.
+        mask: (B or 1, 1 or H * G, Q, K), bool of what each query sees or numbers that are added to
+            the logits, or None for everything.
         scale: the factor of the logits.
         sinks: (H * G,).
         dropout: of the weights.
@@ -78,13 +80,14 @@ def attend_with_sinks(
     logits = (sinks.float() / scale)[:, None, None].expand(*query.shape[:-1], 1)
     rounded = logits.to(query.dtype)
     rest = (logits - rounded.float()).to(query.dtype)
-    wide_query = pad(cat([query, rounded, rest], -1), (0, more - 2))
+    wide_query = pad(torch.cat([query, rounded, rest], -1), (0, more - 2))
     wide_keys = pad(keys, (0, more, 0, 1))
     wide_keys[..., -1, width : width + 2] = 1
     wide_values = pad(values, (0, more, 0, 1))
     if mask is not None:
-        mask = pad(mask, (0, 1), value=True)
-    shares_heads = not is_grad_enabled()
+        sees_sink = 1 if mask.dtype == torch.bool else 0
+        mask = pad(mask, (0, 1), value=sees_sink)
+    shares_heads = not torch.is_grad_enabled()
     if not shares_heads:
         groups = query.shape[1] // keys.shape[1]
         wide_keys = wide_keys.repeat_interleave(groups, 1)

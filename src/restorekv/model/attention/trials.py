@@ -3,7 +3,8 @@
 Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or
 just after what the query may see, so that a pair that is missed or seen too early changes a row by
-as much as its values are long. Some trials have sinks as large as the largest logits. What no query may see holds values a hundred times as large.
+as much as its values are long. What no query may see holds values a hundred times as large. Some
+trials have learned sinks about as large as the largest logits.
 """
 
 from __future__ import annotations

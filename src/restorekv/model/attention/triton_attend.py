@@ -9,7 +9,7 @@ that equal inputs give equal bits:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
-A model's sinks (sinks.py) are where `merge` starts from: an average of 0 with the sink's logit as l.
+A model's sinks (sinks.py) are where `merge` starts from: an average of 0 whose l is their logit.
 
 A layer with N kept pairs in P tiles and a tail of t rows in p pieces moves this many bytes:
 
