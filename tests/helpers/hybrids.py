@@ -55,8 +55,12 @@ def list_targets(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def full_rows(model: PreTrainedModel) -> dict[int, int]:
-    """Return the row of the scores by the number of each layer that sees everything."""
-    kinds = model.config.layer_types
+    """Return the row of the scores by the number of each layer that sees everything, or up to a
+    window that all layers have.
+    """
+    kinds = getattr(model.config, "layer_types", None)
+    if not kinds or set(kinds) == {"sliding_attention"}:
+        return {index: index for index in range(model.config.num_hidden_layers)}
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     return {index: row for row, index in enumerate(full)}
 
@@ -82,10 +86,11 @@ def make_masks(
     """
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     of_layer = full_rows(model)
+    window = getattr(model.config, "sliding_window", None)
 
     def mask_of(layer: int, heads: int) -> Tensor:
         if layer not in of_layer:
-            return show((causal & ~causal.tril(-WINDOW))[None, first:], heads)
+            return show((causal & ~causal.tril(-window))[None, first:], heads)
         kv_heads = len(rows[0][2][0]) if rows else 1
         visible = causal.expand(kv_heads, -1, -1).clone()
         for start, end, keep in rows:
