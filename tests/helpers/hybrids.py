@@ -58,9 +58,10 @@ def full_rows(model: PreTrainedModel) -> dict[int, int]:
     """Return the row of the scores by the number of each layer that sees everything, or up to a
     window that all layers have.
     """
-    kinds = getattr(model.config, "layer_types", None)
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
     if not kinds or set(kinds) == {"sliding_attention"}:
-        return {index: index for index in range(model.config.num_hidden_layers)}
+        return {index: index for index in range(config.num_hidden_layers)}
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     return {index: row for row, index in enumerate(full)}
 
@@ -86,7 +87,7 @@ def make_masks(
     """
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     of_layer = full_rows(model)
-    window = getattr(model.config, "sliding_window", None)
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
 
     def mask_of(layer: int, heads: int) -> Tensor:
         if layer not in of_layer:

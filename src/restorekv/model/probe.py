@@ -123,6 +123,11 @@ def probe_model(model: PreTrainedModel) -> Support:
     shape = CacheShape.from_model(model)
     backbone = get_backbone(model)
     _check_layers(model, backbone)
+    if model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model).__name__} has no output layer for tokens (LM head); pass the whole model, "
+            "which AutoModelForCausalLM loads, or AutoModelForImageTextToText if it takes images too."
+        )
     attention.install_attention(model)
     try:
         with torch.no_grad():

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
+from restorekv.model.shape import get_backbone
 
 NAME = "restorekv"  # of the adapter in PEFT's layers
 LORA_A = ".lora_A.weight"
@@ -145,12 +146,24 @@ def attach_lora(
     layers: dict[str, Any] = {
         path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
     }
+    _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
     for layer in layers.values():
         layer.eval()
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
     return adapted, layers
+
+
+def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
+    """Take LoRA out of the parts of a twin that read no text, such as a vision tower, whose layers
+    have the same names.
+    """
+    reading = set(get_backbone(adapted).modules()) | {adapted.get_output_embeddings()}
+    for path, layer in list(layers.items()):
+        if layer not in reading:
+            adapted.set_submodule(path, layer.get_base_layer())
+            del layers[path]
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str, Any]) -> None:
