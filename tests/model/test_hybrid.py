@@ -274,9 +274,10 @@ def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
     assert scores.shape == (2, decoders.KV_HEADS, TEXT - S)
 
 
-def test_attention_matching_fits_the_layers_that_see_everything():
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_attention_matching_fits_the_layers_that_see_everything(kind):
     """A head that keeps all its pairs is left alone, so nothing is lost at ratio 1."""
-    model = build_hybrid("qwen3")
+    model = build_hybrid(kind)
     cache = prepare(model, "am-fast:queries=400").evict(0.4)
     assert len(cache.full_attention) == 2 and len(cache.sliding) == 2
     whole = prepare(model, "am-fast:queries=400").evict(1)

@@ -125,8 +125,9 @@ def probe_model(model: PreTrainedModel) -> Support:
     _check_layers(model, backbone)
     if model.get_output_embeddings() is None:
         raise ModelError(
-            f"{type(model).__name__} has no output layer for tokens (LM head); pass the whole model, "
-            "which AutoModelForCausalLM loads, or AutoModelForImageTextToText if it takes images too."
+            f"{type(model).__name__} has no output layer for tokens (LM head); pass the whole "
+            "model, which AutoModelForCausalLM loads, or AutoModelForImageTextToText if it takes "
+            "images too."
         )
     attention.install_attention(model)
     try:

@@ -37,8 +37,8 @@ def refuse_processor(tokenizer: object) -> None:
     """Refuse the processor of a model that also takes images, which holds the tokenizer."""
     if isinstance(tokenizer, ProcessorMixin):
         raise RestoreKVError(
-            f"A tokenizer is needed, not a {type(tokenizer).__name__}; pass processor.tokenizer, or "
-            "what AutoTokenizer.from_pretrained loads."
+            f"A tokenizer is needed, not a {type(tokenizer).__name__}; "
+            "pass processor.tokenizer, or what AutoTokenizer.from_pretrained loads."
         )
 
 
