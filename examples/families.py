@@ -1,6 +1,6 @@
 """Compress with models of many families, and compare their answers with transformers' own.
 
-python examples/families.py             # every family of the table; about a minute on a CPU
+python examples/families.py             # every family of the table; a minute or two on a CPU
 python examples/families.py gpt-oss     # some of them
 
 The models are small and random, made from each family's own config class, so that nothing is
@@ -30,6 +30,8 @@ SIZES = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 EXPERTS = {
     "num_experts": 4,

@@ -163,6 +163,19 @@ def test_what_is_not_built_is_one_sentence(family):
     assert text.endswith(".") and "\n" not in text
 
 
+def test_the_example_prints_what_it_found(capsys, monkeypatch):
+    example.main("Llama", "gpt-oss")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["Llama", "equal"],
+        ["gpt-oss", "equal"],
+    ]
+    own = example.compress
+    evicting = lambda *given, ratio, **options: own(*given, ratio=0.1, **options)  # noqa: E731
+    monkeypatch.setattr(example, "compress", evicting)
+    example.main("Llama")
+    assert capsys.readouterr().out.split() == ["Llama", "different"]
+
+
 def test_sinks_are_known_and_of_the_layers_of_some_families_only():
     assert get_support(build_family("gpt-oss")).has_sinks
     assert get_support(build_family("Granite with windows")).has_sinks
