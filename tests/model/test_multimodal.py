@@ -222,7 +222,5 @@ def test_what_is_no_text_is_refused_with_what_to_pass(name):
     with pytest.raises(RestoreKVError, match="pass the text of each message as one string"):
         compress(model, TOKENIZER, [{"role": "user", "content": part}], evictor="snapkv")
     for headless in (model.model, model.model.language_model):
-        with pytest.raises(
-            ModelError, match="has no output layer"
-        ):
+        with pytest.raises(ModelError, match="has no output layer"):
             compress(headless, TOKENIZER, SENTENCES, evictor="snapkv")
