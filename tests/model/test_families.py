@@ -101,6 +101,20 @@ def answer_questions(family, count):
     return [each.tolist() for each in written], wanted
 
 
+def is_tie(family, number, written, wanted):
+    """Whether two answers part where float64 has two tokens closer than float32 can tell apart."""
+    common = 0
+    while written[common] == wanted[common]:
+        common += 1
+    asked = random_ids(2 + number % 9, 100 + number)
+    ids = torch.cat([make_context().ids, asked, torch.tensor([wanted[:common]]).long()], -1)
+    with torch.no_grad():
+        logits = build_family(family).double()(input_ids=ids).logits[0, -1]
+    best = logits.topk(2).indices.tolist()
+    gap = abs(float(logits[written[common]] - logits[wanted[common]]))
+    return {written[common], wanted[common]} == set(best) and gap < 2e-6 * float(logits.abs().max())
+
+
 def test_there_are_many_families_and_the_hybrid_ones_are_known():
     kinds = {kind for kind, _ in example.FAMILIES.values()}
     assert len(kinds) >= 16
@@ -147,7 +161,10 @@ def test_greedy_answers_are_those_of_generate(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_50_greedy_answers_are_those_of_generate(family):
     written, wanted = answer_questions(family, 50)
-    assert written == wanted
+    different = [number for number in range(50) if written[number] != wanted[number]]
+    assert len(different) <= 1
+    for number in different:
+        assert is_tie(family, number, written[number], wanted[number])
     assert len({tuple(each) for each in written}) > 25  # they depend on the questions
 
 
