@@ -163,8 +163,9 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
 
     `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context
     pairs, in the order of the layer's rows, and the t pairs of the tail, the pass's own included.
-    With `last`, of the last so many queries. The backend `frozen` computes the pass; the weights
-    are those of its own blocks, in float64.
+    They sum to less than 1 in a model with learned sinks, which have a share. With `last`, of the
+    last so many queries. The backend `frozen` computes the pass; the weights are those of its own
+    blocks, in float64.
     """
 
     def on_layer(view: LayerView) -> None:
@@ -177,7 +178,9 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
         see(
             view.layer,
             layer,
-            _compute_weights(query[..., first:, :], layer, mask[..., first:, :], view.scale),
+            _compute_weights(
+                query[..., first:, :], layer, mask[..., first:, :], view.scale, view.sinks
+            ),
         )
 
     with attention.force_backend("frozen"), observe_layers(model, on_layer):
@@ -185,12 +188,12 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
 
 
 def _compute_weights(
-    query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float
+    query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float, sinks: Tensor | None
 ) -> Iterator[Tensor]:
     """query (1, H, G, Q, D), mask (1, 1, Q, t) bool -> per head (G, Q, N + t) on the CPU."""
     # Apple's GPUs have no float64.
     exact = query.dtype if query.device.type == "mps" else torch.float64
-    context = (layer.context_keys, layer.context_values, layer.bias)
+    context = (layer.context_keys, layer.context_values, layer.bias, sinks)
     blocks = frozen.iterate_blocks(
         query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale
     )

@@ -38,7 +38,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
-from restorekv.model.tokenize import get_padding_id
+from restorekv.model.tokenize import get_padding_id, refuse_processor
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file, portable
 from restorekv.storage.cache_checks import check_model
@@ -446,6 +446,7 @@ class CompressedContext:
         Raises:
             CacheFileError: The file is damaged, contradicts itself, or was made with another model.
         """
+        refuse_processor(tokenizer)
         stored = file if isinstance(file, CacheFile) else cache_file.read_cache(file)
         check_fit(stored, model, tokenizer)
         support.prepare_model(model)

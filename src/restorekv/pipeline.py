@@ -41,7 +41,7 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import CacheShape, describe_windows
-from restorekv.model.tokenize import decode_utf8
+from restorekv.model.tokenize import decode_utf8, refuse_processor
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.size_limits import TEXT_BYTES
@@ -88,6 +88,7 @@ def compress(
     Raises:
         RestoreKVError: Something that the caller can fix; the message says how.
     """
+    refuse_processor(tokenizer)
     compressor = make_compressor(PRESETS.get(evictor, evictor), config)
     text, system = parse_context(context, check_system_message(config.system))
     between = get_default_between(tokenizer) if config.between is None else config.between
@@ -155,6 +156,11 @@ def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tens
     roles = []
     texts: list[str] = []
     for message in context:
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+            raise RestoreKVError(
+                "Only text is compressed, and a message here has a list of parts, as messages with "
+                "images do; pass the text of each message as one string."
+            )
         if isinstance(message, Mapping) and isinstance(message.get("content"), str):
             roles.append(message.get("role"))
             texts.append(message["content"])

@@ -24,7 +24,7 @@ LONG = TEXT * 3
 CLOSE = 2e-5
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "qwen2"])
+@pytest.fixture(scope="module", params=["gemma3_text", "qwen2", "gpt_oss"])
 def model(request):
     return build_hybrid(request.param)
 

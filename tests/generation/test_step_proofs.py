@@ -425,6 +425,7 @@ def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
             inputs.scale,
             inside,
             on_weights,
+            inputs.learned,
         )
         for _, error, allowed in pass_trials.compare_results(
             each.name, inputs, output, best, inputs.weights.amax(2)

@@ -109,7 +109,10 @@ def main() -> None:
     for arch in (80, 90):
         for m, together, width in ((1, 32, 32), (8, 8, 128)):
             constants = {"H": 8, "G": 4, "D": 128, "M": m, "BLOCK_S": together, "WIDTH": width}
-            found.append(build(merge, pointers, constants, arch, {"num_warps": 4}))
+            without = constants | {"SINKS": False, "sinks": None}
+            found.append(build(merge, pointers, without, arch, {"num_warps": 4}))
+            sinks = pointers | {"sinks": "bf16"}
+            found.append(build(merge, sinks, constants | {"SINKS": True}, arch, {"num_warps": 4}))
     print(json.dumps(found))
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from restorekv import CompressedContext, CompressionConfig, compress
 from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.hybrids import list_targets
 from tests.helpers.models import build_model
 
 TEXT = (
@@ -39,7 +40,8 @@ def make_small(
 
 
 def make_adapter(model):
-    adapter = RestoreAdapter.create(model, TOKENS, rank=2, alpha=4, seed=0)
+    targets = list_targets(model)
+    adapter = RestoreAdapter.create(model, TOKENS, rank=2, alpha=4, seed=0, targets=targets)
     with torch.no_grad():
         for name, parameter in adapter.named_parameters():
             if "lora_B" in name:

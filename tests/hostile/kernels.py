@@ -41,9 +41,10 @@ def draw_fault(rng: random.Random) -> tuple[str, str, Fault]:
     kind, when = rng.choice(list(KINDS)), rng.choice(list(WHEN))
     size, place = 10 ** rng.uniform(-6, 0), rng.randrange(1 << 16)
 
-    def broken(query, layer, mask, scale):
-        if not WHEN[when](query, layer, mask):
-            return RIGHT(query, layer, mask, scale)
+    def broken(query, layer, mask, scale, *sinks):
+        # The faults are those of models without sinks.
+        if sinks or not WHEN[when](query, layer, mask):
+            return RIGHT(query, layer, mask, scale, *sinks)
         return KINDS[kind](query, layer, mask, scale, size, place)
 
     return kind, when, broken

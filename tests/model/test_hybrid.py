@@ -31,6 +31,7 @@ from tests.helpers.hybrids import (
     build_hybrid,
     dense_logits,
     full_rows,
+    list_targets,
     make_masks,
 )
 
@@ -169,9 +170,12 @@ def test_a_prefill_in_chunks_holds_the_end_in_layers_with_a_window(chunk):
         full.layers[0].take_columns(0, TEXT)
 
 
-def test_scores_are_those_of_the_layers_that_see_everything():
-    """Against the weights of transformers' own eager attention, in float64."""
-    model = build_hybrid("gemma3_text", double=True)
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+def test_scores_are_those_of_the_layers_that_see_everything(kind):
+    """Against the weights of transformers' own eager attention, in float64; those of a model with
+    sinks do not sum to 1.
+    """
+    model = build_hybrid(kind, double=True)
     context = make_context()
     weights = attention_weights(model, context.ids)
     h2o = prepare(model, "h2o", context).scores
@@ -240,13 +244,14 @@ EVERY = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("spec", EVERY)
-def test_every_evictor_evicts_the_layers_that_see_everything(spec):
-    model = build_hybrid("gemma3_text")
+def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
+    model = build_hybrid(kind)
     context = make_context()
     asked = random_ids(QUESTION, 1)
     prepared = prepare(model, spec, context)
-    assert prepared.scores.shape == (1, decoders.KV_HEADS, TEXT - S)
+    assert prepared.scores.shape == (len(full_rows(model)), decoders.KV_HEADS, TEXT - S)
     offloaded = prepare(model, spec, context, offload=True)
     assert offloaded.scores.equal(prepared.scores)
     cache = offloaded.evict(0.3)
@@ -269,9 +274,10 @@ def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
     assert scores.shape == (2, decoders.KV_HEADS, TEXT - S)
 
 
-def test_attention_matching_fits_the_layers_that_see_everything():
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_attention_matching_fits_the_layers_that_see_everything(kind):
     """A head that keeps all its pairs is left alone, so nothing is lost at ratio 1."""
-    model = build_hybrid("qwen3")
+    model = build_hybrid(kind)
     cache = prepare(model, "am-fast:queries=400").evict(0.4)
     assert len(cache.full_attention) == 2 and len(cache.sliding) == 2
     whole = prepare(model, "am-fast:queries=400").evict(1)
@@ -282,11 +288,13 @@ def test_attention_matching_fits_the_layers_that_see_everything():
         assert not read(model, cache, asked).equal(read(model, plain, asked))
 
 
-def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end():
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end(kind):
     """Of a dense pass over text and repetition, KVzip's softmax is the part over sinks, chunk and
-    repetition: the windows of the second chunk must not have moved with the first.
+    repetition: the windows of the second chunk must not have moved with the first. The sinks that a
+    model has learned have their share of it too.
     """
-    model = build_hybrid("gemma3_text", double=True)
+    model = build_hybrid(kind, double=True)
     context = make_context()
     scores = prepare(model, "kvzip:chunk=48", context).scores
     for each in make_repetitions(TOKENIZER, context, 48):
@@ -294,13 +302,15 @@ def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end():
         rows = weights[..., TEXT:, :]
         sinks = min(4, each.start)
         inside = [*range(sinks), *range(each.start, each.end), *range(TEXT, rows.shape[-1])]
-        part = rows[..., each.start : each.end] / rows[..., inside].sum(-1, keepdim=True)
+        learned = 1 - rows.sum(-1, keepdim=True)
+        shared = rows[..., inside].sum(-1, keepdim=True) + learned
+        part = rows[..., each.start : each.end] / shared
         found = scores[..., each.start - S : each.end - S]
         torch.testing.assert_close(found.double(), part.amax((2, 3)), rtol=1e-4, atol=1e-6)
 
 
 def make_adapter(model, n=6):
-    adapter = RestoreAdapter.create(model, n, rank=2, alpha=4)
+    adapter = RestoreAdapter.create(model, n, rank=2, alpha=4, targets=list_targets(model))
     with torch.no_grad():
         for parameter in adapter.lora:
             parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(3))

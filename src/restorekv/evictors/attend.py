@@ -12,6 +12,7 @@ from torch import Tensor
 
 from restorekv.evictors import pass_trials
 from restorekv.model.attention import blocked, naive, proofs
+from restorekv.model.attention.sinks import compute_weights
 
 try:
     from restorekv.evictors import triton_maxima
@@ -23,14 +24,14 @@ REDUCTIONS = ("max", "mean")
 
 
 def iterate_attention_blocks(
-    query: Tensor, key: Tensor, scale: float, block: int = BLOCK
+    query: Tensor, key: Tensor, scale: float, block: int = BLOCK, sinks: Tensor | None = None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (low, high, weights) for blocks of the rows of query (H, G, Q, D) over key (H, K, D),
     whose last Q columns are the queries' own.
 
     weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with
-    logits times the model's `scale`, over every key that any of them sees. Rows are independent, so
-    one pass over the blocks is exact.
+    logits times the model's `scale`, over every key that any of them sees and the model's `sinks`
+    (H, G), if it has any. Rows are independent, so one pass over the blocks is exact.
     """
     heads, groups, rows, _ = query.shape
     before = key.shape[1] - rows
@@ -47,16 +48,16 @@ def iterate_attention_blocks(
         # Causal among the block's own columns; it sees all earlier ones.
         later = torch.ones(high - low, high - low, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., before + low :].masked_fill_(later, float("-inf"))
-        yield low, high, logits.softmax(-1)
+        yield low, high, compute_weights(logits, sinks)
 
 
-def can_use_kernels(query: Tensor) -> bool:
+def can_use_kernels(query: Tensor, sinks: Tensor | None = None) -> bool:
     """Return whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
     proven itself there.
 
-    Otherwise `attend_pass` is used.
+    Otherwise `attend_pass` is used. The kernels have no learned sinks.
     """
-    if triton_maxima is None or not triton_maxima.supports_query(query):
+    if sinks is not None or triton_maxima is None or not triton_maxima.supports_query(query):
         return False
     return proofs.is_proven("maxima", *proofs.get_proof_key(query))
 
@@ -68,6 +69,7 @@ def attend_pass(
     scale: float,
     inside: Sequence[slice],
     on_weights: blocked.OnWeights,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of a pass, (Q, H * G, D), and show its weights to `on_weights`.
 
@@ -78,12 +80,13 @@ def attend_pass(
         scale: of the logits.
         inside: the cached columns that share a softmax with the pass's own.
         on_weights: gets the weights of that softmax in blocks; see blocked.py.
+        sinks: (H, G), logits that the model adds to every softmax, or None.
     """
     is_trusted = not proofs.needs_proof(query.device) or proofs.is_proven(
         "blocked", *proofs.get_proof_key(query)
     )
     attend = blocked.attend_pass if is_trusted else naive.attend_pass
-    return attend(query, own, cached, scale, inside, on_weights)
+    return attend(query, own, cached, scale, inside, on_weights, sinks)
 
 
 def reduce_groups(values: Tensor, reduction: str) -> Tensor:

@@ -7,7 +7,8 @@ columns (prefix included),
     a_i = softmax_i(scale k_i R m + scale^2 k_i R C R^T k_i / 2)
     score_i = (mean over G of a_i + epsilon) ||v_i||
 
-The sinks are always kept. covariance=false drops the second term, values=false epsilon and ||v_i||.
+The first `sinks` columns are always kept. A model's learned sinks, whose logits no query changes,
+are in the softmax too. covariance=false drops the second term, values=false epsilon and ||v_i||.
 As kvpress 0.5.5.
 """
 
@@ -77,7 +78,11 @@ class ExpectedAttention(Evictor):
                 model, index, full.get_seq_length(), self.future
             )
             weights = compute_expected_weights(
-                keys, mean, covariance * self.covariance, observer.scales[index]
+                keys,
+                mean,
+                covariance * self.covariance,
+                observer.scales[index],
+                observer.sinks[index],
             )
             if self.values:
                 values = layer.values[0, :, self.sinks :].float()

@@ -6,7 +6,8 @@ context attends to.
 The maximum is the appendix's; H2O itself takes the sum. Where the appendix says nothing there are
 settings: `groups` reduces the query heads of a KV head ("max", as in the code that RestoreKV's
 authors published, or "mean"), and with diagonal=false a token's attention to itself does not count.
-The softmax is over every key that a query sees, prefix included. No window is kept.
+The softmax is over every key that a query sees, prefix included, and the model's learned sinks, if
+it has any. No window is kept.
 
 Scores come from the weights that the prefill's own attention computes, in blocks of rows
 (attention/blocked.py).
@@ -50,7 +51,7 @@ class ColumnMaxima:
         before = view.key.shape[1] - view.query.shape[2]
         cached = view.key[:, :before], view.value[:, :before]
         own = view.key[:, before:], view.value[:, before:]
-        if can_use_kernels(view.query):
+        if can_use_kernels(view.query, view.sinks):
             return self._attend_with_kernels(view, own, cached)
 
         def get_pairs(head: int) -> Pair:
@@ -62,7 +63,8 @@ class ColumnMaxima:
             best = self.best[view.layer, head, :, : before + high]
             torch.maximum(best, weights.amax(1), out=best)
 
-        return attend_pass(view.query, own, get_pairs, view.scale, [slice(0, before)], on_weights)
+        inside = [slice(0, before)]
+        return attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks)
 
     def _attend_with_kernels(self, view: LayerView, own: Pair, cached: Pair) -> Tensor:
         """Do the same with the kernels of triton_maxima.py."""

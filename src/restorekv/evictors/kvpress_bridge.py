@@ -23,6 +23,7 @@ from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.shape import get_backbone, list_full_layers
+from restorekv.model.support import get_support
 
 MISSING = (
     "The evictor kvpress needs kvpress 0.5.5, which needs transformers < 5.3; "
@@ -70,7 +71,15 @@ class FromKVPress(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Return (L, H, T) in any range."""
+        """Return (L, H, T) in any range.
+
+        Refuses models with learned sinks: presses compute attention weights without them.
+        """
+        if get_support(model).has_sinks:
+            raise RestoreKVError(
+                f"kvpress computes attention without the learned sinks of {type(model).__name__}; "
+                "use an evictor of restorekv, such as snapkv."
+            )
         scores: dict[int, Tensor] = {}
 
         def after_layer(module: Any, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:

@@ -7,9 +7,10 @@ attention sinks, the chunk's pairs in the cache and the pass's own pairs (causal
 
     A_ji = softmax_i(q_j k_i / sqrt(D))          score_i = max over j and the G query heads of A_ji.
 
-Each pass has its own softmax. One product of queries and keys gives both the pass's attention and
-the maxima, block by block (attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy
-of the full cache ever exists.
+Each pass has its own softmax. The learned sinks of a model such as gpt-oss, to which a head may pay
+attention instead of to any pair, are in it as they are in the model's own. One product of queries
+and keys gives both the pass's attention and the maxima, block by block (attention/blocked.py; on a
+GPU triton_maxima.py): neither A nor a copy of the full cache ever exists.
 """
 
 from collections.abc import Iterable, Iterator
@@ -165,7 +166,7 @@ def find_column_maxima(
         row_weight: (Q,), or None for weights of 1.
     """
     own = view.key, view.value
-    if can_use_kernels(view.query) and not isinstance(cached, RaggedLayer):
+    if can_use_kernels(view.query, view.sinks) and not isinstance(cached, RaggedLayer):
         keys, values = cached.keys[0], cached.values[0]
         output, lse = triton_maxima.attend_pass(
             view.query, own, (keys, values), view.scale, sinks, start, end
@@ -186,7 +187,7 @@ def find_column_maxima(
         torch.maximum(best[head], columns.amax(1), out=best[head])
 
     inside = [slice(0, sinks), slice(start, end)]
-    output = attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights)
+    output = attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks)
     return best, output
 
 

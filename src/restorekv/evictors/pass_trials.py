@@ -4,6 +4,7 @@ weights in float64.
 The pass's own pairs, the first columns (`sinks`) and the columns from `start` to `end` share a
 softmax, whose highest weights are compared; the output is compared over all columns. A third of the
 queries is random; the others point at one column each, at the edges of tiles and of that softmax.
+In one pass the model adds learned sinks to both, which the kernels of triton_maxima.py do not have.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Pairs = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class ScoringPass:
     """Q rows over K cached columns; keys and values lie columns first, as an offloaded layer does,
-    if `transposed`.
+    if `transposed`. `learned` says that the model has a logit of each query head in every softmax.
     """
 
     name: str
@@ -44,12 +45,14 @@ class ScoringPass:
     start: int
     end: int
     transposed: bool = False
+    learned: bool = False
 
 
 PASSES = (
     ScoringPass("a chunk", rows=70, held=150, sinks=4, start=21, end=150),
     ScoringPass("a prefill", rows=33, held=65, sinks=0, start=0, end=65, transposed=True),
     ScoringPass("the first rows", rows=20, held=0, sinks=0, start=0, end=0),
+    ScoringPass("a model with sinks", rows=40, held=90, sinks=4, start=21, end=60, learned=True),
 )
 
 
@@ -71,6 +74,7 @@ class PassInputs:
     weights: Tensor
     allowed: float
     sizes: Tensor
+    learned: Tensor | None = None
 
 
 def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
@@ -105,7 +109,10 @@ def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
     scale = target.dim**-0.5
     later = torch.arange(columns)[None] > each.held + torch.arange(rows)[:, None]
     logits = (query.double() @ keys[:, None].mT * scale).masked_fill(later, -math.inf)
-    shares = logits.softmax(-1)
+    learned = None
+    if each.learned:
+        learned = (draw(heads, target.groups) * 4).to(dtype)
+    shares = _compute_shares(logits, learned)
     output = (shares @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     sizes = (shares @ values.abs()[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     sizes = sizes + torch.finfo(dtype).tiny * values.shape[1] * float(values.abs().max())
@@ -119,10 +126,21 @@ def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
         cached=cached,
         scale=scale,
         output=output,
-        weights=logits[..., inside].softmax(-1),
+        weights=_compute_shares(logits[..., inside], learned),
         allowed=compute_tolerance(dtype, largest),
         sizes=sizes,
+        learned=learned,
     )
+
+
+def _compute_shares(logits: Tensor, learned: Tensor | None) -> Tensor:
+    """Return the softmax of float64 logits (H, G, Q, K), which learned sinks (H, G) have a share of
+    too.
+    """
+    if learned is None:
+        return logits.softmax(-1)
+    total = torch.logaddexp(logits.logsumexp(-1), learned.double()[..., None])
+    return (logits - total[..., None]).exp()
 
 
 def _lay_out(pairs: Pairs, each: ScoringPass, device: torch.device) -> Pairs:
@@ -185,6 +203,7 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
             inputs.scale,
             [slice(0, each.sinks), slice(each.start, each.end)],
             on_weights,
+            None if inputs.learned is None else inputs.learned.to(target.device),
         )
         yield from compare_results(each.name, inputs, output, best, inputs.weights.amax(2))
 
@@ -194,6 +213,8 @@ def measure_maxima(kernels: Any, target: Target) -> Iterator[Measurement]:
     weighted rows.
     """
     for each in PASSES:
+        if each.learned:
+            continue  # such models are not scored by the kernels (attend.py)
         inputs = make_inputs(target, each)
         device = target.device
         query = inputs.query.to(device)

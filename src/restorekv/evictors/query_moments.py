@@ -10,6 +10,7 @@ from torch import Tensor
 
 from restorekv.errors import ModelError
 from restorekv.evictors.base import Model
+from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.observer import LayerView
 from restorekv.model.rope import compute_rotation
 from restorekv.model.shape import CacheShape, get_backbone
@@ -46,6 +47,7 @@ class QueryMoments:
         self.spread = self.mean.unsqueeze(-1).repeat(1, 1, 1, 1, shape.head_dim)
         self.count = [0] * shape.layers
         self.scales = [1.0] * shape.layers  # of the layers' logits, once they were seen
+        self.sinks: list[Tensor | None] = [None] * shape.layers  # (H, G), where a model has them
         self.skip = skip
         # The ways of rotating that have reproduced every chunk of a layer so far. They differ by
         # layer: some models rotate in a part of their layers only.
@@ -57,6 +59,7 @@ class QueryMoments:
         assert view.hidden is not None
         layer = view.layer
         self.scales[layer] = view.scale
+        self.sinks[layer] = view.sinks
         before = view.key.shape[1] - view.query.shape[2]
         hidden = view.hidden[max(self.skip - before, 0) :]
         seen = self.count[layer]
@@ -127,15 +130,15 @@ class QueryMoments:
 def list_pair_rotations(rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cosine and sine (1, Q, R / 2) of each pair of numbers that is rotated together.
 
-    Models list every angle twice, (1, Q, R): either all of them and then all of them again, or each
-    one beside itself.
+    Most models list every angle twice, (1, Q, R): either all of them and then all of them again, or
+    each one beside itself. gpt-oss lists it once, (1, Q, R / 2).
     """
-    parts = []
-    for angles in rotation:
-        half = angles.shape[-1] // 2
-        is_halves = torch.equal(angles[..., :half], angles[..., half:])
-        parts.append(angles[..., :half] if is_halves else angles[..., ::2])
-    return parts[0], parts[1]
+    half = rotation[0].shape[-1] // 2
+    if half and all(torch.equal(x[..., :half], x[..., -half:]) for x in rotation):
+        return rotation[0][..., :half], rotation[1][..., :half]
+    if all(torch.equal(x[..., : 2 * half : 2], x[..., 1::2]) for x in rotation):
+        return rotation[0][..., ::2], rotation[1][..., ::2]
+    return rotation
 
 
 def _rotate_halves(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -185,16 +188,21 @@ def _project_queries(module: Any, hidden: Tensor) -> Tensor:
 
 
 def compute_expected_weights(
-    keys: Tensor, mean: Tensor, covariance: Tensor, scale: float
+    keys: Tensor, mean: Tensor, covariance: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Return (H, K), the mean over G of E[exp(scale q k_i)], normalized to sum 1, for Gaussian q.
 
-    keys (H, K, D), mean (H, G, D), covariance (H, G, D, D). Computed for one KV head at a time: G *
-    K * D floats. `scale` is the model's own.
+    Args:
+        keys: (H, K, D).
+        mean: (H, G, D).
+        covariance: (H, G, D, D). Computed for one KV head at a time: G * K * D floats.
+        scale: the model's own.
+        sinks: (H, G), logits of the model that no query changes, or None. They are part of the sum.
     """
     divisor = 1 / scale  # sqrt(D) in most models; attend.py says why it divides
     weights = []
-    for k, m, c in zip(keys, mean, covariance, strict=True):
+    for head, (k, m, c) in enumerate(zip(keys, mean, covariance, strict=True)):
         logits = m @ k.T / divisor + (k @ c * k).sum(-1) / (2 * divisor**2)
-        weights.append(logits.softmax(-1).mean(0))
+        of_head = None if sinks is None else sinks[head]
+        weights.append(compute_weights(logits[:, None], of_head)[:, 0].mean(0))
     return torch.stack(weights)

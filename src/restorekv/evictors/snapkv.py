@@ -10,8 +10,9 @@ and the window itself is always kept. The scale is the model's own: 1 / sqrt(D) 
 number in Granite, where kvpress still divides by sqrt(D). Where the appendix says nothing there are
 settings: `groups` reduces the query heads of a KV head before pooling ("mean", as in the code that
 RestoreKV's authors published, or "max"); the first `sinks` columns of the context are kept too (0;
-4 in that code). The softmax is causal over every key, prefix and window included; the pool is over
-the context's columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
+4 in that code). The softmax is causal over every key, prefix and window included, and the model's
+learned sinks, if it has any; the pool is over the context's columns. kvpress's version is
+"snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass, replace
@@ -96,7 +97,8 @@ class SnapKV(Evictor):
         """
         heads, groups, rows, _ = view.query.shape
         total = torch.zeros(heads, groups, last - first, device=view.query.device)
-        for _, _, weights in iterate_attention_blocks(view.query, view.key, view.scale):
+        blocks = iterate_attention_blocks(view.query, view.key, view.scale, sinks=view.sinks)
+        for _, _, weights in blocks:
             total += weights[..., first:last].sum(2)
         mean = reduce_groups(total / rows, self.groups)
         if self.pool == "max":

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import get_observer, observe_attention
+from restorekv.model.attention.sinks import group_sinks
 from restorekv.model.shape import get_backbone, list_full_layers
 
 
@@ -26,7 +27,7 @@ class LayerView:
     `layer` counts the layers that see the whole text: it is the row of the scores (L, H, T).
     hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is
     after QK-norm and RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`;
-    mask (1, 1, Q, K) or None = causal.
+    mask (1, 1, Q, K) or None = causal; sinks (H, G) are logits in every softmax, or None.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class LayerView:
     mask: Tensor | None = None
     # The cosines and sines (1, Q, R) that the module was given, if it was given any.
     rotation: tuple[Tensor, Tensor] | None = None
+    sinks: Tensor | None = None
 
 
 OnLayer = Callable[[LayerView], Tensor | None]
@@ -81,6 +83,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         value: Any,
         mask: Tensor | None,
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor | None:
         if module.layer_idx not in rows:
             return None
@@ -99,6 +102,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
             ragged=ragged,
             mask=mask,
             rotation=rotations[0],
+            sinks=group_sinks(sinks, key.shape[1]),
         )
         output = on_layer(view)
         return None if output is None else output[None]

@@ -6,8 +6,8 @@ rotate old keys anew when a text gets long. So seven tokens are read three times
 
 1. by transformers alone, where every layer has to call the registered attention function once, with
    plain keys and values and without anything that the ragged attention lacks; the class's own eager
-   attention, given random queries and keys, has to give their causal softmax; and values of the
-   first layer must not depend on positions;
+   attention, given random queries and keys, has to give their causal softmax, with the sinks that
+   the layer names, if it names any; and values of the first layer must not depend on positions;
 2. the last three of them over a ragged cache of the first four, which has to give the same logits;
 3. four of them, the last one far away, which must not change the keys of the others.
 
@@ -24,7 +24,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from transformers.cache_utils import DynamicLayer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
+from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.prefill import make_full_cache
 from restorekv.model.shape import CacheShape, compute_logits, get_backbone, list_windows
 
@@ -61,6 +62,7 @@ HARMLESS = {
     "output_router_logits",
     "return_dict",
     "is_causal",
+    "s_aux",  # learned sinks, which check_eager compares
     "sliding_window",
     "logits_to_keep",
     "num_items_in_batch",
@@ -75,7 +77,6 @@ HARMLESS = {
 }
 # What some of these do, for people.
 UNBUILT = {
-    "s_aux": "attention sinks in every softmax (s_aux)",
     "softcap": "a cap on its logits (softcap)",
 }
 REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
@@ -87,12 +88,13 @@ class Support:
     sentence.
 
     `changes_keys` says that a pass beyond them changes how the model rotates, until a shorter pass
-    changes it back.
+    changes it back. `has_sinks` says that layers have learned sinks (attention/sinks.py).
     """
 
     positions: int = UNLIMITED
     beyond: str = ""
     changes_keys: bool = False
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,12 @@ def probe_model(model: PreTrainedModel) -> Support:
     shape = CacheShape.from_model(model)
     backbone = get_backbone(model)
     _check_layers(model, backbone)
+    if model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model).__name__} has no output layer for tokens (LM head); pass the whole "
+            "model, which AutoModelForCausalLM loads, or AutoModelForImageTextToText if it takes "
+            "images too."
+        )
     attention.install_attention(model)
     try:
         with torch.no_grad():
@@ -191,7 +199,9 @@ class _Probe:
             self.find_cache_limit(),
             self.find_rotation_limit(cache),
         ]
-        return min(limits, key=lambda limit: limit.positions)
+        narrowest = min(limits, key=lambda limit: limit.positions)
+        has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
+        return replace(narrowest, has_sinks=has_sinks)
 
     def refusal(self, why: str) -> ModelError:
         """Return the error of a model that `why` describes."""
@@ -252,10 +262,15 @@ class _Probe:
         groups = query.shape[1] // key.shape[1]
         keys = key.repeat_interleave(groups, 1)
         values = value.repeat_interleave(groups, 1)
-        weights = (query @ keys.mT * call.scale + bias).softmax(-1)
+        logits = query @ keys.mT * call.scale + bias
+        sinks = call.options.get("s_aux")
+        if sinks is not None:
+            sinks = sinks.float()
+        # One group of all query heads, whose keys were repeated.
+        weights = compute_weights(logits, sinks)
         if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
             raise self.refusal(
-                "computes its attention in a way of its own, such as with sinks or a cap"
+                "computes its attention in a way of its own, such as with a cap or another sink"
             )
 
     def check_positions(self, cache: Any) -> None:
@@ -486,6 +501,11 @@ def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
             others.append(UNBUILT.get(name, name))
     if others:
         raise _refusal(model, f"computes its attention with {', '.join(sorted(others))}")
+    sinks = call.options.get("s_aux")
+    if sinks is not None and (
+        not isinstance(sinks, Tensor) or tuple(sinks.shape) != (call.query.shape[1],)
+    ):
+        raise _refusal(model, "has sinks that are not one logit of each query head (s_aux)")
     if call.options.get("is_causal") is False:
         raise _refusal(model, "has layers that see later tokens")
     if call.mask is not None and call.mask.dtype != torch.bool:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from restorekv.errors import RestoreKVError
 
@@ -31,6 +31,15 @@ Remembered = TypeVar("Remembered")
 Memory = WeakKeyDictionary[Tokenizer, tuple[tuple, Remembered]]
 _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
+
+
+def refuse_processor(tokenizer: object) -> None:
+    """Refuse the processor of a model that also takes images, which holds the tokenizer."""
+    if isinstance(tokenizer, ProcessorMixin):
+        raise RestoreKVError(
+            f"A tokenizer is needed, not a {type(tokenizer).__name__}; "
+            "pass processor.tokenizer, or what AutoTokenizer.from_pretrained loads."
+        )
 
 
 def tokenize_text(

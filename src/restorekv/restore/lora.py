@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
+from restorekv.model.shape import get_backbone
 
 NAME = "restorekv"  # of the adapter in PEFT's layers
 LORA_A = ".lora_A.weight"
@@ -145,6 +146,7 @@ def attach_lora(
     layers: dict[str, Any] = {
         path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
     }
+    _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
     for layer in layers.values():
         layer.eval()
@@ -153,16 +155,30 @@ def attach_lora(
     return adapted, layers
 
 
+def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
+    """Take LoRA out of the parts of a twin that read no text, such as a vision tower, whose layers
+    have the same names.
+    """
+    reading = set(get_backbone(adapted).modules()) | {adapted.get_output_embeddings()}
+    for path, layer in list(layers.items()):
+        if layer not in reading:
+            adapted.set_submodule(path, layer.get_base_layer())
+            del layers[path]
+
+
 def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str, Any]) -> None:
     """Refuse the name of a target that is no layer of the model; PEFT wants one that is."""
     if not isinstance(config.target_modules, set | list):
         return
     for name in sorted(config.target_modules):
         if not any(f".{path}".endswith(f".{name}") for path in layers):
+            # The others may be there: experts, for one, are no linear layers, and attention has
+            # some.
+            found = sorted({path.rpartition(".")[2] for path in layers})
+            such = f", such as {', '.join(found)}" if found else ""
             raise AdapterError(
-                f"{type(model).__name__} has no linear layer {name!r} for LoRA; name layers that "
-                "it "
-                "has."
+                f"{type(model).__name__} has no linear layer {name!r} for LoRA; "
+                f"name layers that it has{such}."
             )
 
 

@@ -65,11 +65,11 @@ def definition(given):
 # What could be wrong with a backend; each gets the right one and the arguments.
 
 
-def wrong_scale(attend, query, layer, mask, scale):
-    return attend(query, layer, mask, scale * 1.05)
+def wrong_scale(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale * 1.05, *sinks)
 
 
-def dropped_tail(attend, query, layer, mask, scale):
+def dropped_tail(attend, query, layer, mask, scale, *sinks):
     """The last column is never read."""
     hidden = torch.ones(len(query), 1, query.shape[3], layer.columns, dtype=torch.bool)
     mask = (
@@ -78,14 +78,14 @@ def dropped_tail(attend, query, layer, mask, scale):
         else mask.clone()
     )
     mask[..., -1] = layer.columns == 1
-    return attend(query, layer, mask, scale)
+    return attend(query, layer, mask, scale, *sinks)
 
 
-def forgotten_mask(attend, query, layer, mask, scale):
-    return attend(query, layer, None, scale)
+def forgotten_mask(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, None, scale, *sinks)
 
 
-def seen_too_early(attend, query, layer, mask, scale):
+def seen_too_early(attend, query, layer, mask, scale, *sinks):
     """Every query sees one column more than it may."""
     queries = query.shape[3]
     if mask is None and queries > 1:
@@ -93,10 +93,10 @@ def seen_too_early(attend, query, layer, mask, scale):
             layer.columns - queries + 1
         )
         mask = mask.expand(len(query), 1, -1, -1)
-    return attend(query, layer, mask, scale)
+    return attend(query, layer, mask, scale, *sinks)
 
 
-def dropped_pair(attend, query, layer, mask, scale):
+def dropped_pair(attend, query, layer, mask, scale, *sinks):
     """The last pair of every head of the context counts for nothing."""
     ends = [
         end - 1 for start, end in zip(layer.bounds, layer.bounds[1:], strict=False) if end > start
@@ -110,36 +110,48 @@ def dropped_pair(attend, query, layer, mask, scale):
     plain = trials.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
     )
-    return attend(query, plain, mask, scale)
+    return attend(query, plain, mask, scale, *sinks)
 
 
-def forgotten_bias(attend, query, layer, mask, scale):
+def forgotten_bias(attend, query, layer, mask, scale, *sinks):
     plain = trials.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, None
     )
-    return attend(query, plain, mask, scale)
+    return attend(query, plain, mask, scale, *sinks)
 
 
-def swapped_questions(attend, query, layer, mask, scale):
-    return attend(query, layer, mask, scale).roll(1, 0)
+def swapped_questions(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale, *sinks).roll(1, 0)
 
 
-def swapped_groups(attend, query, layer, mask, scale):
-    return attend(query, layer, mask, scale).roll(1, 2)
+def swapped_groups(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale, *sinks).roll(1, 2)
 
 
-def not_a_number(attend, query, layer, mask, scale):
-    found = attend(query, layer, mask, scale)
+def not_a_number(attend, query, layer, mask, scale, *sinks):
+    found = attend(query, layer, mask, scale, *sinks)
     found[0, -1, 0, 0, 3] = float("nan")
     return found
 
 
-def wrong_shape(attend, query, layer, mask, scale):
-    return attend(query, layer, mask, scale)[:, :, :, :, 1:]
+def wrong_shape(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale, *sinks)[:, :, :, :, 1:]
 
 
-def no_compiler(attend, query, layer, mask, scale):
+def no_compiler(attend, query, layer, mask, scale, *sinks):
     raise RuntimeError("PTXAS failed with error code 255. Please report this")
+
+
+def forgotten_sinks(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale)
+
+
+def sinks_added_twice(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale, *(each + 2**0.5 for each in sinks))
+
+
+def sinks_of_other_heads(attend, query, layer, mask, scale, *sinks):
+    return attend(query, layer, mask, scale, *(each.roll(1, -1) for each in sinks))
 
 
 FAULTS = [
@@ -154,6 +166,9 @@ FAULTS = [
     not_a_number,
     wrong_shape,
     no_compiler,
+    forgotten_sinks,
+    sinks_added_twice,
+    sinks_of_other_heads,
 ]
 
 
@@ -191,11 +206,11 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
     assert error <= proofs.compute_tolerance(dtype, given.largest)
 
 
-def one_small_number(attend, query, layer, mask, scale):
+def one_small_number(attend, query, layer, mask, scale, *sinks):
     """Fault 75 of tests/hostile/kernels.py: a number near 0 becomes another, of which a long row
     hides the error.
     """
-    found = attend(query, layer, mask, scale).contiguous()
+    found = attend(query, layer, mask, scale, *sinks).contiguous()
     if len(query) == 1:
         found.view(-1)[5443 % found.numel()] = 7e-6
     return found
@@ -249,8 +264,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_fault_that_only_one_form_of_a_question_has_is_found(fake, form):
-    def wrong_last_number(attend, query, layer, mask, scale):
-        found = attend(query, layer, mask, scale).contiguous()
+    def wrong_last_number(attend, query, layer, mask, scale, *sinks):
+        found = attend(query, layer, mask, scale, *sinks).contiguous()
         if FORMS[form](query, layer, mask):
             found.view(-1)[-1] += 0.02
         return found

@@ -99,6 +99,7 @@ def cases(draw, dims, longest):
         "dtype": draw(st.sampled_from(DTYPES)),
         "bias": draw(st.booleans()),
         "masked": draw(st.booleans()),
+        "sinks": draw(st.booleans()),
         "wanted": draw(st.sampled_from([1, 4, 16])),
         "seed": draw(st.integers(0, 99)),
     }
@@ -107,20 +108,21 @@ def cases(draw, dims, longest):
 def check(case):
     """The kernels against the definition; memory that no kernel writes is NaN."""
     case = dict(case)
-    groups, queries, masked, wanted = (
-        case.pop(name) for name in ("groups", "queries", "masked", "wanted")
+    groups, queries, masked, wanted, has_sinks = (
+        case.pop(name) for name in ("groups", "queries", "masked", "wanted", "sinks")
     )
     layer, draw = make_layer(**case)
     heads = len(case["lengths"])
     query = make_query(draw, case["batch"], heads, groups, queries, case["width"])
     mask = padded_mask(case["batch"], queries, case["tail"]) if masked else None
+    sinks = draw(heads, groups) * 4 if has_sinks else None
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN then
     try:
         with patch.object(triton_attend, "WANTED_ELSEWHERE", wanted):
-            found = triton_attend.attend_ragged(query, layer, mask, 0.2)
+            found = triton_attend.attend_ragged(query, layer, mask, 0.2, sinks)
     finally:
         torch.use_deterministic_algorithms(False)
-    wished = naive.attend_ragged(query.double(), exactly(layer), mask, 0.2)
+    wished = naive.attend_ragged(query.double(), exactly(layer), mask, 0.2, sinks)
     assert found.dtype == query.dtype and found.shape == query.shape and found.isfinite().all()
     tolerance = TOLERANCE[query.dtype]
     torch.testing.assert_close(found.double(), wished, rtol=tolerance, atol=tolerance)
@@ -153,6 +155,7 @@ def test_every_dtype_and_width(width, dtype):
             "dtype": dtype,
             "bias": True,
             "masked": True,
+            "sinks": True,
             "wanted": 4,
             "seed": 1,
         }
@@ -174,6 +177,7 @@ def test_many_rows_take_blocks_of_their_own():
             "dtype": torch.float16,
             "bias": False,
             "masked": True,
+            "sinks": False,
             "wanted": 32,
             "seed": 2,
         }

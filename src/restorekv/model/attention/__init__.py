@@ -4,7 +4,8 @@ It gets the post-RoPE query of a layer and either dense keys and values, which g
 or a `RaggedLayer` twice, which goes to one of the backends here, or a `SlidingLayer` twice, which
 goes to sliding.py, or a `MultiContextLayer` or `FlatLayer` twice, whose documents go there one by
 one. A backend computes softmax(q [K_context;
-K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
+K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition. In models with learned
+sinks a logit of each query head is in that softmax too (sinks.py).
 
 On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that
 definition there.
@@ -33,6 +34,7 @@ from restorekv.model.attention import cascade, frozen, naive, proofs, sliding, s
 
 # Importing the trials registers the backends as components that have to prove themselves.
 from restorekv.model.attention import trials as _trials  # noqa: F401
+from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
 
 try:
     from restorekv.model.attention import triton_attend
@@ -41,8 +43,11 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
 
 NAME = "restorekv"
 Pairs = Tensor | RaggedLayer
-Callback = Callable[[nn.Module, Tensor, Pairs, Pairs, Tensor | None, float], Tensor | None]
-Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
+Callback = Callable[
+    [nn.Module, Tensor, Pairs, Pairs, Tensor | None, float, Tensor | None], Tensor | None
+]
+# From query, layer, mask, scale and perhaps sinks.
+Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "naive": naive.attend_ragged,
     "cascade": cascade.attend_ragged,
@@ -66,11 +71,12 @@ _open: list[str] = []
 
 @contextmanager
 def observe_attention(callback: Callback) -> Iterator[None]:
-    """Call callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's
-    attention.
+    """Call callback(module, query (B, H*G, Q, D), key, value, mask, scale, sinks) before every
+    layer's attention.
 
     Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result;
-    or both are the RaggedLayer, whose result is computed in any case.
+    or both are the RaggedLayer, whose result is computed in any case. sinks (H*G,) are logits in
+    every softmax, or None in models that have none.
     `model.observer.observe_layers` is easier to use.
     """
     with _set_variable(_callback, callback):
@@ -263,17 +269,19 @@ def attend_layer(
             a ragged layer, K counts the pairs of its tail alone.
         dropout: For dense keys and values alone.
         scaling: The factor of the logits, D^-0.5 by default.
-        **kwargs: What the module hands to transformers' own functions.
+        **kwargs: What the module hands to transformers' own functions. Of these, `s_aux` (H*G,) are
+            the logits of the model's sinks.
 
     Returns:
         (B, Q, H*G, D), and None in place of the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = kwargs.get("s_aux")
     if isinstance(key, FlatLayer):
         # Rows of different questions lie end to end; each part has its own cache.
         flat = []
         for own, rows, mask in key.split_query(query):
-            part = _attend_part(module, rows, own, mask, scale)
+            part = _attend_part(module, rows, own, mask, scale, sinks)
             flat.append(part.flatten(0, 1))
         joined = flat[0] if len(flat) == 1 else torch.cat(flat)
         return joined[None], None
@@ -284,14 +292,14 @@ def attend_layer(
     if isinstance(key, MultiContextLayer):
         parts = []
         for own, rows, mask in key.split_query(query, attention_mask):
-            parts.append(_attend_part(module, rows, own, mask, scale))
+            parts.append(_attend_part(module, rows, own, mask, scale, sinks))
         return torch.cat(parts), None
     if isinstance(key, SlidingLayer):
         return _attend_sliding(query, key, attention_mask, scale, kwargs), None
     callback = _get_variable(_callback)
     replacement = None
     if callback is not None:
-        replacement = callback(module, query, key, value, attention_mask, scale)
+        replacement = callback(module, query, key, value, attention_mask, scale, sinks)
     if isinstance(key, RaggedLayer):
         window = kwargs.get("sliding_window")
         if window is not None and attention_mask is None and key.get_seq_length() > window:
@@ -303,11 +311,19 @@ def attend_layer(
         grouped = query.unflatten(1, (key.heads, -1))
         layer = _unpack_for_call(grouped, key)
         backend = choose_backend(grouped, layer)
-        result = backend(grouped, layer, attention_mask, scale)
+        # Few models have sinks, and a backend is called without them otherwise.
+        more = () if sinks is None else (group_sinks(sinks, key.heads),)
+        result = backend(grouped, layer, attention_mask, scale, *more)
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
     if replacement is not None:
         return replacement, None
     assert isinstance(value, Tensor), "dense keys come with dense values"
+    if sinks is not None:
+        if attention_mask is None and query.shape[-2] > 1:
+            causal = naive.make_causal_mask(query.shape[-2], key.shape[-2], query.device)
+            attention_mask = causal[None, None]
+        result = attend_with_sinks(query, key, value, attention_mask, scale, sinks, dropout)
+        return result.transpose(1, 2).contiguous(), None
     if attention_mask is not None and _shares_heads(query, dropout, kwargs):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).contiguous(), None
@@ -322,12 +338,13 @@ def _attend_part(
     layer: RaggedLayer | SlidingLayer,
     mask: Tensor | None,
     scale: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of the rows of one document, whose mask is our own."""
     if isinstance(layer, SlidingLayer):
-        result = sliding.attend_rows(query, layer, mask, scale)
+        result = sliding.attend_rows(query, layer, mask, scale, sinks)
         return result.transpose(1, 2).contiguous()
-    result, _ = attend_layer(module, query, layer, layer, mask, scaling=scale)
+    result, _ = attend_layer(module, query, layer, layer, mask, scaling=scale, s_aux=sinks)
     return result
 
 
@@ -343,7 +360,8 @@ def _attend_sliding(
         )
     # A static tail belongs to a loop of ours, whose mask says which columns are written.
     attend = sliding.attend_rows if layer.static else sliding.attend_sequence
-    return attend(query, layer, mask, scale).transpose(1, 2).contiguous()
+    result = attend(query, layer, mask, scale, options.get("s_aux"))
+    return result.transpose(1, 2).contiguous()
 
 
 def _shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:

@@ -9,6 +9,8 @@ merged one after the other:
 
     l = log(e^l1 + e^l2),    o = e^(l1 - l) o1 + e^(l2 - l) o2.
 
+A model's sinks (sinks.py) join at the end, and join the wanted softmax by themselves.
+
 Beyond the output this needs memory for one head's keys and values in that softmax and a few copies
 of one block.
 """
@@ -19,6 +21,8 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+
+from restorekv.model.attention.sinks import add_sinks
 
 BLOCK = 1 << 20  # logits of a block
 TILE = 2048  # cached pairs of a tile
@@ -34,6 +38,7 @@ def attend_pass(
     scale: float,
     inside: Sequence[slice] = (),
     on_weights: OnWeights = lambda *_: None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute what `naive.attend_pass` defines.
 
@@ -46,6 +51,7 @@ def attend_pass(
         on_weights: Called with head, low, high and the weights (G, high - low, W + high) float32 of
             the rows [low, high), a softmax over the columns `inside` and the own pairs up to
             `high`. It may change them.
+        sinks: (H, G), logits that are in every softmax, or None.
 
     Returns:
         (Q, H * G, D).
@@ -69,7 +75,12 @@ def attend_pass(
             last = len(keys) - rows + high
             weights, near = _average_values(part, keys[:last], values[:last], high - low)
             far = (_average_values(part, key.to(exact), value)[1] for key, value in others)
-            mean = reduce(merge_parts, far, near)[0]
+            mean, lse = reduce(merge_parts, far, near)
+            if sinks is not None:
+                of_rows = sinks[head].repeat_interleave(high - low)[:, None]
+                mean = add_sinks(mean, lse, of_rows)
+                # The wanted softmax is over fewer pairs, and has the sink too.
+                weights = add_sinks(weights, near[1], of_rows)
             output[low:high, head] = mean.unflatten(0, (groups, -1)).transpose(0, 1)
             on_weights(head, low, high, weights.unflatten(0, (groups, -1)))
     return output.flatten(1, 2)

@@ -7,7 +7,8 @@ log-sum-exps l_i into one softmax:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
-Logits and sums are float32 (float64 for float64).
+A model's sinks (sinks.py) are one more piece, whose average is 0. Logits and sums are float32
+(float64 for float64).
 """
 
 from itertools import pairwise
@@ -35,10 +36,14 @@ def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
 
 
 def attend_ragged(
-    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: RaggedLayer,
+    tail_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no
-    gradients.
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
+    -> (B, H, G, Q, D); no gradients.
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
@@ -48,7 +53,9 @@ def attend_ragged(
     batch, heads, groups, queries, width = query.shape
     # With one row the kernel multiplies differently, at half the speed.
     if batch * groups * queries == 1:
-        return attend_ragged(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
+        twice = None if sinks is None else sinks.expand(-1, 2)
+        double = query.expand(-1, -1, 2, -1, -1)
+        return attend_ragged(double, layer, tail_mask, scale, twice)[:, :, :1]
     rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
     most = max(
         min(
@@ -56,8 +63,8 @@ def attend_ragged(
         ),
         1,
     )
-    # One for each piece, one for the remaining rows, one for the tail.
-    outputs = query.new_zeros(most + 2, *rows.shape)
+    # One for each piece, one for the remaining rows, one for the sinks, one for the tail.
+    outputs = query.new_zeros(most + 3, *rows.shape)
     lses = rows.new_full(
         outputs.shape[:-1], torch.finfo(_get_exact_dtype(query)).min, dtype=_get_exact_dtype(query)
     )
@@ -73,6 +80,9 @@ def attend_ragged(
             output, lse = _attend_rows(rows[head], layer, middle, end, 1, scale)
             outputs[most, head] = output[0]
             lses[most, head] = lse[0]
+    if sinks is not None:
+        of_rows = sinks[:, None, :, None].expand(-1, batch, -1, queries)
+        lses[most + 1] = of_rows.reshape(heads, -1)
     tail, lse = _attend_tail(query.flatten(2, 3), layer, tail_mask, groups, scale)
     outputs[-1] = tail.transpose(0, 1).reshape(rows.shape)
     lses[-1] = lse.transpose(0, 1).reshape(rows.shape[:-1])

@@ -2,8 +2,10 @@
 
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
-and the frozen context needs neither dk nor dv. The backward pass recomputes p, as FlashAttention
-does (arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
+and the frozen context needs neither dk nor dv. A model's sinks (sinks.py) take a share of p and
+have no value, so that the equations stay; they belong to the frozen model and get no gradients. The
+backward pass recomputes p, as FlashAttention does (arXiv:2205.14135). A row has its whole softmax
+in one block, so nothing has to be merged.
 """
 
 from collections.abc import Iterator
@@ -16,15 +18,22 @@ from torch.autograd.function import once_differentiable
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.sinks import compute_weights
 
 BLOCK = 1 << 22  # logits of a block; three such tensors exist at once, 48 MiB in float32
 Pairs = tuple[Tensor, Tensor]  # one head's keys, or its values: context (N, D) and tail (B, t, D)
 
 
 def attend_ragged(
-    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: RaggedLayer,
+    tail_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
+    -> (B, H, G, Q, D).
+    """
     if tail_mask is None:
         causal = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)
         tail_mask = causal[None, None]
@@ -36,6 +45,7 @@ def attend_ragged(
         layer.context_keys,
         layer.context_values,
         layer.bias,
+        sinks,
         layer.bounds,
         scale,
     )
@@ -80,21 +90,22 @@ class FrozenAttention(torch.autograd.Function):
             for_query,
             for_keys.to(tail_keys.dtype),
             for_values.to(tail_values.dtype),
-            *(None,) * 6,  # for what is not trained
+            *(None,) * 7,  # for what is not trained
         )
 
 
 def iterate_blocks(
-    query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale
+    query, tail_keys, tail_values, mask, context_keys, context_values, bias, sinks, bounds, scale
 ) -> Iterator[tuple]:
     """Yield (head, rows, scaled query, keys, values, weights) for every head, in blocks of queries.
 
     Scaled query (B, G, q, D) and weights (B, G, q, N + t) are float32, or the query's dtype if that
-    is wider.
+    is wider. With sinks (H, G) the weights of a row sum to less than 1.
     """
     batch, _, groups, queries, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
     for head, (start, end) in enumerate(pairwise(bounds)):
+        of_head = None if sinks is None else sinks[head]
         keys = context_keys[start:end].to(exact), tail_keys[:, head].to(exact)
         values = context_values[start:end].to(exact), tail_values[:, head].to(exact)
         step = max(BLOCK // (batch * groups * (end - start + tail_keys.shape[-2])), 1)
@@ -105,7 +116,7 @@ def iterate_blocks(
             if bias is not None:
                 logits[..., : end - start] += bias[start:end]
             logits[..., end - start :].masked_fill_(~mask[:, :, rows], torch.finfo(exact).min)
-            yield head, rows, scaled, keys, values, logits.softmax(-1)
+            yield head, rows, scaled, keys, values, compute_weights(logits, of_head)
 
 
 def _multiply_pairs(rows: Tensor, pairs: Pairs) -> Tensor:

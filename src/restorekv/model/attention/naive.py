@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
+from restorekv.model.attention.sinks import compute_weights
 
 ROWS = 64  # rows of a pass whose weights exist at once
 
@@ -20,9 +21,15 @@ def make_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def attend_ragged(
-    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: RaggedLayer,
+    tail_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
+    -> (B, H, G, Q, D).
+    """
     batch, heads, _, queries, _ = query.shape
     tail = layer.keys.shape[-2]
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -45,7 +52,8 @@ def attend_ragged(
         hidden = torch.cat([tail_mask.new_zeros(batch, 1, queries, count), ~tail_mask], -1)
         # The lowest finite number: a padding query may see nothing, and NaN would spread through
         # its values.
-        weights = logits.masked_fill(hidden, torch.finfo(exact).min).softmax(-1)
+        logits = logits.masked_fill(hidden, torch.finfo(exact).min)
+        weights = compute_weights(logits, None if sinks is None else sinks[head])
         outputs.append(weights @ values[:, None].to(exact))
     return torch.stack(outputs, 1).to(query.dtype)
 
@@ -57,6 +65,7 @@ def attend_pass(
     scale: float,
     inside: Sequence[slice] = (),
     on_weights: Callable[[int, int, int, Tensor], None] = lambda *_: None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return a pass's attention (Q, H * G, D) over the pairs of a cache and its own.
 
@@ -69,11 +78,13 @@ def attend_pass(
         on_weights: Called with head, low, high and the weights (G, high - low, W + high) float32 of
             the rows [low, high), a softmax over the columns `inside` and the own pairs up to
             `high`. It may change them.
+        sinks: (H, G), logits that are in every softmax, or None.
     """
     heads, _, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
     outputs = []
     for head in range(heads):
+        of_head = None if sinks is None else sinks[head]
         cached_keys, cached_values = cached(head)
         keys = torch.cat([cached_keys, own[0][head]]).to(exact)
         values = torch.cat([cached_values, own[1][head]]).to(exact)
@@ -86,8 +97,8 @@ def attend_pass(
             logits = query[head, :, low:high].to(exact) @ keys.T * scale  # (G, high - low, K + Q)
             later = columns[None] > columns[held + low : held + high, None]
             logits = logits.masked_fill(later, -torch.inf)
-            parts.append(logits.softmax(-1) @ values)
+            parts.append(compute_weights(logits, of_head) @ values)
             seen = chosen[: len(chosen) - rows + high]
-            on_weights(head, low, high, logits[..., seen].softmax(-1))
+            on_weights(head, low, high, compute_weights(logits[..., seen], of_head))
         outputs.append(torch.cat(parts, 1))  # (G, Q, D)
     return torch.stack(outputs).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)

@@ -16,18 +16,23 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError
 from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.sinks import attend_with_sinks
 
 
 def attend_rows(
-    query: Tensor, layer: SlidingLayer, tail_mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: SlidingLayer,
+    tail_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return (B, H*G, Q, D) for query (B, H*G, Q, D) of our own loops.
 
     tail_mask (B, 1, Q, columns) says what each query sees of its row, however far away; None says
-    that no row has padding.
+    that no row has padding. sinks (H*G,) are in every softmax.
     """
     if tail_mask is None:
-        return attend_sequence(query, layer, None, scale)
+        return attend_sequence(query, layer, None, scale, sinks)
     sees = tail_mask[:, 0]  # (B, Q, columns)
     queries = layer.seen - 1 + sees.sum(-1)  # (B, Q)
     tail = layer.seen - 1 + sees[:, -1].cumsum(-1)  # (B, columns), right where they are seen
@@ -40,16 +45,20 @@ def attend_rows(
     visible = visible | ~visible.any(-1, keepdim=True)
     keys = _join(layer.context_keys, layer.keys)
     values = _join(layer.context_values, layer.values)
-    return _attend(query, keys, values, visible[:, None], scale)
+    return _attend(query, keys, values, visible[:, None], scale, sinks)
 
 
 def attend_sequence(
-    query: Tensor, layer: SlidingLayer, mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: SlidingLayer,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return (B, H*G, Q, D) for query (B, H*G, Q, D), the last Q columns of a tail without padding.
 
     `mask` (B or 1, 1, Q, columns) is transformers' own for these columns, or None; it is refused if
-    it hides more than the window does.
+    it hides more than the window does. sinks (H*G,) are in every softmax.
     """
     count = query.shape[-2]
     columns = layer.columns
@@ -70,7 +79,7 @@ def attend_sequence(
     visible = torch.cat([in_context, window[:, tail_start:]], -1)
     keys = _join(layer.context_keys[:, :, start:], layer.keys[:, :, tail_start:])
     values = _join(layer.context_values[:, :, start:], layer.values[:, :, tail_start:])
-    return _attend(query, keys, values, visible[None, None], scale)
+    return _attend(query, keys, values, visible[None, None], scale, sinks)
 
 
 def _join(context: Tensor, tail: Tensor) -> Tensor:
@@ -78,8 +87,17 @@ def _join(context: Tensor, tail: Tensor) -> Tensor:
     return torch.cat([context.expand(len(tail), -1, -1, -1), tail], -2)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return the softmax average (B, H*G, Q, D) of what is visible, (B or 1, 1, Q, K)."""
+    if sinks is not None:
+        return attend_with_sinks(query, keys, values, visible, scale, sinks)
     if torch.is_grad_enabled():
         groups = query.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(groups, 1)

@@ -15,6 +15,7 @@ from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.blocked import Part, merge_parts
 from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.sinks import add_sinks
 
 BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
 
@@ -45,9 +46,15 @@ def unpack_layer(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLa
 
 
 def attend_ragged(
-    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: RaggedLayer,
+    tail_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
+    -> (B, H, G, Q, D).
+    """
     batch, heads, groups, queries, dim = query.shape
     exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale
     rows = exact.transpose(0, 1).reshape(heads, -1, dim)  # (H, B*G*Q, D)
@@ -58,7 +65,9 @@ def attend_ragged(
         for low in range(start, end, step):
             part = _attend_tile(rows[head], layer, slice(low, min(low + step, end)))
             output[head], lse[head] = merge_parts((output[head], lse[head]), part)
-    return output.view(heads, batch, groups, queries, dim).transpose(0, 1).to(query.dtype)
+    output, lse = (x.view(heads, batch, groups, queries, -1).transpose(0, 1) for x in (output, lse))
+    of_rows = None if sinks is None else sinks[None, :, :, None, None]
+    return add_sinks(output, lse, of_rows).to(query.dtype)
 
 
 def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:

@@ -3,7 +3,8 @@
 Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or
 just after what the query may see, so that a pair that is missed or seen too early changes a row by
-as much as its values are long. What no query may see holds values a hundred times as large.
+as much as its values are long. What no query may see holds values a hundred times as large. Some
+trials have learned sinks about as large as the largest logits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SEEN = (
 )
 _PACKINGS = 4  # contexts that are packed and read; the others of TRIALS differ in their questions
 _HIDDEN = 100.0  # how much longer values are that no query may see
-Attend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
+Attend = Callable[..., Tensor]  # from query, layer, mask, scale and perhaps sinks
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Trial:
 
     With `masked`, questions are padded on the left after the first column. The buffer has `spare`
     more columns, which a `fixed` tail shows and its mask hides, as for steps of fixed work. `first`
-    is where in LENGTHS the first head starts, or None for empty heads.
+    is where in LENGTHS the first head starts, or None for empty heads. `sinks` says that the model
+    has a logit of each query head in every softmax.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Trial:
     bias: bool = False
     spare: int = 0
     fixed: bool = False
+    sinks: bool = False
 
 
 def _iterate_forms() -> Iterator[Trial]:
@@ -142,6 +145,18 @@ TRIALS = (
         bias=True,
     ),
     *_iterate_forms(),
+    Trial("one token and sinks", batch=1, queries=1, tail=5, first=0, sinks=True),
+    Trial(
+        "padded questions with a bias and sinks",
+        batch=3,
+        queries=3,
+        tail=70,
+        first=3,
+        masked=True,
+        bias=True,
+        sinks=True,
+    ),
+    Trial("empty heads and sinks", batch=2, queries=2, tail=6, first=None, sinks=True),
 )
 
 
@@ -154,12 +169,16 @@ class Sample:
     mask: Tensor | None
     scale: float
     largest: float
+    sinks: Tensor | None = None
+
+    def move_sinks(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the sinks (H, G) on a device as the last argument of a backend, or no argument."""
+        return () if self.sinks is None else (self.sinks.to(device),)
 
     def compute_definition(self) -> Tensor:
         """Return the definition's result in float64."""
-        return naive.attend_ragged(
-            self.query.double(), _convert_to_float64(self.layer), self.mask, self.scale
-        )
+        layer = _convert_to_float64(self.layer)
+        return naive.attend_ragged(self.query.double(), layer, self.mask, self.scale, self.sinks)
 
     def compute_sizes(self) -> Tensor:
         """Return, for each number of the result, the weighted mean of the absolute values in it.
@@ -175,7 +194,9 @@ class Sample:
         absolute = make_layer(
             layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias
         )
-        means = naive.attend_ragged(self.query.double(), absolute, self.mask, self.scale)
+        means = naive.attend_ragged(
+            self.query.double(), absolute, self.mask, self.scale, self.sinks
+        )
         pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
         return means + torch.finfo(self.query.dtype).tiny * pairs * largest
 
@@ -237,7 +258,11 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
         values = values[:, :, :tail]
     layer = make_layer(context_keys, context_values, edges, keys, values, bias)
     mask = visible[..., : layer.columns] if trial.masked else None
-    return Sample(query, layer, mask, scale, largest)
+    sinks = None
+    if trial.sinks:
+        sinks = (draw(heads, groups) * _SEEN / 2).to(dtype)
+        largest = max(largest, float(sinks.abs().max()))
+    return Sample(query, layer, mask, scale, largest, sinks)
 
 
 def _make_visible_columns(trial: Trial) -> Tensor:
@@ -334,7 +359,8 @@ def _measure_backend(
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
         layer = _copy_to_device(sample.layer, device)
-        found = attend()(sample.query.to(device), layer, mask, sample.scale)
+        sinks = sample.move_sinks(device)
+        found = attend()(sample.query.to(device), layer, mask, sample.scale, *sinks)
         allowed = compute_tolerance(target.dtype, sample.largest, products)
         yield Measurement(
             trial.name, sample.measure_error(found, sample.compute_definition()), allowed
@@ -344,35 +370,49 @@ def _measure_backend(
 def _measure_frozen(target: Target) -> Iterator[Measurement]:
     """Compare `frozen` with the definition, and its gradients with those of the definition."""
     yield from _measure_backend(lambda: frozen.attend_ragged, target)
-    sample = make_sample(target, TRIALS[1])
-    wanted = _compute_gradients(
-        naive.attend_ragged,
-        sample.query.double(),
-        _convert_to_float64(sample.layer),
-        sample.mask,
-        sample.scale,
-    )
-    layer = _copy_to_device(sample.layer, target.device)
-    query = sample.query.to(target.device)
-    mask = None if sample.mask is None else sample.mask.to(target.device)
-    found = _compute_gradients(frozen.attend_ragged, query, layer, mask, sample.scale)
-    for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
-        longest = float(theirs.norm(dim=-1).max())
-        error = float((ours.cpu().double() - theirs).norm(dim=-1).max()) / longest
-        yield Measurement(
-            f"gradients of {name}", error, 4 * compute_tolerance(target.dtype, sample.largest)
+    padded_with_sinks = TRIALS[-2]
+    for trial, ending in ((TRIALS[1], ""), (padded_with_sinks, " with sinks")):
+        sample = make_sample(target, trial)
+        wanted = _compute_gradients(
+            naive.attend_ragged,
+            sample.query.double(),
+            _convert_to_float64(sample.layer),
+            sample.mask,
+            sample.scale,
+            *sample.move_sinks(torch.device("cpu")),
         )
+        layer = _copy_to_device(sample.layer, target.device)
+        query = sample.query.to(target.device)
+        mask = None if sample.mask is None else sample.mask.to(target.device)
+        found = _compute_gradients(
+            frozen.attend_ragged,
+            query,
+            layer,
+            mask,
+            sample.scale,
+            *sample.move_sinks(target.device),
+        )
+        for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
+            longest = float(theirs.norm(dim=-1).max())
+            error = float((ours.cpu().double() - theirs).norm(dim=-1).max()) / longest
+            allowed = 4 * compute_tolerance(target.dtype, sample.largest)
+            yield Measurement(f"gradients of {name}{ending}", error, allowed)
 
 
 def _compute_gradients(
-    attend: Attend, query: Tensor, layer: RaggedLayer, mask: Tensor | None, scale: float
+    attend: Attend,
+    query: Tensor,
+    layer: RaggedLayer,
+    mask: Tensor | None,
+    scale: float,
+    *sinks: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients that reach the query and the tail's keys and values."""
     leaves = [x.detach().clone().requires_grad_() for x in (query, *layer.pair)]
     layer = copy.copy(layer)
     layer.keys, layer.values = leaves[1:]
     with torch.enable_grad():
-        result = attend(leaves[0], layer, mask, scale)
+        result = attend(leaves[0], layer, mask, scale, *sinks)
         pattern = torch.linspace(-1, 1, result.shape[-1], dtype=result.dtype, device=result.device)
         return torch.autograd.grad((result * pattern).sum(), leaves)
 
@@ -403,13 +443,16 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
             packed_keys, packed_values, list(bounds), plain.keys, plain.values, plain.bias
         )
         exact = _convert_to_float64(layer)
-        wanted = naive.attend_ragged(sample.query.double(), exact, sample.mask, sample.scale)
+        wanted = naive.attend_ragged(
+            sample.query.double(), exact, sample.mask, sample.scale, sample.sinks
+        )
         mask = None if sample.mask is None else sample.mask.to(target.device)
         found = stored.attend_ragged(
             sample.query.to(target.device),
             _copy_to_device(layer, target.device),
             mask,
             sample.scale,
+            *sample.move_sinks(target.device),
         )
         yield Measurement(
             trial.name,

@@ -9,6 +9,8 @@ that equal inputs give equal bits:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
+A model's sinks (sinks.py) are where `merge` starts from: an average of 0 whose l is their logit.
+
 A layer with N kept pairs in P tiles and a tail of t rows in p pieces moves this many bytes:
 
     2 N D size            context, once if R <= 64; else once per 64 rows (float32: 16), whose
@@ -63,10 +65,14 @@ def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
 
 
 def attend_ragged(
-    query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float
+    query: Tensor,
+    layer: RaggedLayer,
+    tail_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no
-    gradients.
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
+    -> (B, H, G, Q, D); no gradients.
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
@@ -86,6 +92,7 @@ def attend_ragged(
         plan.first,
         list(plan.counts),
         scale,
+        sinks,
     )
     return result.permute(0, 2, 3, 1, 4)
 
@@ -102,9 +109,10 @@ def launch_kernels(
     first: Tensor,
     counts: list[int],
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), context (N, D), bias (N,), tail (B, H, t, D), mask (B or 1, 1, Q, t)
-    -> (B, Q, H, G, D).
+    """query (B, H, G, Q, D), context (N, D), bias (N,), tail (B, H, t, D), mask (B or 1, 1, Q, t),
+    sinks (H, G) -> (B, Q, H, G, D).
 
     entries, first and counts are those of `tiles.Tiles`.
     """
@@ -113,6 +121,7 @@ def launch_kernels(
     context_keys = context_keys.contiguous()
     context_values = context_values.contiguous()
     bias = None if bias is None else bias.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     batch, heads, groups, queries, width = query.shape
     rows = groups * queries
     wanted = _count_wanted_programs(query.device)
@@ -181,6 +190,7 @@ def launch_kernels(
             sums,
             first,
             output,
+            sinks,
             level * (heads + 1),
             count,
             pieces,
@@ -192,6 +202,7 @@ def launch_kernels(
             m,
             MERGED if few else MERGED // 4,
             columns,
+            sinks is not None,
         )
     return output
 

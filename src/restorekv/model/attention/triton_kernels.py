@@ -246,6 +246,7 @@ def merge(
     sums,
     first,
     output,
+    sinks,
     begin,
     count,
     pieces,
@@ -257,9 +258,12 @@ def merge(
     M: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merge the results of a head's tiles, then its tail's, for M rows and WIDTH columns of output
     (B, Q, H, G, D).
+
+    With SINKS, the logits sinks (H, G) are merged too, as results of 0.
     """
     row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     head = tl.program_id(1)
@@ -268,8 +272,12 @@ def merge(
     within = column < D
     low = tl.load(first + begin + head)
     own = tl.load(first + begin + head + 1) - low
+    group = row // queries % G
     best = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
+    if SINKS:
+        best = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E
+        weight = tl.full([M], 1.0, tl.float32)
     result = tl.zeros([M, WIDTH], tl.float32)
     for at in range(0, own + pieces, BLOCK_S):
         index = at + tl.arange(0, BLOCK_S)
@@ -288,7 +296,6 @@ def merge(
         best = higher
     result /= tl.where(weight > 0, weight, 1.0)[:, None]
     question = row // (G * queries)
-    group = row // queries % G
     query = row % queries
     place = ((question * queries + query) * H + head) * G + group
     cell = output + place[:, None] * D + column[None, :]

@@ -1,0 +1,132 @@
+"""Compress with models of many families, and compare their answers with transformers' own.
+
+python examples/families.py             # every family of the table; a minute or two on a CPU
+python examples/families.py gpt-oss     # some of them
+
+The models are small and random, made from each family's own config class, so that nothing is
+downloaded and what they say makes no sense. At ratio 1 nothing is lost: answers that come from a
+compressed text have to be those of `generate`, which reads text and question at once.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from restorekv import compress
+
+HERE = Path(__file__).resolve().parent
+TOKENIZER = HERE.parent / "distributions/restorekv-tiny/restorekv_tiny/model"
+WINDOW = 32
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+MIXED = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GRANITE = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+# The name of each family, its model type and what its config says besides SIZES.
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "Llama": ("llama", {}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen2 with windows": ("qwen2", {**MIXED, "use_sliding_window": True}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3 with windows": ("qwen3", {**MIXED, "use_sliding_window": True}),
+    "Gemma 3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {**MIXED, **EXPERTS}),
+    "Flint": ("flint", {**EXPERTS, "sliding_window": WINDOW}),
+    "Cohere 2": ("cohere2", {"sliding_window": WINDOW}),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", {"sliding_window": WINDOW}),
+    "EXAONE 4": ("exaone4", {"sliding_window": WINDOW}),
+    "Phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "Phi-3": ("phi3", {"sliding_window": None}),
+    "GLM": ("glm", {"attention_bias": True}),
+    "GLM-4": ("glm4", {}),
+    "Granite": ("granite", GRANITE),
+    "Granite with windows": ("granite_swa", {**GRANITE, "sliding_window": WINDOW}),
+    "Mistral within its window": ("mistral", {"sliding_window": 1024}),
+    "StableLM": ("stablelm", {"use_qkv_bias": True}),
+    "SmolLM3": ("smollm3", {}),
+    "Starcoder 2": ("starcoder2", {"sliding_window": None, "use_bias": True}),
+}
+TEXT = (HERE / "lighthouse.txt").read_text(encoding="utf-8")[:600]
+QUESTIONS = ["Who built it?", "Where does the keeper live?", "What is its height?", "Why?"]
+
+
+def build_model(family: str, words: int, seed: int = 0) -> PreTrainedModel:
+    """Return a small random model of a family, for `words` token ids."""
+    kind, settings = FAMILIES[family]
+    config = AutoConfig.for_model(kind, vocab_size=words, **{**SIZES, **settings})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():  # biases, norms and sinks begin as zeros and ones
+        if parameter.dim() == 1:
+            parameter += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+def answer_alike(family: str) -> bool:
+    """Return whether RestoreKV and transformers answer alike."""
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    model = build_model(family, len(tokenizer))
+
+    small = compress(model, tokenizer, TEXT, ratio=1, evictor="snapkv", adapter=None)
+    answers = small.ask(QUESTIONS, max_new_tokens=8, details=True)
+
+    model.set_attn_implementation("eager")
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        asked = small.inputs(question)["input_ids"]
+        written = model.generate(
+            asked,
+            attention_mask=torch.ones_like(asked),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=0,
+        )
+        if written[0, asked.shape[1] :].tolist() != list(answer.ids):
+            return False
+    return True
+
+
+def main(*families: str) -> None:
+    for family in families or FAMILIES:
+        print(f"{family:26} {'equal' if answer_alike(family) else 'different'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,24 @@
+"""The families of examples/families.py, whose table is the one list of their configs."""
+
+import importlib.util
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from tests.helpers.exactness import TOKENIZER
+
+PATH = Path(__file__).resolve().parents[2] / "examples" / "families.py"
+_spec = importlib.util.spec_from_file_location("families", PATH)
+assert _spec is not None and _spec.loader is not None
+example = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(example)
+FAMILIES: list[str] = list(example.FAMILIES)
+
+
+def build_family(family: str, seed: int = 0) -> PreTrainedModel:
+    """Return a small random model of a family, for the tests' tokenizer."""
+    model = example.build_model(family, max(len(TOKENIZER), 320), seed)
+    model.set_experts_implementation("eager")  # the others have no float64
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model

@@ -1,0 +1,226 @@
+"""Models that take images too: text is compressed and answered by their language model, as the
+whole class reads it.
+"""
+
+import pytest
+import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from restorekv import CompressedContext, RestoreAdapter, compress
+from restorekv.compression.eviction import make_compressor
+from restorekv.errors import ModelError, RestoreKVError
+from restorekv.generation import decoding
+from restorekv.model.prompt import Context
+from restorekv.model.shape import get_backbone
+from tests.helpers import exactness
+from tests.helpers.compressing import QUESTIONS, compress_with
+from tests.helpers.compressing import TEXT as SENTENCES
+from tests.helpers.exactness import TOKENIZER, random_ids
+from tests.helpers.families import example
+from tests.helpers.hybrids import dense_logits
+
+PREFIX, QUESTION, ANSWER = 3, 20, 12
+TEXT = example.WINDOW + 64
+CLOSE = 2e-5
+LANGUAGE = {**example.SIZES, "vocab_size": 320, "bos_token_id": None, "eos_token_id": 2}
+VISION = {"hidden_size": 16, "num_heads": 2, "patch_size": 14, "initializer_range": 0.2}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+IMAGE_IDS = {
+    "image_token_id": 319,
+    "video_token_id": 318,
+    "vision_start_token_id": 317,
+    "vision_end_token_id": 316,
+}
+
+
+def make_gemma():
+    config = Gemma3Config(
+        text_config={
+            **LANGUAGE,
+            "sliding_window": example.WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 20,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=319,
+        boi_token_index=318,
+        eoi_token_index=317,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def make_qwen2():
+    vision = {**VISION, "depth": 1, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    config = Qwen2VLConfig(text_config=LANGUAGE | ROPE, vision_config=vision, **IMAGE_IDS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def make_qwen2_5():
+    vision = {
+        **VISION,
+        "depth": 1,
+        "out_hidden_size": 32,
+        "intermediate_size": 16,
+        "fullatt_block_indexes": [0],
+    }
+    config = Qwen2_5_VLConfig(text_config=LANGUAGE | ROPE, vision_config=vision, **IMAGE_IDS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_qwen3():
+    vision = {
+        **VISION,
+        "depth": 2,
+        "out_hidden_size": 32,
+        "intermediate_size": 16,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3VLConfig(text_config=LANGUAGE | ROPE, vision_config=vision, **IMAGE_IDS)
+    return Qwen3VLForConditionalGeneration(config)
+
+
+MODELS = {
+    "Gemma 3": make_gemma,
+    "Qwen2-VL": make_qwen2,
+    "Qwen2.5-VL": make_qwen2_5,
+    "Qwen3-VL": make_qwen3,
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    model = MODELS[request.param]().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.3 * torch.randn(parameter.shape)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def make_context():
+    return Context(random_ids(TEXT), PREFIX, random_ids(2, 9))
+
+
+def prepare(model, spec="random"):
+    return make_compressor(spec).prepare(model, TOKENIZER, make_context())
+
+
+def make_adapter(model):
+    adapter = RestoreAdapter.create(model, 4, rank=2, alpha=4)
+    with torch.no_grad():
+        for weight in adapter.lora:
+            weight.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
+    return adapter
+
+
+def read(model, cache, asked):
+    first = cache.get_seq_length()
+    positions = torch.arange(first, first + asked.shape[-1])[None]
+    return model(
+        input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True
+    ).logits
+
+
+def error(own, expected):
+    return float((own.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+def generate(plain, ids):
+    written = plain.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=ANSWER,
+        do_sample=False,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=0,
+    )
+    return written[0, ids.shape[-1] :].tolist()
+
+
+def test_nothing_is_lost_at_ratio_1(model):
+    plain = exactness.plain_copy(model)
+    cache = prepare(model).evict(1)
+    asked = random_ids(QUESTION, 1)
+    whole = torch.cat([make_context().ids, asked], -1)
+    with torch.no_grad():
+        expected = plain(input_ids=whole).logits[:, TEXT:]
+        assert error(read(model, cache, asked), expected) < CLOSE
+    questions = [random_ids(2 + seed, 20 + seed) for seed in range(6)]
+    written = decoding.generate_ids(model, TOKENIZER, cache, questions, ANSWER)
+    wanted = [generate(plain, torch.cat([make_context().ids, each], -1)) for each in questions]
+    assert [each.tolist() for each in written] == wanted
+
+
+@pytest.mark.parametrize("spec", ["kvzip:chunk=40", "snapkv:window=8", "expected-attention"])
+def test_a_question_sees_what_is_kept(model, spec):
+    cache = prepare(model, spec).evict(0.4)
+    keep = cache.keep_mask(TEXT)
+    asked = random_ids(QUESTION, 1)
+    whole = torch.cat([make_context().ids, asked], -1)
+    expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
+    with torch.no_grad():
+        assert error(read(model, cache, asked), expected) < CLOSE
+
+
+def test_an_adapter_is_of_the_language_model_alone(model, tmp_path):
+    """A vision tower has layers of the same names, which no text trains."""
+    adapter = make_adapter(model)
+    text = len(get_backbone(model).layers)
+    assert len(list(adapter.lora)) == text * 7 * 2
+    with torch.enable_grad():
+        cache = prepare(model).with_restore_cache(adapter).evict(0.4)
+        read(model, cache, random_ids(QUESTION, 1)).square().mean().backward()
+    # After the last layer's keys and values nothing of the restore pass is used.
+    unused = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    trained = [weight for weight in adapter.lora if weight.grad is not None and weight.grad.any()]
+    assert len(trained) == (text * 7 - len(unused)) * 2
+    adapter.save_pretrained(tmp_path / "adapter")
+    again = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
+    for own, other in zip(again.parameters(), adapter.parameters(), strict=True):
+        assert own.equal(other)
+
+
+def test_a_text_is_compressed_asked_and_saved(model, tmp_path):
+    settings = {"ratio": 0.4, "evictor": "snapkv", "adapter": make_adapter(model)}
+    small = compress_with(model, TOKENIZER, SENTENCES * 2, **settings)
+    answers = small.ask(QUESTIONS, max_new_tokens=ANSWER)
+    small.save(tmp_path / "small.rkv")
+    again = CompressedContext.load(tmp_path / "small.rkv", model, TOKENIZER)
+    assert again.ask(QUESTIONS, max_new_tokens=ANSWER) == answers
+    chat = small.chat()
+    assert chat.ask(QUESTIONS[0], ANSWER) == answers[0]
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-VL"])
+def test_what_is_no_text_is_refused_with_what_to_pass(name):
+    model = MODELS[name]().eval()
+    processor = object.__new__(Gemma3Processor)
+    with pytest.raises(RestoreKVError, match=r"not a Gemma3Processor; pass processor\.tokenizer"):
+        compress(model, processor, SENTENCES, evictor="snapkv")
+    part = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is this?"}]
+    with pytest.raises(RestoreKVError, match="pass the text of each message as one string"):
+        compress(model, TOKENIZER, [{"role": "user", "content": part}], evictor="snapkv")
+    for headless in (model.model, model.model.language_model):
+        with pytest.raises(ModelError, match="has no output layer"):
+            compress(headless, TOKENIZER, SENTENCES, evictor="snapkv")
