@@ -29,7 +29,7 @@ DOCUMENTS = {
     "black": (20, 0.1, CompressionConfig(prefix_policy="counted")),
 }
 # Asked as one text: some begin alike, and one comes twice.
-TOGETHER = (["red", "blue"], ["red", "appended"], ["blue", "red", "folded"], ["red", "red"])
+TOGETHER = (["red", "blue"], ["red", "appended"], ["blue", "red", "composed"], ["red", "red"])
 MODES = {
     "as it comes": {},
     "no prefix caching": {"enable_prefix_caching": False},
@@ -129,6 +129,23 @@ def test_answers_are_those_of_ask_in_one_batch_with_plain_requests(world, plain_
             assert found[-1] == plain_answer
         if mode == "preemption":
             assert preemptions(llm) > 0
+
+
+def test_answers_are_the_same_head_by_head(world, monkeypatch):
+    """The other way to attend, which small documents are not worth."""
+    from restorekv.vllm import cpu_backend, head_loop
+
+    monkeypatch.setattr(head_loop, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(head_loop, "LEAST_WORK", 1)
+    calls = []
+    attend = cpu_backend.attend_by_head
+    monkeypatch.setattr(
+        cpu_backend, "attend_by_head", lambda *args: (calls.append(len(args[0])), attend(*args))[1]
+    )
+    with engine(world, **MODES["pieces of 16 tokens"]) as llm:
+        found = answers(llm, world.prompts)
+        assert without_halves(found) == without_halves(world.expected)
+    assert len(calls) > 100
 
 
 @pytest.fixture(scope="module")
