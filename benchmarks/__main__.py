@@ -44,6 +44,14 @@ COMMANDS = {
         "benchmarks.cli.vllm_answers",
         "Compare answers from cache files in vLLM with those of ask, in its environment.",
     ),
+    "vllm-kl": (
+        "benchmarks.cli.vllm_kl",
+        "Compare distributions of vLLM over cache files with those of ask, in its environment.",
+    ),
+    "vllm-steps": (
+        "benchmarks.cli.vllm_steps",
+        "Measure steps of vLLM with documents and without, in its environment.",
+    ),
     "charts": ("benchmarks.cli.charts", "Draw a chart of every benchmark's stored result."),
 }
 

@@ -110,19 +110,25 @@ def cut_documents(tokenizer: Tokenizer, plans: list[DocumentPlan]) -> list[str]:
 
 
 def run_answers(
-    folder: Path, count: int, modes: list[str], model_name: str, tell: Callable[[str], None]
+    folder: Path,
+    count: int,
+    longest: int,
+    modes: list[str],
+    model_name: str,
+    tell: Callable[[str], None],
 ) -> dict:
     """Make what is missing in the folder, ask vLLM in every mode and return the result.
 
     Args:
         folder: keeps model, cache files, answers and the modes that are done.
         count: of documents.
+        longest: tokens; longer documents are left out.
         modes: names in `MODES`.
         model_name: of a model that is at hand.
         tell: gets what is being done.
     """
     torch.set_num_threads(1)
-    plans = plan_documents(count)
+    plans = [plan for plan in plan_documents(count) if plan.tokens <= longest]
     expected = _make_documents(folder, plans, model_name, tell)
     rows = []
     for mode in modes:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.session import run_benchmark, run_each
-from benchmarks.vllm_answers import MODES, make_tables, run_answers
+from benchmarks.vllm_answers import LONGEST, MODES, SHORTEST, make_tables, run_answers
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 
@@ -18,6 +18,9 @@ def run(
         Path, typer.Option(help="Keeps documents, answers and the modes that are done.")
     ],
     documents: Annotated[int, typer.Option(min=1, help="How many documents are asked.")] = 30,
+    longest: Annotated[
+        int, typer.Option(min=SHORTEST, help="Leave out documents of more tokens.")
+    ] = LONGEST,
     mode: Annotated[
         list[str] | None, typer.Option(help="A mode of the engine; repeatable. [default: all]")
     ] = None,
@@ -31,7 +34,7 @@ def run(
     if unknown:
         raise RestoreKVError(f"There is no mode {unknown[0]!r}; choose from {', '.join(MODES)}.")
     run_benchmark(
-        lambda tell: run_answers(folder, documents, modes, model, tell),
+        lambda tell: run_answers(folder, documents, longest, modes, model, tell),
         lambda result: run_each(make_tables(result)),
         json,
     )

@@ -17,6 +17,7 @@ from restorekv.generation.sampling import SamplingConfig, SamplingOptions, take_
 from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
+from restorekv.storage.cache_file import Manifest
 
 Questions = list[str] | tuple[str, ...]
 # What composed contexts must have in common besides the model.
@@ -156,11 +157,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
     first = _check_one_model(contexts)
     manifests = [each.manifest for each in contexts]
-    for name in ALIKE:
-        if any(getattr(each, name) != getattr(manifests[0], name) for each in manifests):
-            raise RestoreKVError(
-                f"The contexts differ in {name}; compress them alike to compose them."
-            )
+    refuse_unlike(manifests)
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
     shape = CacheShape.from_model(first.model)
     attention.store_context(cache, manifests[0].storage, shape.groups)
@@ -184,6 +181,15 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     return CompressedContext(
         first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor
     )
+
+
+def refuse_unlike(manifests: Sequence[Manifest]) -> None:
+    """Raise RestoreKVError unless caches were made alike, so that they can be composed."""
+    for name in ALIKE:
+        if any(getattr(each, name) != getattr(manifests[0], name) for each in manifests):
+            raise RestoreKVError(
+                f"The contexts differ in {name}; compress them alike to compose them."
+            )
 
 
 def _check_one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:

@@ -46,8 +46,8 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_answers, "LONGEST", 400)
     monkeypatch.setattr(vllm_answers, "EVICTORS", ("snapkv", "kvzip"))
 
-    def run(modes):
-        return run_answers(tmp_path, 2, modes, "tiny", lambda words: None)
+    def run(modes, longest=400):
+        return run_answers(tmp_path, 2, longest, modes, "tiny", lambda words: None)
 
     return run, calls, tmp_path
 
@@ -69,6 +69,13 @@ def test_a_run_is_counted_and_goes_on_where_it_stopped(asked):
     assert max(sizes) <= memory < max(sizes) * 2
     table, line = make_tables(result)
     assert table.rows[0][:2] == ["in process", "39 of 40"] and "2 documents" in line
+
+
+def test_long_documents_are_left_out(asked):
+    run, calls, _ = asked
+    result = run(["in process"], longest=399)
+    assert [each["tokens"] for each in result["documents"]] == [vllm_answers.SHORTEST]
+    assert len(calls[0]["prompts"]) == len(vllm_answers.QUESTIONS)
 
 
 def test_an_engine_that_ends_is_reported(asked, monkeypatch):

@@ -11,12 +11,14 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.cache_file import read_cache
 from restorekv.storage.portable import load_portable
+from restorekv.vllm.composition import compose_files
 from restorekv.vllm.document_store import EngineModel
 from restorekv.vllm.portable_store import PortableStore
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
@@ -106,7 +108,7 @@ class FakeVllm:
         if document and self.form == "portable":
             options = {"past_key_values": load_portable(document.path).cache()}
         elif document:
-            cache = read_cache(document.path).cache()
+            cache = self.open_cache(document)
             # `generate` leaves out as many ids as the cache has seen.
             prompt = [0] * cache.get_seq_length() + prompt[PLACEHOLDERS:]
             options = {"past_key_values": cache}
@@ -153,6 +155,11 @@ class FakeVllm:
             if last:
                 break
         return pieces
+
+    def open_cache(self, document) -> RaggedCache:
+        """Return the cache of a document, or of several that are asked as one."""
+        files = [read_cache(path) for _, path in document.files]
+        return compose_files(files, self.model) if len(files) > 1 else files[0].cache()
 
     def likely(self, logits: torch.Tensor, token: int, count: int) -> dict:
         values = logits.log_softmax(-1)

@@ -8,6 +8,7 @@ import torch
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
 from restorekv.vllm.flat_pages import write_pages
+from restorekv.vllm.head_loop import attend_by_head, read_flat_pages
 from restorekv.vllm.page_pool import PagePool
 from restorekv.vllm.ragged_attention import RaggedAttention, refuse_special_attention
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
@@ -67,6 +68,20 @@ class RaggedBackend(RaggedAttention, PlainBackend):
         return output.float(), lse.T
 
 
+class LoopingBackend(RaggedBackend):
+    """The same, with some documents attended head by head."""
+
+    def __init__(self, looped):
+        self.looped = looped
+
+    def prefers_loop(self, tokens, document):
+        return any(worker_state.pool().tables[name] is document for name in self.looped)
+
+    def attend_heads(self, queries, document, number):
+        pages = worker_state.pool().pages
+        return attend_by_head(queries, document, number, pages, read_flat_pages, self.scale)
+
+
 @pytest.fixture
 def pool():
     worker_state.forget_pools()
@@ -122,8 +137,9 @@ def expect(backend, layer, document, query, kv_cache, table, seen):
     return output
 
 
+@pytest.mark.parametrize("looped", ["", "a", "b", "ab"])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_plain_and_asking_requests_share_a_step(pool, layer):
+def test_plain_and_asking_requests_share_a_step(pool, layer, looped):
     documents = {
         "a": make_document([[1, 37], [6, 0]], DIM, 1),
         "b": make_document([[9, 4], [0, 2]], DIM, 2),
@@ -136,7 +152,7 @@ def test_plain_and_asking_requests_share_a_step(pool, layer):
     query, kv_cache, metadata = make_step(requests)
     firsts = metadata.block_table[:, 0].tolist()
     worker_state.begin_step({first: name for first, name in zip(firsts, asks, strict=True) if name})
-    backend = RaggedBackend()
+    backend = LoopingBackend(looped)
     found = run(backend, layer, query, kv_cache, metadata)
     starts = metadata.query_start_loc.tolist()
     for row, name in enumerate(asks):

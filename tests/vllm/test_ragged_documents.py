@@ -18,7 +18,7 @@ from restorekv.vllm.ragged_documents import (
     build_rope_model,
     gather_pairs,
     identify,
-    load_pairs,
+    load_file,
 )
 from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
 from tests.helpers.models import VOCABULARY, build_model
@@ -128,7 +128,7 @@ def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tok
     found = store.find_document(ids)
     (place / "blue.rkv").rename(place / "red.rkv")
     with pytest.raises(CacheFileError, match="was replaced by another document"):
-        load_pairs(found.path, found.name)
+        load_file(found.path, found.name)
     content = bytearray((place / "red.rkv").read_bytes())
     content[-40] ^= 1
     (place / "red.rkv").write_bytes(content)

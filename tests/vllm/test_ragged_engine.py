@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from restorekv import CompressionConfig, compress
+from restorekv import CompressionConfig, compose, compress
 from restorekv.context import CompressedContext
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.vllm import prompt, ragged_config
 from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask, without_halves
+from tests.helpers.grown import GROWN, make_grown_documents
 from tests.helpers.models import build_model, build_tokenizer
 
 pytest.importorskip("vllm")
@@ -27,6 +28,8 @@ DOCUMENTS = {
     "white": (20, 0.1, CompressionConfig(storage="int8")),
     "black": (20, 0.1, CompressionConfig(prefix_policy="counted")),
 }
+# Asked as one text: some begin alike, and one comes twice.
+TOGETHER = (["red", "blue"], ["red", "appended"], ["blue", "red", "composed"], ["red", "red"])
 MODES = {
     "as it comes": {},
     "no prefix caching": {"enable_prefix_caching": False},
@@ -126,6 +129,58 @@ def test_answers_are_those_of_ask_in_one_batch_with_plain_requests(world, plain_
             assert found[-1] == plain_answer
         if mode == "preemption":
             assert preemptions(llm) > 0
+
+
+def test_answers_are_the_same_head_by_head(world, monkeypatch):
+    """The other way to attend, which small documents are not worth."""
+    from restorekv.vllm import cpu_backend, head_loop
+
+    monkeypatch.setattr(head_loop, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(head_loop, "LEAST_WORK", 1)
+    calls = []
+    attend = cpu_backend.attend_by_head
+    monkeypatch.setattr(
+        cpu_backend, "attend_by_head", lambda *args: (calls.append(len(args[0])), attend(*args))[1]
+    )
+    with engine(world, **MODES["pieces of 16 tokens"]) as llm:
+        found = answers(llm, world.prompts)
+        assert without_halves(found) == without_halves(world.expected)
+    assert len(calls) > 100
+
+
+@pytest.fixture(scope="module")
+def grown_world(tmp_path_factory) -> RaggedWorld:
+    """Documents that grew, were folded or composed, and requests for several documents."""
+    place = tmp_path_factory.mktemp("grown")
+    model = build_model("llama", hidden_size=128, head_dim=32)
+    tokenizer = build_tokenizer()
+    adapter = RestoreAdapter.create(model, 4, rank=2)
+    model.save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    store = place / "store"
+    store.mkdir()
+    documents = make_grown_documents(store, model, tokenizer, adapter=adapter)
+    prompts, expected = [], []
+    for names in (*[[name] for name in GROWN], *TOGETHER):
+        paths = [store / f"{name}.rkv" for name in names]
+        whole = documents[names[0]]
+        if len(names) > 1:
+            whole = compose([documents[name] for name in names])
+        prompts += [prompt(paths if len(paths) > 1 else paths[0], q, tokenizer) for q in QUESTIONS]
+        expected += [whole.ask(question, max_new_tokens=TOKENS) for question in QUESTIONS]
+    assert len(set(expected)) > len(expected) // 2, "the documents hardly differ"
+    return RaggedWorld(place / "model", store, tokenizer.encode(PLAIN), prompts, expected)
+
+
+def test_grown_documents_and_several_in_a_request_are_answered_as_by_ask(grown_world):
+    with engine(grown_world) as llm:
+        for _ in range(2):
+            found = answers(llm, grown_world.prompts)
+            assert without_halves(found) == without_halves(grown_world.expected)
+        damaged = list(grown_world.prompts[-1])
+        damaged[40] ^= 1
+        outputs = ask(llm, [damaged, grown_world.prompts[0]])
+        assert [each.finish_reason for each in outputs] == ["error", "length"]
 
 
 def test_a_pool_that_is_too_small_for_all_serves_all(world):

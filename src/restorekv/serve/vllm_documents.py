@@ -123,7 +123,8 @@ class RaggedForm(DocumentForm):
         document = store.find_document(ids)
         if document is not None:
             refuse_too_large(document, config)
-            ragged_documents.load_pairs(document.path, document.name)
+            for name, path in document.files:
+                ragged_documents.load_file(path, name)
 
 
 class PortableForm(DocumentForm):

@@ -13,10 +13,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.errors import RestoreKVError
+from restorekv.generation.chat import encode_conversation
 from restorekv.storage import cache_file
 from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.portable import Portable, load_portable
-from restorekv.vllm import ragged_documents
+from restorekv.vllm import composition, ragged_documents
+
+# A document of a request: its file, or what was read from it.
+Document = str | Path | Portable | CacheFile
 
 CONNECTORS = {
     "RestoreKVConnector": "restorekv.vllm.connector",
@@ -66,7 +71,7 @@ def _transfer_config(connector: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _open(document: str | Path | Portable | CacheFile) -> Portable | CacheFile:
+def _open(document: Document) -> Portable | CacheFile:
     """Read a document, unless it was read already."""
     if isinstance(document, Portable | CacheFile):
         return document
@@ -77,8 +82,24 @@ def _open(document: str | Path | Portable | CacheFile) -> Portable | CacheFile:
     )
 
 
+def _open_several(documents: Sequence[Document]) -> list[CacheFile]:
+    """Read the documents of one request, which are composed; refuse those that cannot be."""
+    files = []
+    for document in documents:
+        file = _open(document)
+        if not isinstance(file, CacheFile):
+            raise RestoreKVError(
+                "Several portable files cannot be asked at once; pass cache files (.rkv), or "
+                "export a composed one."
+            )
+        files.append(file)
+    composition.make_ids([ragged_documents.identify(file).name for file in files])
+    composition.refuse_unlike_parts([composition.describe_part(file) for file in files])
+    return files
+
+
 def prompt(
-    document: str | Path | Portable | CacheFile,
+    document: Document | Sequence[Document],
     question: str,
     tokenizer: Tokenizer,
     answer_prefix: str = "",
@@ -89,20 +110,46 @@ def prompt(
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
 
     Args:
-        document: a file, or one that was read.
+        document: a file, or one that was read; or a list of cache files, which are asked as one
+            text, as `restorekv.compose` joins them.
         question: what is asked.
         tokenizer: of the document's model.
         answer_prefix: how the answer begins.
         turns: earlier questions with their answers.
     """
-    opened = _open(document)
-    if isinstance(opened, CacheFile):
-        return ragged_documents.make_prompt(opened, tokenizer, question, answer_prefix, turns)
-    return opened.inputs(tokenizer, question, answer_prefix, turns)["input_ids"][0].tolist()
+    return _identify_and_ask(document, question, tokenizer, answer_prefix, turns)[1]
+
+
+def _identify_and_ask(
+    document: Document | Sequence[Document],
+    question: str,
+    tokenizer: Tokenizer,
+    answer_prefix: str,
+    turns: Sequence[tuple[str, str]],
+) -> tuple[str, list[int]]:
+    """Return the name of what a prompt asks, and the prompt."""
+    if isinstance(document, str | Path | Portable | CacheFile):
+        opened = _open(document)
+        if isinstance(opened, Portable):
+            inputs = opened.inputs(tokenizer, question, answer_prefix, turns)
+            return opened.name, inputs["input_ids"][0].tolist()
+        files = [opened]
+        identity = ragged_documents.identify(opened)
+        name = identity.name
+        ids = identity.ids
+    else:
+        files = _open_several(document)
+        names = [ragged_documents.identify(file).name for file in files]
+        name = composition.name_composition(names)
+        ids = composition.make_ids(names)
+    # A composed context asks as its first part does.
+    context = files[0].context
+    asked = encode_conversation(tokenizer, context, turns, question, answer_prefix=answer_prefix)
+    return name, [*ids, *asked.tolist()]
 
 
 def chat(
-    document: str | Path | Portable | CacheFile,
+    document: Document | Sequence[Document],
     question: str,
     tokenizer: Tokenizer,
     answer_prefix: str = "",
@@ -115,15 +162,13 @@ def chat(
     a document that its prompt lacks.
 
     Args:
-        document: a file, or one that was read.
+        document: as `prompt` takes it.
         question: what is asked.
         tokenizer: of the document's model.
         answer_prefix: how the answer begins.
         turns: earlier questions with their answers.
     """
-    opened = _open(document)
-    name = opened.name if isinstance(opened, Portable) else ragged_documents.identify(opened).name
-    ids = prompt(opened, question, tokenizer, answer_prefix, turns)
+    name, ids = _identify_and_ask(document, question, tokenizer, answer_prefix, turns)
     messages = []
     for earlier_question, answer in turns:
         messages.append({"role": "user", "content": earlier_question})

@@ -22,6 +22,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from restorekv.vllm import worker_state
 from restorekv.vllm.document_batch import Sequences
+from restorekv.vllm.head_loop import (
+    PageReader,
+    attend_by_head,
+    find_reader,
+    prefers_loop,
+    read_transposed_pages,
+)
+from restorekv.vllm.page_pool import PageTable
 from restorekv.vllm.ragged_attention import RaggedAttention
 from restorekv.vllm.step_rows import measure_log_sum_exp
 
@@ -52,6 +60,12 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
             "a sliding window": self.sliding_window != -1,
         }
         self.reserve_documents(config, torch.device("cpu"), self._write_pages, special)
+        # None where the kernel's layout is not one that is known.
+        self.reader: PageReader | None = None
+        if worker_state.serves_documents(config):
+            size = worker_state.page_size(config)
+            trial = torch.zeros(2, 1, size, 2 * self.head_size, dtype=config.model_config.dtype)
+            self.reader = find_reader([read_transposed_pages], trial, self._write_pages)
 
     def attend_tail(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences
@@ -86,6 +100,16 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
                 v_scale=1.0,
             )
         )
+
+    def prefers_loop(self, tokens: int, document: PageTable) -> bool:
+        return self.reader is not None and prefers_loop(tokens, document)
+
+    def attend_heads(
+        self, queries: Tensor, document: PageTable, number: int
+    ) -> tuple[Tensor, Tensor]:
+        assert self.reader is not None
+        pages = worker_state.pool().pages
+        return attend_by_head(queries, document, number, pages, self.reader, self.scale)
 
     def _call(
         self,

@@ -38,8 +38,11 @@ class Sequences:
 class DocumentBatch:
     """Documents, and how many tokens of a step ask each.
 
+    Those that are attended as pages come first, then those that are attended head by head.
+
     order (R * H,): how pairs of token and KV head are sorted by document, head, token; places
-    (R * H,): the inverse.
+    (R * H,): the inverse; paged: how many of the sorted pairs are of documents in pages; looped:
+    every other document with its part of the sorted pairs.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class DocumentBatch:
         counts: Sequence[int],
         heads: int,
         device: torch.device,
+        by_head: Sequence[bool] | None = None,
     ) -> None:
         """Sort the tokens.
 
@@ -56,12 +60,27 @@ class DocumentBatch:
             counts: tokens that ask each.
             heads: H, KV heads of a rank.
             device: of the attention.
+            by_head: which documents are attended head by head; None for none.
         """
         self.documents = list(documents)
         self.counts = list(counts)
-        self.order = index_heads_as_sequences(counts, heads).to(device)
+        parts = index_heads_as_sequences(counts, heads)
+        is_looped = list(by_head or [False] * len(counts))
+        in_pages = [number for number, looped in enumerate(is_looped) if not looped]
+        others = [number for number, looped in enumerate(is_looped) if looped]
+        self.order = torch.cat([parts[number] for number in (*in_pages, *others)]).to(device)
         self.places = self.order.argsort()
-        per_head = [count for count in counts for _ in range(heads)]
+        self.in_pages = [self.documents[number] for number in in_pages]
+        paged_counts = [self.counts[number] for number in in_pages]
+        self.paged = sum(paged_counts) * heads
+        self.looped: list[tuple[PageTable, slice]] = []
+        first = self.paged
+        for number in others:
+            end = first + len(parts[number])
+            self.looped.append((self.documents[number], slice(first, end)))
+            first = end
+        self.most_queries = max(paged_counts, default=0)
+        per_head = [count for count in paged_counts for _ in range(heads)]
         self.starts = make_starts(per_head, device)
         self.repeats = torch.tensor(per_head, device=device)
         self._layers: dict[int, tuple[Sequences, Tensor | None]] = {}
@@ -75,28 +94,28 @@ class DocumentBatch:
         )
 
     def of_layer(self, number: int) -> tuple[Sequences, Tensor | None]:
-        """Return a layer's sequences, and which sorted queries (R * H,) ask a head without a pair.
+        """Return a layer's sequences, and which of their queries ask a head without a pair.
 
-        The latter is None where every head has pairs.
+        Only documents in pages are among them. The latter is None where every head has pairs.
         """
         if number not in self._layers:
             self._layers[number] = self._make_layer(number)
         return self._layers[number]
 
     def _make_layer(self, number: int) -> tuple[Sequences, Tensor | None]:
-        tables = [document.tables[number] for document in self.documents]
+        tables = [document.tables[number] for document in self.in_pages]
         width = max(table.shape[1] for table in tables)
         padded = [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
         sequences = Sequences(
             starts=self.starts,
-            lengths=torch.cat([document.lengths[number] for document in self.documents]),
+            lengths=torch.cat([document.lengths[number] for document in self.in_pages]),
             table=torch.cat(padded),
-            most_queries=max(self.counts),
-            longest=max(document.longest[number] for document in self.documents),
+            most_queries=self.most_queries,
+            longest=max(document.longest[number] for document in self.in_pages),
             schedule={},
         )
         empty = []
-        for document, table in zip(self.documents, tables, strict=True):
+        for document, table in zip(self.in_pages, tables, strict=True):
             of_heads = document.empty[number]
             if of_heads is None:
                 of_heads = torch.zeros(len(table), dtype=torch.bool, device=table.device)

@@ -110,6 +110,7 @@ class StoredDocument:
         ids: the placeholders that stand for it.
         problem: why the file is not served.
         lengths: (L, H), pairs of every head, if heads may differ in length.
+        parts: what a composition is made of.
     """
 
     path: Path
@@ -117,6 +118,14 @@ class StoredDocument:
     ids: tuple[int, ...] = ()
     problem: str = ""
     lengths: Tensor | None = None
+    parts: tuple[StoredDocument, ...] = ()
+
+    @property
+    def files(self) -> tuple[tuple[str, Path], ...]:
+        """Name and path of every file that the document is read from."""
+        if self.parts:
+            return tuple((part.name, part.path) for part in self.parts)
+        return ((self.name, self.path),)
 
 
 class DocumentStore(ABC):

@@ -56,13 +56,14 @@ class PageTable:
     tables: one (H, W) int32 per layer, W the pages of the layer's longest head, padded with the
     head's first page; lengths: one (H,) int32 per layer, at least 1; longest: the largest of them
     per layer; empty: one (H,) bool per layer, the heads without a pair, or None for a layer that
-    has none; pages: all of the document's.
+    has none; mean_length: pairs of a head, on the mean; pages: all of the document's.
     """
 
     tables: Sequence[Tensor]
     lengths: Sequence[Tensor]
     longest: Sequence[int]
     empty: Sequence[Tensor | None]
+    mean_length: float
     pages: Tensor
 
 
@@ -168,7 +169,14 @@ class PagePool:
             lengths.append(counts.clamp(min=1).int().to(device))
             empty.append(without.to(device) if bool(without.any()) else None)
         longest = [max(int(counts.max()), 1) for counts in document.lengths]
-        return PageTable(tables, lengths, longest, empty, torch.tensor(taken))
+        return PageTable(
+            tables=tables,
+            lengths=lengths,
+            longest=longest,
+            empty=empty,
+            mean_length=float(document.lengths.float().mean()),
+            pages=torch.tensor(taken),
+        )
 
 
 class Residency(Enum):

@@ -20,7 +20,7 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
 from restorekv.vllm.document_batch import DocumentBatch, Sequences, make_starts
-from restorekv.vllm.page_pool import PagePool, PageWriter
+from restorekv.vllm.page_pool import PagePool, PageTable, PageWriter
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.step_rows import find_document_rows, index_tokens, merge
 
@@ -110,6 +110,25 @@ class RaggedAttention:
             Outputs (N, G, D) and log-sum-exps (N, G) of the scaled logits, float32.
         """
 
+    def prefers_loop(self, tokens: int, document: PageTable) -> bool:
+        """Whether a document that `tokens` of a step ask is attended faster by `attend_heads`."""
+        return False
+
+    def attend_heads(
+        self, queries: Tensor, document: PageTable, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to all pairs of a document head by head; only if `prefers_loop` says so.
+
+        Args:
+            queries: (H * R, G, D), the R tokens of every KV head together.
+            document: where it lies.
+            number: of the layer.
+
+        Returns:
+            Outputs (H * R, G, D) and log-sum-exps (H * R, G) of the scaled logits, float32.
+        """
+        raise NotImplementedError
+
     def forward(
         self,
         layer: Any,
@@ -196,7 +215,13 @@ class RaggedAttention:
         documents = [pool.tables[name] for name in counts]
         batch = worker_state.last_batch()
         if batch is None or not batch.is_of(documents, list(counts.values())):
-            batch = DocumentBatch(documents, list(counts.values()), self.num_kv_heads, device)
+            by_head = [
+                self.prefers_loop(count, document)
+                for count, document in zip(counts.values(), documents, strict=True)
+            ]
+            batch = DocumentBatch(
+                documents, list(counts.values()), self.num_kv_heads, device, by_head
+            )
             worker_state.keep_batch(batch)
         return batch
 
@@ -210,15 +235,31 @@ class RaggedAttention:
         """
         count = len(queries)
         groups = self.num_heads // self.num_kv_heads
-        by_head = queries.reshape(count * self.num_kv_heads, groups, self.head_size)
-        sequences, empty = plan.batch.of_layer(number)
-        output, lse = self.attend_pages(by_head[plan.batch.order], sequences)
-        if empty is not None:
-            # Their page has one pair of zeros, which gets no weight.
-            lse[empty] = -torch.inf
+        batch = plan.batch
+        by_head = queries.reshape(count * self.num_kv_heads, groups, self.head_size)[batch.order]
+        outputs = []
+        sums = []
+        if batch.paged:
+            sequences, empty = batch.of_layer(number)
+            output, lse = self.attend_pages(by_head[: batch.paged], sequences)
+            if empty is not None:
+                # Their page has one pair of zeros, which gets no weight.
+                lse[empty] = -torch.inf
+            outputs.append(output)
+            sums.append(lse)
+        for document, own in batch.looped:
+            output, lse = self.attend_heads(by_head[own], document, number)
+            empty = document.empty[number]
+            if empty is not None:
+                lse.view(self.num_kv_heads, -1)[empty] = -torch.inf
+            outputs.append(output)
+            sums.append(lse)
+        # The usual step has one part, which need not be copied.
+        all_outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        all_sums = sums[0] if len(sums) == 1 else torch.cat(sums)
         return (
-            output[plan.batch.places].view(count, self.num_heads, self.head_size),
-            lse[plan.batch.places].view(count, self.num_heads),
+            all_outputs[batch.places].view(count, self.num_heads, self.head_size),
+            all_sums[batch.places].view(count, self.num_heads),
         )
 
 

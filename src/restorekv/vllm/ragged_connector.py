@@ -29,7 +29,7 @@ from vllm.distributed.parallel_state import (
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.rope import shift_keys
-from restorekv.vllm import worker_state
+from restorekv.vllm import composition, worker_state
 from restorekv.vllm.connector_base import DocumentConnector, get_options, require_store
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import DocumentPairs, PoolLedger, Residency
@@ -37,7 +37,7 @@ from restorekv.vllm.ragged_documents import (
     PLACEHOLDERS,
     build_rope_model,
     gather_pairs,
-    load_pairs,
+    load_file,
 )
 from restorekv.vllm.ragged_store import RaggedStore, describe_excess, pages_of_largest_rank
 
@@ -55,10 +55,13 @@ log = logging.getLogger("vllm.restorekv")
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """A document to read. The number tells this load from earlier ones of the same document."""
+    """A document to read. The number tells this load from earlier ones of the same document.
+
+    files: name and path of every file, several for a composition.
+    """
 
     name: str
-    path: Path
+    files: tuple[tuple[str, Path], ...]
     number: int
 
 
@@ -206,7 +209,7 @@ class SchedulerHalf:
         self.first_blocks: dict[str, int] = {}  # by request
         self.loads: dict[str, int] = {}  # number of the newest load, by document
         self.loaded_by: dict[str, int] = {}  # workers that have done it
-        self.paths: dict[str, Path] = {}  # by document
+        self.files: dict[str, tuple[tuple[str, Path], ...]] = {}  # by document
         self.page_counts: dict[str, int] = {}  # by document
         self.load_number = 0
         self.bad_blocks: set[int] = set()
@@ -254,7 +257,7 @@ class SchedulerHalf:
 
     def _hold(self, request: str, document: StoredDocument) -> bool:
         """Pin a request's document; return whether the request need not wait."""
-        self.paths[document.name] = document.path
+        self.files[document.name] = document.files
         pages = self.page_counts.get(document.name)
         if pages is None:
             assert document.lengths is not None
@@ -315,7 +318,7 @@ class SchedulerHalf:
             self.load_number += 1
             self.loads[name] = self.load_number
             self.loaded_by[name] = 0
-            loads.append(LoadOrder(name, self.paths[name], self.load_number))
+            loads.append(LoadOrder(name, self.files[name], self.load_number))
         bad_blocks = self.bad_blocks
         self.bad_blocks = set()
         return StepOrders(documents, drops, loads, bad_blocks)
@@ -357,7 +360,7 @@ class WorkerHalf:
             self.reading.pop(name, None)
             pool.drop(name)
         for load in orders.loads:
-            future = self.reader.submit(self._read, load.name, load.path)
+            future = self.reader.submit(self._read, load.files)
             self.reading[load.name] = load.number, future
         missing = set(orders.documents.values()) - set(pool.tables)
         if missing:
@@ -366,10 +369,17 @@ class WorkerHalf:
         worker_state.begin_step(orders.documents)
 
     @torch.inference_mode()
-    def _read(self, name: str, path: Path) -> DocumentPairs:
-        """Read and check a document's file, in the thread."""
-        file, cache = load_pairs(path, name)
-        self.model.check(file.manifest, path)
+    def _read(self, files: Sequence[tuple[str, Path]]) -> DocumentPairs:
+        """Read and check a document's files, in the thread."""
+        opened = []
+        for name, path in files:
+            file = load_file(path, name)
+            self.model.check(file.manifest, path)
+            opened.append(file)
+        if len(opened) == 1:
+            cache = opened[0].cache()
+        else:
+            cache = composition.compose_files(opened, self.rope_model)
         return gather_pairs(cache, self.rope_model, self.heads, self.dtype)
 
     def report_loads(self) -> LoadReport | None:

@@ -10,7 +10,6 @@ depends on differences of positions alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +19,10 @@ from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.generation.chat import encode_conversation
 from restorekv.model.rope import shift_keys
 from restorekv.storage import cache_file
 from restorekv.storage.cache_file import CacheFile
@@ -95,7 +92,7 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
 
 
-def load_pairs(path: Path, name: str) -> tuple[CacheFile, RaggedCache]:
+def load_file(path: Path, name: str) -> CacheFile:
     """Read a cache file once more, for its pairs.
 
     Raises:
@@ -104,7 +101,7 @@ def load_pairs(path: Path, name: str) -> tuple[CacheFile, RaggedCache]:
     file = cache_file.read_cache(path)
     if identify(file).name != name:
         raise CacheFileError(f"{path} was replaced by another document; ask that one.")
-    return file, file.cache()
+    return file
 
 
 def gather_pairs(
@@ -153,25 +150,3 @@ def _rows_of_head(layer: RaggedLayer, head: int) -> tuple[Tensor, Tensor]:
     keys = torch.cat([layer.context_keys[first:end], layer.restore_keys[0, head]])
     values = torch.cat([layer.context_values[first:end], layer.restore_values[0, head]])
     return keys, values
-
-
-def make_prompt(
-    file: CacheFile,
-    tokenizer: PreTrainedTokenizerBase,
-    question: str,
-    answer_prefix: str = "",
-    turns: Sequence[tuple[str, str]] = (),
-) -> list[int]:
-    """Return the token ids that ask a document: its placeholders, earlier turns, the question.
-
-    Args:
-        file: the document.
-        tokenizer: of its model.
-        question: what is asked.
-        answer_prefix: how the answer begins.
-        turns: earlier questions with their answers.
-    """
-    asked = encode_conversation(
-        tokenizer, file.context, turns, question, answer_prefix=answer_prefix
-    )
-    return [*identify(file).ids, *asked.tolist()]

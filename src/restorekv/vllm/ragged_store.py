@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.storage import cache_file
-from restorekv.vllm import worker_state
+from restorekv.storage.portable import MARK
+from restorekv.vllm import composition, worker_state
 from restorekv.vllm.document_store import DocumentStore, EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import count_pages_of_heads
-from restorekv.vllm.ragged_documents import LARGEST_ID, identify, make_mark
+from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS, identify, make_mark
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +34,70 @@ class RaggedStore(DocumentStore):
                 f"Placeholders of documents need a vocabulary of {LARGEST_ID} token ids, and the "
                 f"engine's model has {model.vocabulary}."
             )
+        self.parts: dict[str, composition.PartFacts] = {}  # by document
+
+    def find_document(self, ids: Sequence[int], wanted: str | None = None) -> StoredDocument | None:
+        """Return the document or the composition that a prompt asks; None if it asks neither.
+
+        Args:
+            ids: of the prompt.
+            wanted: the name of the document or composition, or of the document's file.
+
+        Raises:
+            RestoreKVError: the placeholders are of no document here, of some that do not fit, or
+                of another than `wanted`, or no question follows them.
+        """
+        names = composition.read_names(ids)
+        document = (
+            super().find_document(ids, wanted) if names is None else self._compose(names, wanted)
+        )
+        if document is None:
+            return None
+        rest = list(ids[PLACEHOLDERS:])
+        if not rest:
+            raise RestoreKVError("The prompt has placeholders of documents and no question.")
+        if rest[:MARK] in (*self.marks, composition.make_mark()):
+            raise RestoreKVError(
+                "The prompt has placeholders of several documents one after the other; "
+                "restorekv.vllm.prompt makes one that asks them as one text."
+            )
+        return document
+
+    def _compose(self, names: Sequence[str], wanted: str | None) -> StoredDocument:
+        """Return the composition of documents by their names."""
+        documents = [self._find_by_name(name) for name in names]
+        name = composition.name_composition(names)
+        if wanted not in (None, name):
+            raise RestoreKVError(
+                f"The prompt begins with placeholders of several documents, not of {wanted}."
+            )
+        parts = [self.parts[document.name] for document in documents]
+        composition.refuse_unlike_parts(parts)
+        lengths = []
+        for document in documents:
+            assert document.lengths is not None
+            lengths.append(document.lengths)
+        return StoredDocument(
+            path=self.folder / " + ".join(document.path.name for document in documents),
+            name=name,
+            ids=composition.make_ids(names),
+            lengths=composition.count_pairs(lengths, parts),
+            parts=tuple(documents),
+        )
+
+    def _find_by_name(self, name: str) -> StoredDocument:
+        """Return the document with a name; refuse one that is not here or does not fit."""
+        for is_last in (False, True):
+            for document in self.documents:
+                if document.name == name and document.path.exists():
+                    if document.problem:
+                        raise RestoreKVError(document.problem)
+                    return document
+            if is_last or not self.scan():
+                break
+        raise RestoreKVError(
+            f"The prompt asks several documents, of which the store does not have {name}."
+        )
 
     def _read_document(self, path: Path) -> StoredDocument:
         try:
@@ -49,6 +115,8 @@ class RaggedStore(DocumentStore):
                 )
         except CacheFileError as error:
             problem = str(error)
+        if not problem:
+            self.parts[identity.name] = composition.describe_part(file)
         return StoredDocument(path, identity.name, identity.ids, problem, identity.lengths)
 
 

@@ -73,7 +73,7 @@ def index_tokens(rows: Sequence[DocumentRows]) -> Tensor:
     return torch.cat([torch.arange(row.first, row.first + row.count) for row in rows])
 
 
-def index_heads_as_sequences(counts: Sequence[int], heads: int) -> Tensor:
+def index_heads_as_sequences(counts: Sequence[int], heads: int) -> list[Tensor]:
     """Return how (R, H) pairs of token and KV head are ordered by document, head, token.
 
     Attention over a document sees every KV head as a sequence of its own, whose queries are the
@@ -84,7 +84,7 @@ def index_heads_as_sequences(counts: Sequence[int], heads: int) -> Tensor:
         heads: H.
 
     Returns:
-        Indices (R * H,) into the flattened pairs (R, H).
+        For each document, indices into the flattened pairs (R, H).
     """
     parts = []
     first = 0
@@ -92,7 +92,7 @@ def index_heads_as_sequences(counts: Sequence[int], heads: int) -> Tensor:
         tokens = torch.arange(first, first + count)
         parts.append((tokens[None, :] * heads + torch.arange(heads)[:, None]).flatten())
         first += count
-    return torch.cat(parts)
+    return parts
 
 
 def measure_log_sum_exp(

@@ -1,0 +1,31 @@
+"""`.venv-vllm/bin/python -m benchmarks vllm-kl`: distributions of vLLM over cache files, and those
+of `ask` in the same dtype.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.vllm_kl import make_tables, run_kl
+from restorekv.files import check_target
+
+
+def run(
+    folder: Annotated[Path, typer.Option(help="Gets model and documents.")],
+    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="Of both sides.")] = "bfloat16",
+    documents: Annotated[int, typer.Option(min=2, help="How many documents are asked.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Length of every document.")] = 1024,
+    ratio: Annotated[str, typer.Option(help="Of the documents.")] = "0.1",
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 12,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if json:
+        check_target(json)
+    run_benchmark(
+        lambda tell: run_kl(folder, model, dtype, documents, tokens, ratio, answer, tell),
+        lambda result: run_each(make_tables(result)),
+        json,
+    )

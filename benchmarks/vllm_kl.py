@@ -1,0 +1,209 @@
+"""How far vLLM's distributions over cache files are from those of `ask` in the same dtype.
+
+vLLM writes answers and returns the log-probabilities of all tokens; `ask`'s model is then given the
+same tokens one by one. Two figures say what the distances mean: the same for requests without a
+document, where vLLM and transformers differ in rounding alone, and the distance from the caches of
+other documents.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from benchmarks.vllm_answers import QUESTIONS
+from benchmarks.workload import cut_texts, describe_machine
+from restorekv.evaluation.tables import Table
+from restorekv.model.load import load_model
+from restorekv.pipeline import compress
+from restorekv.vllm import prompt, ragged_config
+from restorekv.vllm.ragged_documents import PLACEHOLDERS
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "RESTOREKV_VLLM": "1",
+}
+PLAIN_TOKENS = 300  # of a text that is asked without a document
+
+
+def run_kl(
+    folder: Path,
+    model_name: str,
+    dtype: str,
+    documents: int,
+    tokens: int,
+    ratio: str,
+    answer: int,
+    tell: Callable[[str], None],
+) -> dict:
+    """Compress documents in a dtype, ask vLLM in it, and compare.
+
+    Args:
+        folder: gets model and cache files.
+        model_name: of a model that is at hand.
+        dtype: of both sides.
+        documents: how many.
+        tokens: of every document.
+        ratio: of every document.
+        answer: tokens of an answer.
+        tell: gets what is being done.
+    """
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(model_name, dtype=dtype)
+    store = folder / "store"
+    store.mkdir(parents=True, exist_ok=True)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    contexts = []
+    prompts = []
+    plain = []
+    for number, text in enumerate(cut_texts(tokenizer, tokens, documents)):
+        tell(f"compressing document {number + 1} of {documents}")
+        context = compress(model, tokenizer, text, ratio=ratio)
+        path = store / f"{number}.rkv"
+        context.save(path)
+        contexts.append(context)
+        prompts.append([prompt(path, question, tokenizer) for question in QUESTIONS])
+        plain.append(tokenizer.encode(text)[:PLAIN_TOKENS])
+    tell("asking vLLM")
+    found = ask_vllm(
+        folder, dtype, [*(ids for each in prompts for ids in each), *plain], answer, len(tokenizer)
+    )
+    remaining = iter(found)
+    own = []
+    other = []
+    for number, context in enumerate(contexts):
+        tell(f"comparing document {number + 1} of {documents}")
+        neighbor = contexts[(number + 1) % documents]
+        for ids in prompts[number]:
+            written, logprobs = next(remaining)
+            asked = ids[PLACEHOLDERS:]
+            own += compute_kl(model, context.cache.fork(), asked, written, logprobs)
+            other += compute_kl(model, neighbor.cache.fork(), asked, written, logprobs)
+    without = []
+    for ids in plain:
+        written, logprobs = next(remaining)
+        without += compute_kl(model, DynamicCache(), ids, written, logprobs)
+    return {
+        "model": model_name,
+        "dtype": dtype,
+        "documents": documents,
+        "tokens": tokens,
+        "ratio": ratio,
+        "questions": len(QUESTIONS),
+        "answer_tokens": answer,
+        "machine": describe_machine(1),
+        "kl": {"documents": own, "without a document": without, "another document": other},
+    }
+
+
+def ask_vllm(
+    folder: Path, dtype: str, prompts: Sequence[list[int]], answer: int, vocabulary: int
+) -> list[tuple[list[int], Tensor]]:
+    """Return what vLLM writes, greedily, and the log-probabilities (T, V) of all tokens.
+
+    Args:
+        folder: with `model` and `store`.
+        dtype: of the engine.
+        prompts: token ids.
+        answer: tokens of an answer.
+        vocabulary: V.
+    """
+    os.environ.update(SETTINGS)
+    from vllm import LLM, SamplingParams
+
+    from restorekv.vllm.plugin import register
+
+    register()
+    llm = LLM(
+        str(folder / "model"),
+        dtype=dtype,
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=1024,
+        max_logprobs=-1,
+        kv_transfer_config=ragged_config(folder / "store"),
+    )
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=answer,
+        min_tokens=answer,
+        ignore_eos=True,
+        logprobs=-1,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+    try:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    found = []
+    for output in outputs:
+        first = output.outputs[0]
+        found.append((list(first.token_ids), fill_logprobs(first.logprobs, vocabulary)))
+    return found
+
+
+def fill_logprobs(flat: Any, vocabulary: int) -> Tensor:
+    """Return vLLM's flat list of log-probabilities as (T, V)."""
+    rows = torch.full((len(flat.start_indices), vocabulary), torch.nan)
+    for row, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
+        ids = torch.tensor(flat.token_ids[start:end])
+        rows[row, ids] = torch.tensor(flat.logprobs[start:end])
+    assert not bool(rows.isnan().any()), "vLLM left tokens out"
+    return rows
+
+
+@torch.no_grad()
+def compute_kl(
+    model: PreTrainedModel, cache: Cache, asked: list[int], written: list[int], logprobs: Tensor
+) -> list[float]:
+    """Return the KL divergence of vLLM's distribution from the model's, for every token written.
+
+    Args:
+        model: what `ask` asks.
+        cache: of the document, which is changed.
+        asked: the question's ids.
+        written: the answer's.
+        logprobs: (T, V), vLLM's.
+    """
+    found = []
+    following = asked
+    for token, theirs in zip(written, logprobs, strict=True):
+        output = model(torch.tensor([following]), past_key_values=cache)
+        ours = output.logits[0, -1].double().log_softmax(-1)[: len(theirs)]
+        found.append(float((ours.exp() * (ours - theirs.double())).sum()))
+        following = [token]
+    return found
+
+
+def make_tables(result: dict) -> Iterator[Table | str]:
+    """Yield the distances."""
+    lines = []
+    for name, values in result["kl"].items():
+        ordered = sorted(values)
+        mean = sum(values) / len(values)
+        highest = ordered[int(len(ordered) * 0.99)]
+        lines.append([name, f"{len(values):,}", f"{mean:.6f}", f"{highest:.6f}"])
+    yield Table(
+        "vllm-kl",
+        f"KL per token of vLLM from ask, both in {result['dtype']}",
+        ["requests", "tokens", "mean", "99th percentile"],
+        lines,
+    )
+    yield (
+        f"{result['model']}, {result['documents']} documents of {result['tokens']:,} tokens at "
+        f"r = {result['ratio']}, {result['questions']} questions each, "
+        f"{result['answer_tokens']} tokens an answer, {result['machine']['processor']}."
+    )

@@ -1,0 +1,176 @@
+"""Several cache files in one request: their placeholders, and their pairs as one cache.
+
+The placeholders of a composition fill as many positions as those of one document: a mark, a hash
+of the documents' names, how many there are, and the names themselves. So a prompt says all that
+the connector must know, and two requests share their first block in vLLM's pool only if they ask
+the same documents in the same order. Pairs are those of `restorekv.compose`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.growing import compose_caches
+from restorekv.errors import RestoreKVError
+from restorekv.many_contexts import refuse_unlike
+from restorekv.storage.cache_file import CacheFile, Manifest
+from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
+from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS
+
+KIND = b"restorekv-composition-1"  # what placeholders begin with follows from this
+MOST_DOCUMENTS = 10  # of a request
+BASE = 128  # a name is written in digits of this base, each of which is an id
+DIGITS = 10  # of a name, which has 64 bits
+HASHED = PLACEHOLDERS - MARK - 1 - MOST_DOCUMENTS * DIGITS
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """What decides whether a cache file can be composed with others, and its size then.
+
+    prefix: ids of the chat prefix; prefix_lengths (L, H): pairs of every head that came from it.
+    """
+
+    manifest: Manifest
+    prefix: tuple[int, ...]
+    prefix_lengths: Tensor
+
+
+def describe_part(file: CacheFile) -> PartFacts:
+    """Return what a composition must know of a cache file."""
+    prefix = file.context.prefix
+    lengths = []
+    for layer in file.cache().full_attention:
+        of_prefix = layer.row_heads[layer.positions < prefix]
+        lengths.append(torch.bincount(of_prefix, minlength=layer.heads))
+    return PartFacts(
+        manifest=file.manifest,
+        prefix=tuple(file.context.ids[0, :prefix].tolist()),
+        prefix_lengths=torch.stack(lengths),
+    )
+
+
+def make_mark() -> list[int]:
+    """Return the MARK ids with which the placeholders of every composition begin."""
+    return make_placeholders(KIND, MARK, LARGEST_ID)
+
+
+def name_composition(names: Sequence[str]) -> str:
+    """Return the name of the composition of documents with these names, in this order."""
+    return hashlib.sha256(KIND + " ".join(names).encode()).hexdigest()[:16]
+
+
+def make_ids(names: Sequence[str]) -> tuple[int, ...]:
+    """Return the placeholders of a composition.
+
+    Raises:
+        RestoreKVError: there are too few or too many documents.
+    """
+    if not 2 <= len(names) <= MOST_DOCUMENTS:
+        raise RestoreKVError(
+            f"A request asks 2 to {MOST_DOCUMENTS} documents at once, not {len(names)}; "
+            "compose more with restorekv compose."
+        )
+    hashed = make_placeholders(KIND + " ".join(names).encode(), HASHED, LARGEST_ID)
+    digits = []
+    for name in names:
+        digits += _to_digits(name)
+    padding = [FIRST_ID] * (MOST_DOCUMENTS * DIGITS - len(digits))
+    return (*make_mark(), *hashed, FIRST_ID + len(names), *digits, *padding)
+
+
+def read_names(ids: Sequence[int]) -> list[str] | None:
+    """Return the names of the documents that a prompt asks; None if it asks no composition.
+
+    Raises:
+        RestoreKVError: the placeholders are damaged.
+    """
+    if list(ids[:MARK]) != make_mark():
+        return None
+    own = tuple(ids[:PLACEHOLDERS])
+    count = own[MARK + HASHED] - FIRST_ID if len(own) == PLACEHOLDERS else 0
+    if 2 <= count <= MOST_DOCUMENTS:
+        first = MARK + HASHED + 1
+        names = []
+        for number in range(count):
+            start = first + number * DIGITS
+            names.append(_from_digits(own[start : start + DIGITS]))
+        if make_ids(names) == own:
+            return names
+    raise RestoreKVError(
+        "The prompt begins with damaged placeholders of several documents; make it with "
+        "restorekv.vllm.prompt."
+    )
+
+
+def _to_digits(name: str) -> list[int]:
+    """Return a name of 16 hex digits as ids, the least significant digit first."""
+    number = int(name, 16)
+    digits = []
+    for _ in range(DIGITS):
+        digits.append(FIRST_ID + number % BASE)
+        number //= BASE
+    return digits
+
+
+def _from_digits(digits: Sequence[int]) -> str:
+    number = 0
+    for digit in reversed(digits):
+        number = number * BASE + digit - FIRST_ID
+    # Ids that are no digits make a number that `make_ids` does not give back.
+    return f"{number % 2**64:016x}"
+
+
+def refuse_unlike_parts(parts: Sequence[PartFacts]) -> None:
+    """Raise RestoreKVError for documents that `restorekv.compose` does not join."""
+    first = parts[0]
+    refuse_unlike([part.manifest for part in parts])
+    for part in parts:
+        if part.manifest.fingerprint != first.manifest.fingerprint:
+            raise RestoreKVError(
+                "The documents were made with several models; a request asks documents of one."
+            )
+        if part.manifest.template != first.manifest.template or part.prefix != first.prefix:
+            raise RestoreKVError(
+                "Only documents with the same chat prefix can be asked at once; compress them with "
+                "one system text."
+            )
+        if part.manifest.offset:
+            raise RestoreKVError(
+                "Only documents of evictors without an offset can be asked at once; compress the "
+                "texts in another way."
+            )
+
+
+def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor:
+    """Return the pairs (L, H) of a composition: the chat prefix of the first document alone stays.
+
+    Args:
+        lengths: (L, H) of every document, its restore cache included.
+        parts: the documents.
+    """
+    total = lengths[0].clone()
+    for own, part in zip(lengths[1:], parts[1:], strict=True):
+        total += own - part.prefix_lengths
+    return total
+
+
+def compose_files(files: Sequence[CacheFile], rope_model: PreTrainedModel) -> RaggedCache:
+    """Return the cache that `restorekv.compose` makes of cache files.
+
+    Args:
+        files: in the order of their texts.
+        rope_model: rotates keys as the engine's model does (`ragged_documents.build_rope_model`).
+    """
+    refuse_unlike_parts([describe_part(file) for file in files])
+    parts = [(file.context, file.cache()) for file in files]
+    _, cache = compose_caches(rope_model, parts)
+    cache.quantize(files[0].manifest.storage)
+    return cache

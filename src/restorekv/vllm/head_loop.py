@@ -1,0 +1,117 @@
+"""Attention over a document's pages head by head, for steps in which many tokens ask it.
+
+A kernel for pages reads a pair again for every few queries. Where there are many, it is faster to
+copy the document's pairs of the layer out of their pages once and to attend with PyTorch's own
+blocked kernel, which returns the log-sum-exp too. `benchmarks vllm-steps` measures from where on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from restorekv.vllm.page_pool import PageTable
+
+# Copies pages out: (pages, numbers (N,)) to keys and values (N, page_size, D).
+PageReader = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# A document is attended head by head if as many tokens of the step ask it, and if tokens times the
+# pairs of its mean head are as many. Measured, see docs/vllm.md.
+FEWEST_TOKENS = 8
+LEAST_WORK = 2048
+
+
+def prefers_loop(tokens: int, document: PageTable) -> bool:
+    """Whether a document is attended faster head by head than as pages.
+
+    Args:
+        tokens: of the step that ask it.
+        document: where it lies.
+    """
+    return tokens >= FEWEST_TOKENS and tokens * document.mean_length >= LEAST_WORK
+
+
+def attend_by_head(
+    queries: Tensor,
+    document: PageTable,
+    layer: int,
+    pages: Tensor,
+    reader: PageReader,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend to all pairs of a document in one layer, in float32.
+
+    Args:
+        queries: (H * R, G, D): the R tokens of the first head, then those of the next.
+        document: where it lies.
+        layer: the layer's number.
+        pages: of the pool.
+        reader: copies pairs out of pages.
+        scale: of the logits.
+
+    Returns:
+        Outputs (H * R, G, D) and log-sum-exps (H * R, G) of the scaled logits, float32.
+    """
+    table = document.tables[layer]
+    lengths = document.lengths[layer].tolist()
+    heads = len(lengths)
+    count, groups, dim = queries.shape
+    rows = queries.view(heads, 1, count // heads * groups, dim).float()
+    output = torch.empty_like(rows)
+    lse = torch.empty(rows.shape[:-1], dtype=torch.float32, device=rows.device)
+    for head, pairs in enumerate(lengths):
+        page_count = -(-pairs // pages.shape[2])
+        keys, values = reader(pages, table[head, :page_count])
+        # The kernel reads wrong numbers where those of a pair are not neighbors.
+        keys = keys.reshape(1, 1, -1, dim)[:, :, :pairs].float().contiguous()
+        values = values.reshape(1, 1, -1, dim)[:, :, :pairs].float().contiguous()
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows[head][None], keys, values, scale=scale
+        )
+        output[head] = attended[0][0]
+        lse[head] = attended[1].reshape(lse[head].shape)
+    return output.view(queries.shape), lse.view(count, groups)
+
+
+def find_reader(
+    candidates: list[PageReader],
+    pages: Tensor,
+    writer: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+) -> PageReader | None:
+    """Return the reader that finds what a writer wrote; None if the layout is of no candidate.
+
+    Args:
+        candidates: readers of layouts that are known.
+        pages: two pages (2, 1, page_size, 2 * D), which are overwritten.
+        writer: puts pairs into slots.
+    """
+    _, _, size, width = pages.shape
+    count = 2 * size
+    numbers = torch.arange(count * width // 2, device=pages.device).view(count, 1, -1)
+    # Small whole numbers, which every dtype holds; keys differ from values.
+    keys = (numbers % 251 - 125).to(pages.dtype)
+    values = (numbers % 241 - 120).to(pages.dtype)
+    writer(pages, keys, values, torch.arange(count, device=pages.device))
+    for reader in candidates:
+        found_keys, found_values = reader(pages, torch.arange(2, device=pages.device))
+        if found_keys.reshape(keys.shape).equal(keys) and found_values.reshape(values.shape).equal(
+            values
+        ):
+            return reader
+    return None
+
+
+def read_flat_pages(pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy pages whose rows are a pair each: its key, then its value (flat_pages.py)."""
+    keys, values = pages[numbers.long(), 0].chunk(2, dim=-1)
+    return keys, values
+
+
+def read_transposed_pages(pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy pages of vLLM's CPU kernel for vector instructions: keys (D, page_size), then values."""
+    copied = pages[numbers.long(), 0]
+    count, size, width = copied.shape
+    keys, values = copied.view(count, 2, -1).unbind(1)
+    return keys.view(count, width // 2, size).mT, values.view(count, size, width // 2)

@@ -1,0 +1,192 @@
+"""Documents that grew or were composed, and several documents in one request; without vLLM."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from restorekv import CompressionConfig, compose, compress
+from restorekv.context import CompressedContext
+from restorekv.errors import RestoreKVError
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage.cache_file import read_cache
+from restorekv.vllm import chat, prompt
+from restorekv.vllm.composition import (
+    MOST_DOCUMENTS,
+    compose_files,
+    make_ids,
+    name_composition,
+    read_names,
+    refuse_unlike_parts,
+)
+from restorekv.vllm.ragged_documents import (
+    PLACEHOLDERS,
+    build_rope_model,
+    gather_pairs,
+    identify,
+)
+from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
+from tests.vllm.test_ragged_documents import describe
+
+TEXTS = {
+    "red": "The red house belongs to Ada, who has seven trees. " * 6,
+    "blue": "The blue house belongs to Bob, who has nine trees and a well. " * 4,
+    "green": "Nobody lives in the green house. " * 9,
+}
+QUESTION = "Who lives in the red house?"
+
+
+def make_documents(folder, model, tokenizer, **options) -> dict[str, CompressedContext]:
+    """Compress the texts with a restore cache, and save them in a folder."""
+    options = {"adapter": RestoreAdapter.create(model, 4, rank=2), "ratio": 0.3, **options}
+    made = {}
+    for name, text in TEXTS.items():
+        made[name] = compress(model, tokenizer, text, **options)
+        made[name].save(folder / f"{name}.rkv")
+    return made
+
+
+@pytest.fixture
+def documents(tiny_model, tiny_tokenizer, tmp_path):
+    return make_documents(tmp_path, tiny_model, tiny_tokenizer)
+
+
+@pytest.fixture
+def store(documents, tiny_model, tmp_path):
+    return RaggedStore(tmp_path, describe(tiny_model))
+
+
+def test_placeholders_say_which_documents_are_asked():
+    names = [f"{number * 0x123456789ABCDEF % 2**64:016x}" for number in range(1, 11)]
+    for count in range(2, MOST_DOCUMENTS + 1):
+        ids = make_ids(names[:count])
+        assert len(ids) == PLACEHOLDERS
+        assert all(0 <= number < 256 for number in ids)
+        assert read_names([*ids, 1, 2]) == names[:count]
+    # What is hashed comes first, so that the first block is not another composition's.
+    assert make_ids(names[:2])[:16] != make_ids([names[0], names[2]])[:16]
+    assert make_ids(names[:2]) != make_ids(names[1::-1])
+    for count in (1, 11):
+        with pytest.raises(RestoreKVError, match=f"2 to 10 documents at once, not {count}"):
+            make_ids((names * 2)[:count])
+
+
+@pytest.mark.parametrize("place", [4, 27, 28, 60, 127])
+def test_damaged_placeholders_are_refused(place):
+    ids = list(make_ids(["0" * 16, "f" * 16]))
+    ids[place] ^= 1
+    with pytest.raises(RestoreKVError, match="damaged placeholders"):
+        read_names(ids)
+    with pytest.raises(RestoreKVError, match="damaged placeholders"):
+        read_names(ids[:60])
+    assert read_names([1, 2, 3, 4, 5]) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
+def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tmp_path, options):
+    config = CompressionConfig(**options)
+    made = make_documents(tmp_path, tiny_model, tiny_tokenizer, config=config)
+    store = RaggedStore(tmp_path, describe(tiny_model))
+    rope_model = build_rope_model(tiny_model.config)
+    for names in (["red", "blue"], ["green", "red", "blue", "red"]):
+        asked = prompt([tmp_path / f"{name}.rkv" for name in names], QUESTION, tiny_tokenizer)
+        found = store.find_document(asked)
+        assert [part.path.stem for part in found.parts] == names
+        whole = compose([made[name] for name in names])
+        cache = compose_files([read_cache(path) for _, path in found.files], rope_model)
+        pairs = gather_pairs(cache, rope_model, slice(None), torch.float32)
+        wanted = gather_pairs(whole.cache, rope_model, slice(None), torch.float32)
+        assert pairs.lengths.equal(wanted.lengths) and pairs.lengths.equal(found.lengths)
+        assert pages_of_largest_rank(found.lengths, 1, 32) == pairs.count_pages(32)
+        for own, other in zip(pairs.keys, wanted.keys, strict=True):
+            assert torch.allclose(own, other, atol=1e-6)
+        assert all(map(torch.equal, pairs.values, wanted.values))
+
+
+def test_a_composition_is_another_document_than_its_parts(store, documents, tiny_tokenizer):
+    files = [store.folder / f"{name}.rkv" for name in ("red", "blue")]
+    names = {store.find_document(prompt(file, QUESTION, tiny_tokenizer)).name for file in files}
+    for order in (files, files[::-1]):
+        body = chat(order, QUESTION, tiny_tokenizer)
+        found = store.find_document(
+            body["kv_transfer_params"]["prompt_token_ids"], body["kv_transfer_params"]["document"]
+        )
+        assert found.name not in names
+        names.add(found.name)
+    assert len(names) == 4
+    with pytest.raises(RestoreKVError, match="several documents, not of red"):
+        store.find_document(prompt(files, QUESTION, tiny_tokenizer), "red")
+
+
+def test_a_prompt_of_placeholders_one_after_the_other_is_refused(store, tiny_tokenizer):
+    """The second document would be taken for a question."""
+    red, blue = (
+        prompt(store.folder / f"{name}.rkv", QUESTION, tiny_tokenizer) for name in ("red", "blue")
+    )
+    both = prompt([store.folder / "red.rkv", store.folder / "blue.rkv"], QUESTION, tiny_tokenizer)
+    for first in (red, both):
+        for second in (blue, both):
+            with pytest.raises(RestoreKVError, match="one after the other"):
+                store.find_document([*first[:PLACEHOLDERS], *second])
+    with pytest.raises(RestoreKVError, match="no question"):
+        store.find_document(both[:PLACEHOLDERS])
+
+
+def test_documents_that_are_not_here_are_named(store, documents, tiny_tokenizer, tmp_path):
+    asked = prompt([tmp_path / "red.rkv", tmp_path / "blue.rkv"], QUESTION, tiny_tokenizer)
+    name = identify(read_cache(tmp_path / "blue.rkv")).name
+    assert store.find_document(asked)
+    (tmp_path / "blue.rkv").unlink()
+    with pytest.raises(RestoreKVError, match=f"does not have {name}"):
+        store.find_document(asked)
+    documents["blue"].save(tmp_path / "other.rkv")
+    assert store.find_document(asked).parts[1].path.stem == "other"
+    other = RaggedStore(tmp_path, replace(store.model, fingerprint="0" * 16))
+    with pytest.raises(RestoreKVError, match="with other weights"):
+        other.find_document(asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": CompressionConfig(allocation="per-head")}, "differ in allocation"),
+        ({"adapter": None}, "differ in adapter"),
+        ({"config": CompressionConfig(system="Answer in one word.")}, "same chat prefix"),
+    ],
+)
+def test_documents_that_were_not_made_alike_are_refused(
+    store, tiny_model, tiny_tokenizer, options, message
+):
+    options = {"adapter": RestoreAdapter.create(tiny_model, 4, rank=2), "ratio": 0.3, **options}
+    other = compress(tiny_model, tiny_tokenizer, TEXTS["blue"], **options)
+    other.save(store.folder / "other.rkv")
+    paths = [store.folder / "red.rkv", store.folder / "other.rkv"]
+    with pytest.raises(RestoreKVError, match=message):
+        prompt(paths, QUESTION, tiny_tokenizer)
+    names = [identify(read_cache(path)).name for path in paths]
+    assert name_composition(names)
+    with pytest.raises(RestoreKVError, match=message):
+        store.find_document([*make_ids(names), 1, 2, 3])
+
+
+def test_documents_of_several_models_are_refused(store, documents, tiny_tokenizer):
+    paths = [store.folder / "red.rkv", store.folder / "blue.rkv"]
+    store.find_document(prompt(paths, QUESTION, tiny_tokenizer))
+    first, second = list(store.parts.values())[:2]
+    other = replace(second, manifest=replace(second.manifest, fingerprint="0" * 16))
+    with pytest.raises(RestoreKVError, match="several models"):
+        refuse_unlike_parts([first, other])
+
+
+def test_portable_files_are_not_asked_together(tiny_model, tiny_tokenizer, tmp_path):
+    small = compress(
+        tiny_model,
+        tiny_tokenizer,
+        TEXTS["red"],
+        ratio=0.3,
+        adapter=None,
+        config=CompressionConfig(allocation="per-head"),
+    )
+    portable = small.portable()
+    with pytest.raises(RestoreKVError, match="Several portable files"):
+        prompt([portable, portable], QUESTION, tiny_tokenizer)
