@@ -10,6 +10,7 @@ compressed text have to be those of `generate`, which reads text and question at
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -102,7 +103,7 @@ def build_model(family: str, words: int, seed: int = 0) -> PreTrainedModel:
 def answer_alike(family: str) -> bool:
     """Return whether RestoreKV and transformers answer alike."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    model = build_model(family, len(tokenizer))
+    model: Any = build_model(family, len(tokenizer))
 
     small = compress(model, tokenizer, TEXT, ratio=1, evictor="snapkv", adapter=None)
     answers = small.ask(QUESTIONS, max_new_tokens=8, details=True)
