@@ -151,7 +151,7 @@ REQUESTS = {
     "a stream that fails": chat("This fails.", "A text.", stream=True),
     "a chat that fails": chat("This fails.", "A text."),
     "a busy server": chat("Are you busy?", "A text."),
-    "no document": chat("What?"),
+    "a chat without a document": chat("Say the whole."),
     "an unknown field": chat("What?", "A text.", strange=1),
     "a refused field": chat("What?", "A text.", tools=[{"type": "function"}]),
     "a wrong value": chat("What?", "A text.", temperature=7),

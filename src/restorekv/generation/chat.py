@@ -497,7 +497,7 @@ def encode_conversation(
     ids = []
     before = ""
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
-        check_question(asked)
+        check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
         if not number:
             asked = (
                 context.between + (system + (context.between or "\n\n") if system else "") + asked

@@ -101,8 +101,12 @@ class Kept(BaseModel):
 
 
 class Cost(BaseModel):
-    """KV pairs and bytes of the documents' caches, and seconds by phase."""
+    """Documents of the question, KV pairs and bytes of their caches, and seconds by phase.
 
+    Without a document the plain model answers, and nothing is counted as held.
+    """
+
+    documents: int
     pairs: int
     bytes: int
     seconds: dict[str, float]
