@@ -86,12 +86,13 @@ class BeforeAfter(BaseModel):
 
 
 class Kept(BaseModel):
-    """Which tokens of a document survive: pieces of its text, each with the share of heads."""
+    """What survives of a document: pieces of its text, each with the share of its pairs kept."""
 
     layers: int
     heads: int
     tokens: int
     surviving: int
+    kept_share: float = Field(description="of all pairs of the text, without restore tokens")
     restore_tokens: int
     evictor: str
     seconds: dict[str, float]
