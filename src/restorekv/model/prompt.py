@@ -276,6 +276,7 @@ def encode_plain_chat(
     check_question(question)
     texts = []
     for asked, answered in turns:
+        check_question(asked)
         texts.extend((asked, answered))
     texts.append(question)
     if tokenizer.chat_template:

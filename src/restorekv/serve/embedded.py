@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
-from restorekv.generation.chat import encode_conversation, encode_plain_conversation
+from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import make_choosers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
@@ -45,10 +45,6 @@ SHARE = 0.25  # of the seconds that answers take, which a compression gets
 SLICE = 0.05  # seconds that a compression gets at a time
 PREPARING = 4  # questions that are prepared at once
 FIRST_TOKENS = 8  # of conversations without a document, whose caches are held
-
-
-# What the model reads before a question's prompt, its cache and what that costs, and the prompt.
-Preparation = tuple[Context, RaggedCache, CacheCost, torch.Tensor]
 
 
 @dataclass(kw_only=True)

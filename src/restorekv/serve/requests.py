@@ -24,6 +24,10 @@ LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting 
 # The endings that files get which have a type and no name.
 ENDINGS = {"application/pdf": ".pdf", "text/html": ".html", "text/markdown": ".md"}
 
+WHOSE_DOCUMENTS = (
+    "Documents are in messages of the user or the system, not of the assistant; move the part to "
+    "one of these."
+)
 NAMELESS = (
     "A file part names its file: {'type': 'file', 'file': {'file_id': ...}}, or has its filename "
     "and file_data."
@@ -317,8 +321,6 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
             "last word."
         )
     questions = texts[::2]
-    if not documents and not all(question.strip() for question in questions):
-        raise RestoreKVError("A message of the user is empty; leave it out or give a text.")
     return ParsedChat(
         documents=documents,
         system=_join_texts(system),
@@ -342,9 +344,7 @@ def _read_message(message: Message, documents: list[DocumentPart]) -> str:
         if not part.is_document:
             texts.append(part.text or "")
         elif message.role == "assistant":
-            raise RestoreKVError(
-                "An assistant's message is text; put the document into a message of the user."
-            )
+            raise RestoreKVError(WHOSE_DOCUMENTS)
         else:
             documents.append(part.find_document())
     return "\n".join(texts)

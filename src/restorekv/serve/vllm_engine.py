@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
-from restorekv.generation.chat import encode_conversation, encode_plain_conversation
+from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
@@ -262,22 +262,6 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             started=started,
             document_ids=self.files.take(files, cache),
             files=files,
-        )
-
-    def _prepare_plain_chat(self, question: ServedQuestion, started: float) -> VllmQuestion:
-        """Return a conversation without a document, all of which vLLM reads itself."""
-        prompt = encode_plain_conversation(
-            self.tokenizer, question.turns, question.text, question.system
-        )
-        nothing = prompt[None, :0]
-        return VllmQuestion(
-            question=question,
-            context=Context(nothing, prefix=0, suffix=nothing),
-            prompt=prompt,
-            rows=self._make_rows(question),
-            cost=CacheCost(0, 0, {}),
-            started=started,
-            document_ids=[],
         )
 
     async def write(self, active: VllmQuestion) -> None:
