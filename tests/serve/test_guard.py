@@ -173,7 +173,7 @@ def test_large_bodies_together_are_bounded(url, client, monkeypatch):
         with pytest.raises(openai.RateLimitError, match="large requests"):
             ask(client, [{"role": "user", "content": "x" * LARGEST}], extra_headers=headers)
     monkeypatch.undo()
-    with pytest.raises(openai.BadRequestError, match="no document"):
+    with pytest.raises(openai.BadRequestError, match="positions"):
         ask(client, [{"role": "user", "content": "x" * LARGEST}])
 
 

@@ -140,6 +140,7 @@ def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer,
         "before": small.manifest.bytes_full,
         "after": small.manifest.bytes_held,
     }
+    assert whole["kept_share"] == pytest.approx(float(mask.float().mean()), abs=1e-4)
     assert whole["surviving"] == int((mask.sum((0, 1)) > 0).sum()) and whole["restore_tokens"] > 0
     for layer, head in ((None, None), (1, None), (None, 1), (2, 0)):
         query = {

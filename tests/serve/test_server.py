@@ -314,6 +314,30 @@ def test_a_document_of_a_later_turn_joins_those_of_the_conversation(client, file
     assert read_answer(ask(client, later)) == read_answer(ask(client, together))
 
 
+def test_messages_of_the_same_role_are_one(client, file):
+    """A file in a message of its own, and the question in the next one."""
+    document, question = about(file)[0]["content"]
+    apart = [{"role": "user", "content": [document]}, {"role": "user", "content": [question]}]
+    reply = ask(client, apart)
+    assert read_answer(reply) == read_answer(ask(client, about(file)))
+    assert reply.restorekv["documents"] == 1
+
+
+def test_a_marked_system_text_is_found_again_and_a_plain_one_is_an_instruction(
+    client, model, tiny_tokenizer
+):
+    text = f"Other words. {OTHER}"
+    marked = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "system", "content": [marked, {"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": QUESTION},
+    ]
+    first, again = (ask(client, messages).usage.prompt_tokens_details for _ in range(2))
+    assert first.cache_write_tokens == again.cached_tokens > 0 == again.cache_write_tokens
+    small = expected(model, tiny_tokenizer, text).chat(system="Be brief.")
+    assert ask(client, messages).choices[0].message.content == small.ask(QUESTION, 12)
+
+
 def test_documents_that_cannot_be_had_get_a_sentence(client, file):
     said = {"role": "assistant", "content": about(file)[0]["content"][:1]}
     with pytest.raises(openai.BadRequestError, match="not of the assistant"):

@@ -190,6 +190,18 @@ def test_turns_follow_the_placeholders(client, file, fake, model, tiny_tokenizer
     assert fake.asked[-1]["prompt"] == expected_ids
 
 
+def test_without_a_document_vllm_reads_the_plain_conversation(client, fake, tiny_tokenizer):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    answer = ask(client, messages)
+    ids = tiny_tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert fake.asked[-1]["prompt"] == ids
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 7  # what the server said
+    assert (answer.restorekv["documents"], answer.restorekv["pairs"]) == (0, 0)
+
+
 def test_several_documents(client, file, fake, model, tiny_tokenizer):
     other = upload(client, OTHER)
     texts = (TEXT, OTHER)

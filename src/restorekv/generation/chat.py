@@ -42,7 +42,6 @@ from restorekv.model.prompt import (
     check_system_message,
     encode_text,
     render_between_turns,
-    split_template,
     warn_if_beyond_positions,
 )
 from restorekv.model.rope import count_positions
@@ -497,35 +496,12 @@ def encode_conversation(
     ids = []
     before = ""
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
-        check_question(asked)
+        check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
         if not number:
             asked = (
                 context.between + (system + (context.between or "\n\n") if system else "") + asked
             )
         ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
-        before = render_between_turns(tokenizer)
-    return torch.cat(ids, -1)[0]
-
-
-def encode_plain_conversation(
-    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], question: str, system: str = ""
-) -> Tensor:
-    """Return the ids (q,) of a conversation without a document, as the chat template writes it.
-
-    Args:
-        tokenizer: The model's.
-        turns: Earlier questions with their answers.
-        question: The last question, after which the model answers.
-        system: The system message; without one, the template may have its own.
-
-    Raises:
-        RestoreKVError: A question is empty, or the template has no place for the messages.
-    """
-    before, after = split_template(tokenizer, system)
-    ids = []
-    for asked, answered in [*turns, (question, "")]:
-        check_question(asked)
-        ids.append(encode_text(tokenizer, asked, before, after, answered))
         before = render_between_turns(tokenizer)
     return torch.cat(ids, -1)[0]
 

@@ -28,6 +28,7 @@ from restorekv.model.tokenize import (
     check_unicode,
     find_control_tokens,
     refuse_control_tokens,
+    tokenize_parts,
     tokenize_text,
 )
 from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
@@ -256,6 +257,41 @@ def render_between_turns(tokenizer: Tokenizer) -> str:
     if not tokenizer.chat_template:
         return "\n"
     return _render_parts(tokenizer, ["user", "assistant", "user"])[2]
+
+
+def encode_plain_chat(
+    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], question: str, system: str = ""
+) -> Tensor:
+    """Return the ids (q,) of a conversation without a document, as the chat template writes it.
+
+    Args:
+        tokenizer: The model's.
+        turns: Earlier questions with their answers.
+        question: What is asked.
+        system: The system message in the template's place for it, or "" for the template's own.
+
+    Raises:
+        RestoreKVError: The question is empty, or the template has no place for these messages.
+    """
+    check_question(question)
+    texts = []
+    for asked, answered in turns:
+        check_question(asked)
+        texts.extend((asked, answered))
+    texts.append(question)
+    if tokenizer.chat_template:
+        roles = [*("user", "assistant") * len(turns), "user"]
+        if system:
+            roles.insert(0, "system")
+            texts.insert(0, system)
+        template = _render_parts(tokenizer, roles)
+    else:
+        before, after = split_template(tokenizer)
+        template = [before, after, *(render_between_turns(tokenizer), after) * len(turns)]
+        if system:
+            template[:1] = [before, "\n"]
+            texts.insert(0, system)
+    return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
 
 
 def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:

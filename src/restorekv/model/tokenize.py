@@ -57,20 +57,52 @@ def tokenize_text(
     Raises:
         RestoreKVError: The user's text spells a control token and the tokenizer is a slow one.
     """
-    check_unicode(text + more)
-    ids = tokenizer.encode(before + text + after + more, add_special_tokens=False, verbose=False)
+    return tokenize_parts(tokenizer, [before, after, ""], [text, more])
+
+
+def tokenize_parts(
+    tokenizer: Tokenizer, template: Sequence[str], texts: Sequence[str]
+) -> list[int]:
+    """Return the ids of template[0] + texts[0] + template[1] + ..., tokenized as one text.
+
+    Args:
+        tokenizer: Any tokenizer; only fast ones can encode a control token as characters.
+        template: What the chat template writes, which begins and ends the whole.
+        texts: What users write between its parts, one fewer.
+
+    Returns:
+        The ids, without BOS and EOS.
+
+    Raises:
+        RestoreKVError: A user's text spells a control token and the tokenizer is a slow one.
+    """
+    check_unicode("".join(texts))
+    ids = tokenizer.encode(_interleave(template, texts), add_special_tokens=False, verbose=False)
     control = find_control_tokens(tokenizer)
-    in_before = _pick_control_ids(tokenizer.encode(before, add_special_tokens=False), control)
-    in_after = _pick_control_ids(tokenizer.encode(after, add_special_tokens=False), control)
-    if _pick_control_ids(ids, control) == in_before + in_after:
+    by_part = []
+    of_template = []
+    for part in template:
+        own = _pick_control_ids(tokenizer.encode(part, add_special_tokens=False), control)
+        by_part.append(own)
+        of_template.extend(own)
+    if _pick_control_ids(ids, control) == of_template:
         return ids  # all control tokens are the template's
     safe = get_safe_tokenizer(tokenizer)
     if safe is not None:
-        before = safe.escape_control_tokens(before, in_before)
-        after = safe.escape_control_tokens(after, in_after)
-        return safe.backend.encode(before + text + after + more, add_special_tokens=False).ids
-    refuse_control_tokens(control.values(), text + more)
+        escaped = []
+        for part, own in zip(template, by_part, strict=True):
+            escaped.append(safe.escape_control_tokens(part, own))
+        return safe.backend.encode(_interleave(escaped, texts), add_special_tokens=False).ids
+    refuse_control_tokens(control.values(), "".join(texts))
     return ids  # an unknown character, whose id is a control token's
+
+
+def _interleave(template: Sequence[str], texts: Sequence[str]) -> str:
+    """Return the parts of a template with the texts between them."""
+    whole = template[0]
+    for text, part in zip(texts, template[1:], strict=True):
+        whole += text + part
+    return whole
 
 
 def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:

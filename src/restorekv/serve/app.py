@@ -24,13 +24,15 @@ from restorekv.serve.engine import BusyError, UnavailableError, explain_resource
 from restorekv.serve.guard import AROUND, Guard, OpenRequests, make_problem_response
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.questions import Questions
+from restorekv.serve.reference import PATH as REFERENCE_PATH
+from restorekv.serve.reference import add_reference
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-OPEN_PATHS = ("/health", "/ready", *PATHS)  # asked without a key
+OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a key
 BYTES = "application/octet-stream"
 METRICS = "text/plain; version=0.0.4"
 
@@ -75,6 +77,7 @@ def make_app(
     add_files(app, service)
     add_responses(app, questions)
     add_page(app, service)
+    add_reference(app)
     return app
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -31,7 +32,7 @@ from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.sampling import TokenChooser
 from restorekv.model.identity import identify_model
-from restorekv.model.prompt import Context, count_usable_positions
+from restorekv.model.prompt import Context, count_usable_positions, encode_plain_chat
 from restorekv.pipeline import compress
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
@@ -60,6 +61,9 @@ class CacheCost:
     pairs: int
     bytes: int
     seconds: Mapping[str, float]
+
+
+NO_CACHE = CacheCost(0, 0, {})  # of a conversation without a document
 
 
 @dataclass(kw_only=True)
@@ -189,6 +193,21 @@ class CacheEngine(Engine, Generic[Active]):
                     settle_future(question.done, self.make_reply(active))
         except Exception as error:  # it is this question's alone
             settle_future(question.done, error=error)
+
+    def encode_plain(self, question: ServedQuestion, first: int) -> tuple[Context, Tensor]:
+        """Return a conversation without a document, cut in two after its first tokens.
+
+        Args:
+            question: what is asked.
+            first: tokens that count as the context; a negative number leaves so many to the prompt.
+
+        Returns:
+            A context, and the ids (q,) that follow it.
+        """
+        ids = encode_plain_chat(self.tokenizer, question.turns, question.text, question.system)
+        nothing = torch.empty(1, 0, dtype=torch.long)
+        context = Context(ids[None, :first], prefix=0, suffix=nothing)
+        return context, ids[first:]
 
     def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""

@@ -12,6 +12,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,21 +20,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
-from restorekv.generation.chat import encode_conversation, encode_plain_conversation
+from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import make_choosers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, count_usable_positions
+from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
-from restorekv.serve.caches import JOIN, ActiveQuestion, CacheCost, CacheEngine
+from restorekv.serve.caches import JOIN, NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import check_size
 from restorekv.serve.engine import ENDING, ServedQuestion, UnavailableError, settle_future
 from restorekv.serve.store import Store
@@ -42,10 +44,7 @@ GATHER = 0.005  # seconds that the first question waits for others that come wit
 SHARE = 0.25  # of the seconds that answers take, which a compression gets
 SLICE = 0.05  # seconds that a compression gets at a time
 PREPARING = 4  # questions that are prepared at once
-
-
-# What the model reads before a question's prompt, its cache and what that costs, and the prompt.
-Preparation = tuple[Context, RaggedCache, CacheCost, torch.Tensor]
+FIRST_TOKENS = 8  # of conversations without a document, whose caches are held
 
 
 @dataclass(kw_only=True)
@@ -78,6 +77,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
+        # Caches of one token, with which conversations without a document begin.
+        self.first_caches: OrderedDict[int, RaggedCache] = OrderedDict()
+        self.beginning = threading.Lock()
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
         self.owed = 0.0  # seconds that a compression is to get
@@ -140,14 +142,27 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             texts.extend(turn)
         check_size("".join(texts), self.tokenizer, most)
         if question.documents:
-            context, cache, cost, prompt = self._prepare_documents(question)
+            contexts = [self.load_document(document) for document in question.documents]
+            joined = compose(contexts) if len(contexts) > 1 else contexts[0]
+            context = joined.context
+            cache = joined.cache
+            prompt = encode_conversation(
+                self.tokenizer, context, question.turns, question.text, question.system
+            )
+            manifest = joined.manifest
+            cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
+            computed = 0
         else:
-            context, cache, cost, prompt = self._prepare_plain_chat(question)
+            context, prompt = self.encode_plain(question, 1)
+            cache = self._find_first_cache(context.ids)
+            cost = NO_CACHE
+            computed = context.positions
         room = most - context.positions - len(prompt)
         if room < 1:
+            what = "Documents and question are" if question.documents else "The conversation is"
             raise RestoreKVError(
-                f"Documents and question are longer than the model's {most:,} positions; "
-                "shorten them."
+                f"{what} longer than the model's {most:,} positions; shorten "
+                f"{'them' if question.documents else 'it'}."
             )
         question.limit = min(question.limit, room)
         sampling = question.sampling
@@ -164,36 +179,25 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             rows=rows,
             cost=cost,
             started=started,
-            # The only token before a plain chat's prompt is no document from a cache.
-            computed=0 if question.documents else context.positions,
             cache=cache,
+            computed=computed,
         )
 
-    def _prepare_documents(self, question: ServedQuestion) -> Preparation:
-        """Load a question's documents, and encode what follows them."""
-        contexts = [self.load_document(document) for document in question.documents]
-        joined = compose(contexts) if len(contexts) > 1 else contexts[0]
-        prompt = encode_conversation(
-            self.tokenizer, joined.context, question.turns, question.text, question.system
-        )
-        manifest = joined.manifest
-        cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
-        return joined.context, joined.cache, cost, prompt
+    def _find_first_cache(self, ids: Tensor) -> RaggedCache:
+        """Return the cache of the first token of a conversation without a document.
 
-    def _prepare_plain_chat(self, question: ServedQuestion) -> Preparation:
-        """Encode a conversation without a document.
-
-        The scheduler reads a prompt after a cache. Here that is the cache of the conversation's
-        first token, which the chat template writes, and the prompt is all that follows.
+        The scheduler needs a context to append to, and questions with one cache share its passes.
+        Templates begin with the same token, so there is hardly more than one.
         """
-        ids = encode_plain_conversation(
-            self.tokenizer, question.turns, question.text, question.system
-        )
-        first = ids[None, :1]
-        context = Context(first, prefix=1, suffix=first[:, :0])
-        with torch.no_grad():
-            cache = RaggedCache.from_full_cache(prefill(self.model, first))
-        return context, cache, CacheCost(0, 0, {}), ids[1:]
+        first = int(ids[0, 0])
+        with self.beginning:
+            cache = self.first_caches.get(first)
+            if cache is None:
+                cache = RaggedCache.from_full_cache(prefill(self.model, ids))
+                self.first_caches[first] = cache
+                while len(self.first_caches) > FIRST_TOKENS:
+                    self.first_caches.popitem(last=False)
+        return cache
 
     # In the event loop.
 

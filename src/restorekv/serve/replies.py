@@ -68,7 +68,7 @@ def make_completion(
         model=header.model,
         choices=choices,
         usage=count_usage(header, reply),
-        restorekv=make_cost(reply),
+        restorekv=make_cost(header, reply),
     )
 
 
@@ -117,7 +117,7 @@ def make_usage_chunk(header: AnswerHeader, reply: Reply) -> schemas.Chunk:
         model=header.model,
         choices=[],
         usage=count_usage(header, reply),
-        restorekv=make_cost(reply),
+        restorekv=make_cost(header, reply),
     )
 
 
@@ -140,9 +140,14 @@ def count_usage(header: AnswerHeader, reply: Reply) -> CompletionUsage:
     )
 
 
-def make_cost(reply: Reply) -> schemas.Cost:
-    """Return what the documents' caches hold, and seconds by phase."""
-    return schemas.Cost(pairs=reply.pairs, bytes=reply.bytes, seconds=reply.seconds)
+def make_cost(header: AnswerHeader, reply: Reply) -> schemas.Cost:
+    """Return how many documents were asked, what their caches hold, and seconds by phase."""
+    return schemas.Cost(
+        documents=len(header.documents),
+        pairs=reply.pairs,
+        bytes=reply.bytes,
+        seconds=reply.seconds,
+    )
 
 
 def describe_logprobs(

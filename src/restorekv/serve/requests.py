@@ -1,8 +1,4 @@
-"""Requests in OpenAI's form, and what they ask: documents, turns and a question.
-
-The model reads the documents first, wherever they are in the messages, because a cache is made
-before any question is known. A request without documents is a plain chat.
-"""
+"""Requests in OpenAI's form, and what they ask: documents, turns and a question."""
 
 from __future__ import annotations
 
@@ -274,7 +270,7 @@ class ParsedChat:
     """What a chat request asks.
 
     Args:
-        documents: of all messages, in their order; none in a plain chat.
+        documents: in their order; without one, the plain model answers.
         system: all system messages.
         turns: earlier questions with their answers.
         question: the last question.
@@ -295,38 +291,40 @@ class ParsedChat:
 def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
     """Return what a request asks: system messages first, then user and assistant in turn.
 
-    A document may be in any message of the user or the system, before or after its text.
+    Documents may be parts of any message but the assistant's. All of them, in their order, stand
+    before the conversation; the texts of a message stay together.
 
     Args:
         request: what was sent.
         base: the name of the server's model.
         most_tokens: the server's limit on answers.
     """
-    system = []
-    turns = []
+    documents: list[DocumentPart] = []
+    system: list[str] = []
+    roles: list[str] = []
+    texts: list[str] = []
     for message in request.messages:
-        if message.role in ("user", "assistant"):
-            turns.append(message)
+        text = _read_message(message, documents)
+        if message.role in ("system", "developer"):
+            if roles:
+                raise RestoreKVError("System messages come first; put them before the others.")
+            system.append(text)
+        elif roles and roles[-1] == message.role:
+            # Chat templates have no place for two of the same role.
+            texts[-1] = _join_texts([texts[-1], text])
         else:
-            system.append(message)
-    system_texts = [_join_text(message) for message in system]
-    system_text = "\n\n".join(text for text in system_texts if text)
-    if any(message.role in ("user", "assistant") for message in request.messages[: len(system)]):
-        raise RestoreKVError("System messages come first; put them before the others.")
-    roles = [message.role for message in turns]
-    if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+            roles.append(message.role)
+            texts.append(text)
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise RestoreKVError(
-            "After system messages, user and assistant take turns, and the user has the last word."
+            "After system messages, user and assistant take turns; the user begins and has the "
+            "last word."
         )
-    documents = []
-    for message in request.messages:
-        documents.extend(_list_documents(message))
-    questions = [_join_text(message) for message in turns[::2]]
-    answers = [_join_text(message) for message in turns[1::2]]
+    questions = texts[::2]
     return ParsedChat(
         documents=documents,
-        system=system_text,
-        turns=list(zip(questions[:-1], answers, strict=True)),
+        system=_join_texts(system),
+        turns=list(zip(questions[:-1], texts[1::2], strict=True)),
         question=questions[-1],
         variant=Variant.parse(request.model, base),
         sampling=request.make_sampling(),
@@ -334,21 +332,8 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
     )
 
 
-def _list_documents(message: Message) -> list[DocumentPart]:
-    """Return the documents of a message, in their order."""
-    parts = message.content if isinstance(message.content, list) else []
-    documents = []
-    for part in parts:
-        part.check_type()
-        if part.is_document:
-            if message.role == "assistant":
-                raise RestoreKVError(WHOSE_DOCUMENTS)
-            documents.append(part.find_document())
-    return documents
-
-
-def _join_text(message: Message) -> str:
-    """Return the text of a message, without its documents."""
+def _read_message(message: Message, documents: list[DocumentPart]) -> str:
+    """Return the text of a message, and add its documents to those of the conversation."""
     if message.content is None and message.role != "assistant":
         raise RestoreKVError("Only an assistant's message may have no content; give a text.")
     if not isinstance(message.content, list):
@@ -358,4 +343,13 @@ def _join_text(message: Message) -> str:
         part.check_type()
         if not part.is_document:
             texts.append(part.text or "")
+        elif message.role == "assistant":
+            raise RestoreKVError(WHOSE_DOCUMENTS)
+        else:
+            documents.append(part.find_document())
     return "\n".join(texts)
+
+
+def _join_texts(texts: Sequence[str]) -> str:
+    """Return texts with a blank line between them; empty ones are left out."""
+    return "\n\n".join(text for text in texts if text)

@@ -279,5 +279,5 @@ def make_response(
         top_p=asked.top_p,
     )
     if reply:
-        response.restorekv = replies.make_cost(reply)
+        response.restorekv = replies.make_cost(pending.header, reply)
     return response

@@ -86,12 +86,13 @@ class BeforeAfter(BaseModel):
 
 
 class Kept(BaseModel):
-    """Which tokens of a document survive: pieces of its text, each with the share of heads."""
+    """What survives of a document: pieces of its text, each with the share of its pairs kept."""
 
     layers: int
     heads: int
     tokens: int
     surviving: int
+    kept_share: float = Field(description="of all pairs of the text, without restore tokens")
     restore_tokens: int
     evictor: str
     seconds: dict[str, float]
@@ -101,8 +102,12 @@ class Kept(BaseModel):
 
 
 class Cost(BaseModel):
-    """KV pairs and bytes of the documents' caches, and seconds by phase."""
+    """Documents of the question, KV pairs and bytes of their caches, and seconds by phase.
 
+    Without a document the plain model answers, and nothing is counted as held.
+    """
+
+    documents: int
     pairs: int
     bytes: int
     seconds: dict[str, float]

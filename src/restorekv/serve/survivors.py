@@ -16,7 +16,10 @@ LONGEST = 8  # tokens that one character may take
 def describe_survivors(
     context: CompressedContext, layer: int | None, head: int | None
 ) -> dict[str, Any]:
-    """Return a text in pieces, each with the share of heads that keep it, and what the cache holds.
+    """Return a text in pieces, each with the share of its pairs that are kept, and what is held.
+
+    A token has one pair in every layer and KV head, so its share is a mean over them. `kept_share`
+    is the mean over the tokens.
 
     `layer` and `head` count those heads alone; None is all of them.
     """
@@ -39,6 +42,7 @@ def describe_survivors(
         "heads": heads,
         "tokens": manifest.tokens,
         "surviving": int((shares > 0).sum()),
+        "kept_share": round(float(shares.mean()), 4),
         "restore_tokens": manifest.restore_tokens,
         "evictor": manifest.evictor,
         "seconds": manifest.seconds,

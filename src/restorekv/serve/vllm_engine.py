@@ -26,14 +26,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
-from restorekv.generation.chat import encode_conversation, encode_plain_conversation
+from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.serve.caches import ActiveQuestion, CacheCost, CacheEngine
+from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import explain_length
 from restorekv.serve.engine import (
     Content,
@@ -210,7 +210,18 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         started = time.perf_counter()
         check_supported(question.sampling)
         if not question.documents:
-            return self._prepare_plain_chat(question, started)
+            # All but the last token, so that `cached_tokens` is what vLLM's prefix cache held.
+            context, prompt = self.encode_plain(question, -1)
+            return VllmQuestion(
+                question=question,
+                context=context,
+                prompt=prompt,
+                rows=self._make_rows(question),
+                cost=NO_CACHE,
+                started=started,
+                document_ids=context.ids[0].tolist(),
+                computed=context.positions,
+            )
         contexts: list[Context] = []  # of the texts that vLLM reads itself
         caches: list[CompressedContext] = []
         for document in question.documents:
@@ -251,22 +262,6 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             started=started,
             document_ids=self.files.take(files, cache),
             files=files,
-        )
-
-    def _prepare_plain_chat(self, question: ServedQuestion, started: float) -> VllmQuestion:
-        """Return a conversation without a document, all of which vLLM reads itself."""
-        prompt = encode_plain_conversation(
-            self.tokenizer, question.turns, question.text, question.system
-        )
-        nothing = prompt[None, :0]
-        return VllmQuestion(
-            question=question,
-            context=Context(nothing, prefix=0, suffix=nothing),
-            prompt=prompt,
-            rows=self._make_rows(question),
-            cost=CacheCost(0, 0, {}),
-            started=started,
-            document_ids=[],
         )
 
     async def write(self, active: VllmQuestion) -> None:

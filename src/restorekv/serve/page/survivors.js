@@ -43,11 +43,18 @@ export function showText(found) {
   }
   $("text").replaceChildren(...spans.map(({ shade, text }) => el("span", { dataset: { shade }, textContent: text })));
   const single = $("layer").value !== "" && $("head").value !== "";
-  const name = (shade) => (single ? (shade ? "kept" : "evicted") : percent((most * shade) / SHADES));
+  const upTo = (shade) => percent((most * shade) / SHADES);
+  const name = (shade) => {
+    if (single) return shade ? "kept" : "evicted";
+    return shade ? `${upTo(shade - 1)} to ${upTo(shade)}` : "none";
+  };
   const shades = single ? [SHADES] : [...Array(SHADES).keys()].map((index) => index + 1);
   $("legend").replaceChildren(
-    el("li", { textContent: single ? "In this text:" : "Kept by up to this share of heads:" }),
+    el("li", { textContent: single ? "Pairs of a token in this head:" : "Share of a token's pairs that are kept:" }),
     ...[0, ...shades].map((shade) => el("li", {}, el("span", { dataset: { shade }, textContent: name(shade) }))));
-  $("surviving").textContent = `${count(found.surviving)} of ${count(found.tokens)} tokens `
-    + `(${percent(found.surviving / found.tokens)}) survive in ${single ? "this head" : "at least one head"}.`;
+  const gone = found.tokens - found.surviving;
+  $("surviving").textContent = single
+    ? `${count(found.surviving)} of ${count(found.tokens)} tokens (${percent(found.kept_share)}) survive in this head.`
+    : `A token keeps ${percent(found.kept_share)} of its pairs on average, and at most ${percent(most)}. `
+      + `${count(gone)} of ${count(found.tokens)} tokens keep none.`;
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import signal
 import threading
 from collections import OrderedDict
@@ -189,11 +190,10 @@ class RayEngine(Engine):
         places = [(document.sha256, document.variant) for document in question.documents]
         counts = [0] * len(sent)
         reply = None
-        if places:
-            route = self.make_key(*places[0])
-        else:  # any replica will do, and different texts go to different ones
-            route = hashlib.sha256(question.text.encode()).hexdigest()
-        async for item in self._call("ask", route, places, self.replica.pack_question(question)):
+        # Without a document, any replica is as good as another.
+        route = self.make_key(*places[0]) if places else secrets.token_hex(16)
+        packed = self.replica.pack_question(question)
+        async for item in self._call("ask", route, places, packed):
             if isinstance(item, Reply):
                 reply = item
                 continue

@@ -1,0 +1,208 @@
+"""The first requests of ten clients, as they send them: each gets an answer.
+
+A client that asks for tools or sends an image gets a sentence.
+"""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytest.importorskip("openai")
+
+from restorekv.serve.service import Limits
+from tests.helpers.serving import KEY, serving
+
+HELLO = {"role": "user", "content": "hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+SCHEMA = {
+    "title": "Person",
+    "type": "object",
+    "properties": {"known": {"type": "boolean"}},
+    "required": ["known"],
+    "additionalProperties": False,
+}
+CHAT = "chat/completions"
+REQUESTS = {
+    "openai": (CHAT, {"messages": [HELLO], "model": "tiny"}),
+    "openai, asynchronous and streaming": (
+        CHAT,
+        {"messages": [HELLO], "model": "tiny", "stream": True},
+    ),
+    "openai, responses": ("responses", {"input": "hello", "model": "tiny"}),
+    "LangChain": (
+        CHAT,
+        {
+            "messages": [{"content": "Be brief.", "role": "system"}, HELLO],
+            "model": "tiny",
+            "stream": False,
+        },
+    ),
+    "LlamaIndex": (
+        CHAT,
+        {"messages": [HELLO], "model": "tiny", "stream": False, "temperature": 0.1},
+    ),
+    "litellm": (
+        CHAT,
+        {"messages": [HELLO], "model": "tiny", "max_tokens": 8},
+    ),
+    "instructor": (
+        CHAT,
+        {
+            "messages": [SYSTEM, HELLO],
+            "model": "tiny",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "Person", "schema": SCHEMA, "strict": True},
+            },
+        },
+    ),
+    "llm": (
+        CHAT,
+        {
+            "messages": [HELLO],
+            "model": "tiny",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "Open WebUI": (
+        CHAT,
+        {
+            "stream": True,
+            "model": "tiny",
+            "messages": [HELLO],
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "Open WebUI, the title of a chat": (
+        CHAT,
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "### Task:\nGenerate a title."}],
+            "stream": False,
+            "max_completion_tokens": 1000,
+        },
+    ),
+    "aider": (
+        CHAT,
+        {
+            "model": "tiny",
+            "messages": [
+                SYSTEM,
+                {"role": "user", "content": "I switched to a new code base."},
+                {"role": "assistant", "content": "Ok."},
+                HELLO,
+            ],
+            "temperature": 0,
+            "stream": True,
+        },
+    ),
+    "Continue": (
+        CHAT,
+        {
+            "messages": [
+                SYSTEM,
+                {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            ],
+            "model": "tiny",
+            "max_tokens": 2048,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "parallel_tool_calls": None,
+            "tools": [],
+        },
+    ),
+}
+HARMLESS = {
+    "user": "a",
+    "store": False,
+    "metadata": {"a": "b"},
+    "service_tier": "auto",
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "n": 1,
+    "logprobs": False,
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": None,
+    "functions": None,
+    "response_format": {"type": "text"},
+    "stop": None,
+    "seed": None,
+}
+
+
+@pytest.fixture(scope="module")
+def url(model, tiny_tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    with serving(model, tiny_tokenizer, folder, limits=Limits(tokens=16)) as url:
+        yield url
+
+
+def send(url: str, path: str, body: dict) -> tuple[int, str]:
+    """Return the status of an answer and its text."""
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def read_text(path: str, body: dict, answer: str) -> str:
+    """Return the text of an answer, whole or a stream."""
+    if body.get("stream"):
+        lines = [line.removeprefix("data: ") for line in answer.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+    said = json.loads(answer)
+    if path == "responses":
+        return said["output"][0]["content"][0]["text"]
+    return said["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_first_requests_are_answered(url, name):
+    path, body = REQUESTS[name]
+    status, answer = send(url, path, body)
+    assert status == 200, answer
+    text = read_text(path, body, answer)
+    assert text
+    if name == "instructor":
+        assert text.lstrip().startswith("{")  # which this model writes for a schema alone
+
+
+def test_fields_that_ask_for_nothing_change_nothing(url):
+    plain = {"model": "tiny", "messages": [HELLO], "temperature": 0}
+    status, answer = send(url, CHAT, {**plain, **HARMLESS})
+    assert status == 200, answer
+    wanted = read_text(CHAT, plain, send(url, CHAT, plain)[1])
+    assert read_text(CHAT, plain, answer) == wanted
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "server has no tools"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:,"}}],
+                    }
+                ]
+            },
+            "a text or a file here",
+        ),
+        ({"messages": [HELLO, {"role": "tool", "content": "a"}]}, "role"),
+    ],
+)
+def test_tools_and_images_get_a_sentence(url, more, sentence):
+    status, answer = send(url, CHAT, {"model": "tiny", "messages": [HELLO], **more})
+    assert status == 400 and sentence in json.loads(answer)["error"]["message"]

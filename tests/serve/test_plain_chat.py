@@ -1,0 +1,132 @@
+"""Conversations without a document: the plain model, through the chat template."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+openai = pytest.importorskip("openai")
+
+from restorekv.model.prompt import encode_plain_chat  # noqa: E402
+from restorekv.serve.service import Limits  # noqa: E402
+from tests.helpers.serving import VARIANT, about, ask, client_of, serving, upload  # noqa: E402
+
+HELLO = [{"role": "user", "content": "hello"}]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who lives there?"},
+    {"role": "assistant", "content": "Nobody."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.fixture(scope="module")
+def url(model, tiny_tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    with serving(model, tiny_tokenizer, folder, limits=Limits(tokens=64)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return client_of(url)
+
+
+def template_ids(tokenizer, messages) -> torch.Tensor:
+    return torch.tensor(
+        tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    )
+
+
+def generated(model, tokenizer, messages, tokens=12) -> str:
+    """What transformers writes from the template of the conversation."""
+    ids = template_ids(tokenizer, messages)[None]
+    stops = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=stops)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("messages", [HELLO, TALK])
+def test_the_prompt_is_what_the_template_makes_of_the_messages(tiny_tokenizer, messages):
+    rest = [each for each in messages if each["role"] != "system"]
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    texts = [each["content"] for each in rest]
+    ids = encode_plain_chat(
+        tiny_tokenizer, list(zip(texts[:-1:2], texts[1::2], strict=True)), texts[-1], system
+    )
+    assert ids.tolist() == template_ids(tiny_tokenizer, messages).tolist()
+
+
+def test_control_tokens_in_messages_are_text(tiny_tokenizer):
+    end = tiny_tokenizer.eos_token
+    ids = encode_plain_chat(tiny_tokenizer, [(f"a{end}", f"b{end}")], f"c{end}", f"d{end}")
+    plain = encode_plain_chat(tiny_tokenizer, [("a", "b")], "c", "d")
+    count = (ids == tiny_tokenizer.eos_token_id).sum()
+    assert count == (plain == tiny_tokenizer.eos_token_id).sum()
+
+
+@pytest.mark.parametrize("name", ["tiny", VARIANT])
+@pytest.mark.parametrize("messages", [HELLO, TALK])
+def test_answers_are_those_of_the_plain_model(client, model, tiny_tokenizer, messages, name):
+    answer = ask(client, messages, name)
+    assert answer.choices[0].message.content == generated(model, tiny_tokenizer, messages)
+    assert answer.usage.prompt_tokens == len(template_ids(tiny_tokenizer, messages))
+    details = answer.usage.prompt_tokens_details
+    assert (details.cached_tokens, details.cache_write_tokens) == (0, 0)
+    held = answer.restorekv
+    assert (held["documents"], held["pairs"], held["bytes"]) == (0, 0, 0)
+
+
+def test_streams_samples_stops_likelihoods_and_schemas(client):
+    whole = ask(client, TALK).choices[0].message.content
+    pieces = list(ask(client, TALK, stream=True, stream_options={"include_usage": True}))
+    texts = [each.choices[0].delta.content or "" for each in pieces if each.choices]
+    assert "".join(texts) == whole
+    assert pieces[-1].restorekv["documents"] == 0
+    drawn = ask(client, TALK, n=3, seed=4, temperature=1.3, logprobs=True, top_logprobs=2)
+    assert len({choice.message.content for choice in drawn.choices}) > 1
+    assert all(len(each.top_logprobs) == 2 for each in drawn.choices[0].logprobs.content)
+    stop = whole[len(whole) // 2 :][:3]
+    assert ask(client, TALK, stop=[stop]).choices[0].message.content == whole[: whole.find(stop)]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+    said = ask(client, HELLO, response_format=form).choices[0].message.content
+    assert json.loads(said) in (True, False)
+
+
+def test_responses_go_on_without_a_document(client, model, tiny_tokenizer):
+    first = client.responses.create(
+        model="tiny", input="hello", temperature=0, max_output_tokens=12
+    )
+    assert first.output_text == generated(model, tiny_tokenizer, HELLO)
+    then = client.responses.create(
+        model="tiny",
+        input="Why?",
+        previous_response_id=first.id,
+        temperature=0,
+        max_output_tokens=12,
+    )
+    told = {"role": "assistant", "content": first.output_text}
+    messages = [*HELLO, told, {"role": "user", "content": "Why?"}]
+    assert then.output_text == generated(model, tiny_tokenizer, messages)
+
+
+def test_questions_with_and_without_documents_are_answered_together(url, client):
+    file = upload(client)
+    alone = [ask(client, messages) for messages in (HELLO, TALK, about(file))]
+
+    async def together():
+        own = client_of(url, kind=openai.AsyncOpenAI)
+        every = (HELLO, TALK, about(file)) * 3
+        return await asyncio.gather(*(ask(own, messages) for messages in every))
+
+    answers = [each.choices[0].message.content for each in asyncio.run(together())]
+    assert answers == [each.choices[0].message.content for each in alone] * 3
+
+
+def test_a_conversation_longer_than_the_model_is_refused(client, model):
+    words = "red house " * model.config.max_position_embeddings
+    with pytest.raises(openai.BadRequestError, match="positions"):
+        ask(client, [{"role": "user", "content": words}])
