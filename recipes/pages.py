@@ -1,4 +1,4 @@
-"""Pages of docs/ whose tables are made by a recipe."""
+"""Pages whose tables are made by a recipe."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Name every source of the corpus of many genres, with its license, in docs/data.md.
+"""Name every source of the corpus of many genres, with its license, in paper/results/corpus.md.
 
     python -m recipes.smollm2.corpus_table ../shared/data/corpus
 
@@ -21,7 +21,7 @@ from restorekv.data.corpus import TRAIN_SPLIT, identify_license
 from restorekv.data.documents import DropRow
 from restorekv.data.files import identify_source
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "paper" / "results" / "corpus.md"
 BEGIN = "<!-- made by recipes/smollm2/corpus_table.py -->"
 END = "<!-- end of the sources -->"
 WIDEST_REPOSITORY = 40  # characters; a longer name is cut after its owner

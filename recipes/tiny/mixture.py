@@ -272,7 +272,7 @@ def find_closest(folders: list[Path], test: list[world.WorldDocument]) -> tuple[
 
 INTRO = """# The table of training data in small
 
-`make data-table`: both mixtures of [`restorekv data build`](../../docs/data.md), made for
+`make data-table`: both mixtures of [`data build`](../../docs/training.md#training-data), made for
 and by the tiny model, as `restorekv data show` prints them.
 **The texts are made up**: no hub is reachable where this was made, so small files in
 the true formats of the four sources are written from the grammar of the tiny world ({sizes}).

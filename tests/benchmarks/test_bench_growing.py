@@ -9,7 +9,7 @@ from benchmarks import growing, serving
 from benchmarks.growing import ALONE, ONCE, Options
 from tests.helpers.pages import ROOT
 
-PAGE = (ROOT / "docs" / "python.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("long-texts.md", "conversations.md"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ WRITTEN = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 RECORDED = [ROOT / "paper" / "log.md", *sorted((ROOT / "paper" / "results").glob("*.md"))]

@@ -1,11 +1,11 @@
-"""The references of docs/architecture.md to functions and their lines."""
+"""The references of docs/contributing.md to functions and their lines."""
 
 import ast
 import re
 
 from tests.helpers.source import ROOT
 
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "contributing.md"
 # [`name`](../src/restorekv/file.py#L12), with or without the line.
 REFERENCE = re.compile(r"\[`(\w+)`\]\((?:\.\./)?(src/[\w/]+\.py)(?:#L(\d+))?\)")
 

@@ -23,7 +23,7 @@ from tests import families
 from tests.helpers import decoders, exactness
 from tests.helpers.models import build_tokenizer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+PAGE = Path(__file__).resolve().parents[2] / "paper" / "results" / "families.md"
 # Every class with a window that its config names, and one class of every other way of computing.
 SAMPLE = (
     "mistral",

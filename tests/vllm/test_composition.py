@@ -26,7 +26,7 @@ from restorekv.vllm.ragged_documents import (
     identify,
 )
 from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
-from tests.vllm.test_ragged_documents import describe
+from tests.helpers.document_pairs import describe_engine_model
 
 TEXTS = {
     "red": "The red house belongs to Ada, who has seven trees. " * 6,
@@ -53,7 +53,7 @@ def documents(tiny_model, tiny_tokenizer, tmp_path):
 
 @pytest.fixture
 def store(documents, tiny_model, tmp_path):
-    return RaggedStore(tmp_path, describe(tiny_model))
+    return RaggedStore(tmp_path, describe_engine_model(tiny_model))
 
 
 def test_placeholders_say_which_documents_are_asked():
@@ -86,7 +86,7 @@ def test_damaged_placeholders_are_refused(place):
 def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tmp_path, options):
     config = CompressionConfig(**options)
     made = make_documents(tmp_path, tiny_model, tiny_tokenizer, config=config)
-    store = RaggedStore(tmp_path, describe(tiny_model))
+    store = RaggedStore(tmp_path, describe_engine_model(tiny_model))
     rope_model = build_rope_model(tiny_model.config)
     for names in (["red", "blue"], ["green", "red", "blue", "red"]):
         asked = prompt([tmp_path / f"{name}.rkv" for name in names], QUESTION, tiny_tokenizer)

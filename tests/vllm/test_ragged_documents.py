@@ -1,18 +1,16 @@
 """Cache files as vLLM's documents, without vLLM: what is served, and what is never served."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from restorekv import CompressionConfig, compress
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.model.rope import get_rope_settings, shift_keys
+from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file
 from restorekv.vllm import chat, prompt
-from restorekv.vllm.document_store import EngineModel, find_heads
+from restorekv.vllm.document_store import find_heads
 from restorekv.vllm.ragged_documents import (
     PLACEHOLDERS,
     build_rope_model,
@@ -21,26 +19,14 @@ from restorekv.vllm.ragged_documents import (
     load_file,
 )
 from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
-from tests.helpers.models import VOCABULARY, build_model
+from tests.helpers.document_pairs import describe_engine_model
+from tests.helpers.models import build_model
 
 TEXTS = {
     "red": "The red house belongs to Ada, who has seven trees. " * 6,
     "blue": "The blue house belongs to Bob, who has nine trees. " * 6,
 }
 QUESTION = "Who lives in the red house?"
-
-
-def describe(model, **changed):
-    shape = CacheShape.from_model(model)
-    facts = EngineModel(
-        layers=shape.layers,
-        heads=shape.heads,
-        head_dim=shape.head_dim,
-        rope=get_rope_settings(model.config),
-        dtype="float32",
-        vocabulary=VOCABULARY,
-    )
-    return replace(facts, **changed)
 
 
 @pytest.fixture
@@ -54,7 +40,7 @@ def place(tiny_model, tiny_tokenizer, tmp_path):
 
 
 def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
-    store = RaggedStore(place, describe(tiny_model))
+    store = RaggedStore(place, describe_engine_model(tiny_model))
     for name in TEXTS:
         ids = prompt(place / f"{name}.rkv", QUESTION, tiny_tokenizer)
         found = store.find_document(ids)
@@ -89,7 +75,7 @@ def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_token
     ],
 )
 def test_wrong_prompts_are_refused(place, tiny_model, tiny_tokenizer, change, message):
-    store = RaggedStore(place, describe(tiny_model))
+    store = RaggedStore(place, describe_engine_model(tiny_model))
     ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
     with pytest.raises(RestoreKVError, match=message):
         store.find_document(change(ids))
@@ -110,20 +96,20 @@ def test_wrong_prompts_are_refused(place, tiny_model, tiny_tokenizer, change, me
 def test_documents_of_another_model_are_refused(
     place, tiny_model, tiny_tokenizer, changed, message
 ):
-    store = RaggedStore(place, describe(tiny_model, **changed))
+    store = RaggedStore(place, describe_engine_model(tiny_model, **changed))
     with pytest.raises(RestoreKVError, match=message):
         store.find_document(prompt(place / "red.rkv", QUESTION, tiny_tokenizer))
 
 
 def test_too_small_a_vocabulary_is_refused(place, tiny_model):
     with pytest.raises(RestoreKVError, match="vocabulary of 256"):
-        RaggedStore(place, describe(tiny_model, vocabulary=255))
+        RaggedStore(place, describe_engine_model(tiny_model, vocabulary=255))
     with pytest.raises(RestoreKVError, match="not a folder"):
-        RaggedStore(place / "red.rkv", describe(tiny_model))
+        RaggedStore(place / "red.rkv", describe_engine_model(tiny_model))
 
 
 def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tokenizer):
-    store = RaggedStore(place, describe(tiny_model))
+    store = RaggedStore(place, describe_engine_model(tiny_model))
     ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
     found = store.find_document(ids)
     (place / "blue.rkv").rename(place / "red.rkv")
@@ -133,7 +119,7 @@ def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tok
     content[-40] ^= 1
     (place / "red.rkv").write_bytes(content)
     with pytest.raises(RestoreKVError, match="does not have"):
-        RaggedStore(place, describe(tiny_model)).find_document(ids)
+        RaggedStore(place, describe_engine_model(tiny_model)).find_document(ids)
 
 
 @pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
@@ -199,7 +185,7 @@ def test_a_bias_is_refused(tiny_model, tiny_tokenizer, tmp_path):
     small.save(tmp_path / "fitted.rkv")
     with pytest.raises(RestoreKVError, match="add a bias"):
         gather_pairs(small.cache, tiny_model, slice(None), torch.float32)
-    store = RaggedStore(tmp_path, describe(tiny_model))
+    store = RaggedStore(tmp_path, describe_engine_model(tiny_model))
     with pytest.raises(RestoreKVError, match="whose bias"):
         store.find_document(prompt(tmp_path / "fitted.rkv", QUESTION, tiny_tokenizer))
 

@@ -34,7 +34,7 @@ from restorekv.restore.licenses import (
 )
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-# The data source whose parts docs/data.md names.
+# The data source whose parts paper/results/corpus.md names.
 MANY_GENRES = "Corpus of many genres"
 PLACEHOLDER = "OWNER/NAME-OR-FOLDER"
 SEAL = "<!-- written by restorekv, {} -->\n"
