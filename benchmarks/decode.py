@@ -56,6 +56,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 from restorekv.generation.fixed_steps import locate_last_logits
 from restorekv.model import attention
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.load import load_model
 from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import encode_question, make_context
@@ -298,7 +299,7 @@ def compute_next_logits(
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        **pass_cache(model, cache),
         use_cache=True,
         logits_to_keep=locate_last_logits(ids),
     )

@@ -2,8 +2,8 @@
 tests/families.py`.
 
 A tiny random model of each class is compared with transformers beyond every length that its config
-mentions, at ratio 1 and below (tests/helpers/exactness.py). paper/results/families.md has the table; `--types
-llama,mistral` prints some rows of it.
+mentions, at ratio 1 and below (tests/helpers/exactness.py). paper/results/families.md has the
+table; `--types llama,mistral` prints some rows of it.
 """
 
 import argparse

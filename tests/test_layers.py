@@ -58,6 +58,11 @@ COMMAND_MODULES = {path.partition(":")[0] for path, *_ in COMMANDS.values()}
 LATE = {
     ("lazy", "restorekv.cli.folder", "restorekv.cli.ray_folder"): "Ray is an extra",
     ("lazy", "restorekv.vllm", "restorekv.vllm.connector"): "vLLM is an extra",
+    ("lazy", "benchmarks.vllm_kl", "restorekv.vllm.plugin"): "vLLM has an environment of its own",
+    ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.cpu_backend"): "vLLM reads settings first",
+    ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.document_batch"): "vLLM reads settings first",
+    ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.page_pool"): "vLLM reads settings first",
+    ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.worker_state"): "vLLM reads settings first",
     ("typing", "restorekv.model.offload_trials", "restorekv.model.offload"): "an annotation",
     ("typing", "restorekv.storage.cache_checks", "restorekv.storage.cache_file"): "an annotation",
 }

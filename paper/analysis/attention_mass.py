@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paper.analysis.case import FULL, Case, DocumentFigures, to_plain, watch_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone
 
 PARTS = ("context", "sinks", "restore", "question")
@@ -94,8 +95,11 @@ def _measure_question(
                 )
 
     with watch_attention(model, see, last=1):
-        get_backbone(model)(
-            input_ids=prompt.to(model.device), past_key_values=cache.fork(), use_cache=True
+        backbone = get_backbone(model)
+        backbone(
+            input_ids=prompt.to(model.device),
+            **pass_cache(backbone, cache.fork()),
+            use_cache=True,
         )
     return {"masses": masses.tolist()} | ({} if keep else {"kl_attention": kl.tolist()})
 

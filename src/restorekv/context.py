@@ -29,6 +29,7 @@ from restorekv.generation.answers import Answer
 from restorekv.generation.chat import Chat
 from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions, take_limit
 from restorekv.model import attention, support
+from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import (
     Context,
     check_system_message,
@@ -416,7 +417,7 @@ class CompressedContext:
             model: Any = self.model
             result = model.generate(
                 **inputs,
-                past_key_values=self.cache.fork(find_option("num_beams")),
+                **pass_cache_to_generate(self.cache.fork(find_option("num_beams"))),
                 **{**defaults, **options, "logits_processor": LogitsProcessorList(processors)},
             )
         written = result[0, inputs["input_ids"].shape[1] :].tolist()

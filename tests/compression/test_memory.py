@@ -88,7 +88,7 @@ def scored(policy):
 
 @pytest.mark.parametrize(("policy", "plain", "last"), [("free", 6, 10), ("counted", 10, 6)])
 def test_bytes_of_a_score(monkeypatch, policy, plain, last):
-    """As benchmarks/performance.md tells them: number and marks, and a copy where the prefix has to be
+    """As benchmarks/performance.md says: number and marks, and a copy where the prefix has to be
     added or left out.
     """
     monkeypatch.setattr(allocate, "BLOCK", 1 << 16)  # looked at in blocks that count for nothing

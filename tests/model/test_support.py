@@ -16,6 +16,7 @@ from restorekv.cli import execute
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import support
+from restorekv.model.cache_argument import find_cache
 from restorekv.model.prompt import Context, count_usable_positions
 from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
@@ -190,10 +191,11 @@ def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
     monkeypatch.setattr(support, "_known", {})
     own = module.LlamaAttention.forward
 
-    def forward(self, hidden_states, past_key_values=None, **options):
-        if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx):
-            past_key_values.layers[self.layer_idx].keys.no_such_thing  # noqa: B018
-        return own(self, hidden_states, past_key_values=past_key_values, **options)
+    def forward(self, hidden_states, **options):
+        cache = find_cache(options)
+        if cache is not None and cache.get_seq_length(self.layer_idx):
+            cache.layers[self.layer_idx].keys.no_such_thing  # noqa: B018
+        return own(self, hidden_states, **options)
 
     monkeypatch.setattr(module.LlamaAttention, "forward", forward)
     with pytest.raises(ModelError, match=r"does not run over a compressed cache.*no_such_thing"):

@@ -131,7 +131,7 @@ def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_pa
 
 
 def read_table() -> tuple[str, list[list[str]]]:
-    """The sentence above the table of sources in paper/results/corpus.md, and the cells of its rows."""
+    """The sentence above the table of sources in paper/results/corpus.md, and its rows' cells."""
     page = corpus_table.PAGE.read_text(encoding="utf-8")
     lines = page.partition(corpus_table.BEGIN)[2].partition(corpus_table.END)[0].splitlines()
     sentence = next(line for line in lines if line)

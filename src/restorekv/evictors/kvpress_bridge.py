@@ -22,6 +22,7 @@ from torch import Tensor
 from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
+from restorekv.model.cache_argument import find_cache, pass_cache
 from restorekv.model.shape import get_backbone, list_full_layers
 from restorekv.model.support import get_support
 
@@ -83,7 +84,8 @@ class FromKVPress(Evictor):
         scores: dict[int, Tensor] = {}
 
         def after_layer(module: Any, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            cache: Any = find_cache(kwargs)
+            layer = cache.layers[module.layer_idx]
             layer_scores = self.scorer.score(
                 module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
             )
@@ -93,8 +95,11 @@ class FromKVPress(Evictor):
             self.scorer.post_init_from_model(model)
             attention = _use_eager_attention(model) if self.eager else nullcontext()
             with _hook_attention(model, after_layer), attention:
-                get_backbone(model)(
-                    input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True
+                backbone = get_backbone(model)
+                backbone(
+                    input_ids=context.ids.to(model.device),
+                    **pass_cache(backbone, Cache()),
+                    use_cache=True,
                 )
         except (AssertionError, ValueError) as error:
             reason = str(error).rstrip(".")

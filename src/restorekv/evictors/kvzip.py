@@ -26,6 +26,7 @@ from restorekv.cache.tail import Pair
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import attend_pass, can_use_kernels, triton_maxima
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
 from restorekv.model.prompt import encode_text
@@ -93,6 +94,7 @@ class KVzip(Evictor):
     ) -> Tensor:
         """Return (L, H, T) float32; every pass writes the columns that it names."""
         shape = CacheShape.from_model(model)
+        backbone = get_backbone(model)
         layers = list_full_attention(full)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for each in passes:
@@ -107,9 +109,9 @@ class KVzip(Evictor):
                 return output
 
             with observe_layers(model, on_layer):
-                get_backbone(model)(
+                backbone(
                     input_ids=each.ids.to(model.device),
-                    past_key_values=query_only_view(full),
+                    **pass_cache(backbone, query_only_view(full)),
                     use_cache=True,
                 )
         return scores

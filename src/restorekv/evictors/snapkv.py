@@ -25,6 +25,7 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import REDUCTIONS, iterate_attention_blocks, reduce_groups
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin_columns
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import read_only_view
 from restorekv.model.shape import CacheShape, get_backbone
@@ -83,9 +84,10 @@ class SnapKV(Evictor):
         # The window is read a second time, over the cache of what precedes it.
         if scored:
             with observe_layers(model, on_layer):
-                get_backbone(model)(
+                backbone = get_backbone(model)
+                backbone(
                     input_ids=context.ids[:, start:].to(model.device),
-                    past_key_values=read_only_view(full, start),
+                    **pass_cache(backbone, read_only_view(full, start)),
                     use_cache=True,
                 )
         sinks = range(min(self.sinks, scored))

@@ -32,6 +32,7 @@ from restorekv.generation.fixed_steps import (
 )
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import warn_if_beyond_positions
 from restorekv.model.tokenize import decode_ids
 
@@ -366,7 +367,7 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         input_ids=ids,
         attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # the blocks have the masks
         position_ids=positions,
-        past_key_values=Cache(layers=layers),
+        **pass_cache(model, Cache(layers=layers)),
         use_cache=True,
         logits_to_keep=wanted,
     )

@@ -14,6 +14,7 @@ from restorekv.cache.tail import TailLayer
 from restorekv.errors import summarize_error, warn
 from restorekv.generation import step_trials
 from restorekv.model.attention import proofs
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import CacheShape
 
 # Of a model's first graph: a second one shows whether positions and masks have moved.
@@ -95,7 +96,7 @@ class FixedSteps:
             input_ids=self.ids,
             attention_mask=self.visible[:, None, None],
             position_ids=self.positions,
-            past_key_values=self.cache,
+            **pass_cache(self.model, self.cache),
             use_cache=True,
             logits_to_keep=self.last,
         )

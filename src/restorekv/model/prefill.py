@@ -14,6 +14,7 @@ from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import CompressedLayer
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone, is_hybrid, list_windows
 
 CHUNK = 4096
@@ -51,8 +52,9 @@ def prefill(
     """
     full = make_full_cache(model) if into is None else into
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
+    backbone = get_backbone(model)
     for piece in ids.to(model.device).split(chunk, dim=-1):
-        get_backbone(model)(input_ids=piece, past_key_values=full, use_cache=True)
+        backbone(input_ids=piece, **pass_cache(backbone, full), use_cache=True)
     return full
 
 

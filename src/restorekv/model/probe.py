@@ -36,6 +36,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prefill import make_full_cache
 from restorekv.model.shape import CacheShape, compute_logits, get_backbone, list_windows
 
@@ -54,6 +55,7 @@ HARMLESS = {
     "position_ids",
     "cache_position",
     "position_embeddings",
+    "cache",
     "past_key_values",
     "past_key_value",
     "use_cache",
@@ -188,8 +190,8 @@ class _Probe:
             output = self.backbone(
                 input_ids=self.ids,
                 position_ids=self.positions,
-                past_key_values=cache,
                 use_cache=True,
+                **pass_cache(self.backbone, cache),
             )
         self.check_calls(record, cache)
         self.check_positions(cache)
@@ -299,7 +301,7 @@ class _Probe:
                 input_ids=self.ids[:, CACHED:],
                 position_ids=self.positions[:, CACHED:],
                 use_cache=True,
-                past_key_values=ragged,
+                **pass_cache(self.model, ragged),
             ).logits
         if not self.is_close(answered, compute_logits(self.model, hidden[:, CACHED:])):
             raise self.refusal("computes other logits over a compressed cache than without")
@@ -467,8 +469,8 @@ class _Probe:
         self.backbone(
             input_ids=self.ids[:, :CACHED],
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **pass_cache(self.backbone, cache),
         )
         return [layer.keys[0].float() for layer in cache.layers]
 
@@ -578,8 +580,8 @@ def _run_one_token(
         backbone(
             input_ids=torch.tensor([IDS[:1]], device=model.device),
             position_ids=positions,
-            past_key_values=DynamicCache(),
             use_cache=True,
+            **pass_cache(backbone, DynamicCache()),
             **options,
         )
     layers = len(list_windows(model.config))

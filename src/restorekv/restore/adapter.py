@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.identity import ModelIdentity
 from restorekv.model.names import NAMES, get_model_name, to_hub_id
 from restorekv.model.shape import CacheShape, get_backbone
@@ -225,10 +226,11 @@ class RestoreAdapter(nn.Module):
         embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
-        get_backbone(self.adapted_model)(
+        backbone = get_backbone(self.adapted_model)
+        backbone(
             inputs_embeds=embeddings[None],
             position_ids=positions[None],
-            past_key_values=full,
+            **pass_cache(backbone, full),
             use_cache=True,
         )
 

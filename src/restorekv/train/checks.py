@@ -7,6 +7,7 @@ import torch
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prefill import read_only_view
 from restorekv.model.shape import compute_logits
 from restorekv.restore.adapter import RestoreAdapter
@@ -68,7 +69,7 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
         dense = read_only_view(prepared.full)
         output = model(
             input_ids=ids,
-            past_key_values=dense,
+            **pass_cache(model, dense),
             use_cache=True,
             logits_to_keep=target.answer_length + 1,
         )

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import compute_logits, get_backbone
 
 Direction = Literal["symmetric", "forward", "reverse"]
@@ -134,9 +135,11 @@ def run_answers(
     chosen = mark_answer_positions(lengths, width).to(model.device)
     with record_states(model, chosen, record) as states:
         # Padding is to the right of every answer, so the causal mask alone hides it.
-        hidden = get_backbone(model)(
-            input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True
-        ).last_hidden_state
+        backbone = get_backbone(model)
+        output = backbone(
+            input_ids=ids, **pass_cache(backbone, cache.fork(len(rows))), use_cache=True
+        )
+        hidden = output.last_hidden_state
     recorded = {name: torch.stack(layers) for name, layers in states.items()}
     return AnswerPass(hidden[chosen], recorded)
 

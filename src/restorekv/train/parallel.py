@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVError
+from restorekv.model.cache_argument import find_cache
 from restorekv.model.identity import remember_identity
 from restorekv.model.load import parse_device
 from restorekv.model.shape import get_backbone
@@ -250,7 +251,7 @@ def _gather_for_pairs(layer: Any, args: tuple, kwargs: dict, output: object) -> 
     FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output
     of a restore pass: gradients reach the layer only through its keys and values.
     """
-    cache = kwargs.get("past_key_values")
+    cache = find_cache(kwargs)
     if cache is None:
         return
     own = cache.layers[layer.self_attn.layer_idx]
