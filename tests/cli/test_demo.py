@@ -23,7 +23,8 @@ from restorekv.cli.scored_demo import (
 from restorekv.evaluation import worker
 from restorekv.model.load import load_tokenizer
 from restorekv.tasks import Question, Sample
-from restorekv.tasks.facts import contains_truth, load_facts
+from restorekv.tasks.facts import load_facts
+from restorekv.tasks.metrics import contains_reference
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 from tests.helpers.source import ROOT
@@ -116,7 +117,7 @@ def test_only_questions_are_shown_that_the_full_cache_answers_right():
 def test_the_truth_of_every_fact_is_in_its_text():
     for sample in load_facts():
         for question in sample.questions:
-            assert contains_truth(sample.context, question.answers), question.text
+            assert contains_reference(sample.context, question.answers), question.text
 
 
 def test_the_example_is_the_text_of_the_demo():
@@ -124,8 +125,8 @@ def test_the_example_is_the_text_of_the_demo():
 
 
 def test_a_truth_is_found_as_whole_words():
-    assert contains_truth("It was Henry Hall.", ["Henry Hall"])
-    assert not contains_truth("in 17090", ["1709"])
+    assert contains_reference("It was Henry Hall.", ["Henry Hall"])
+    assert not contains_reference("in 17090", ["1709"])
 
 
 def test_the_demo_loads_its_model_once(monkeypatch):

@@ -119,3 +119,20 @@ def test_kinds_of_text_and_lengths_are_told_apart():
         "1 to 512 tokens": (1, 1),
         "513 to 1,024 tokens": (2, 1),
     }
+
+
+def test_a_sentence_that_names_the_reference_is_right():
+    xquad = tasks.make_benchmark("xquad")
+
+    def answer(prediction, *references, score=0.2):
+        return {"score": score, "prediction": prediction, "references": list(references)}
+
+    assert xquad.is_right(answer("The Panthers defense surrendered 308 points.", "308"))
+    assert xquad.is_right(answer("It was Henry Hall, a keeper.", "H. Hall", "Henry Hall"))
+    assert xquad.is_right(answer("Seven.", "eight", score=0.5)), "half of the words in common"
+    assert not xquad.is_right(answer("The Panthers defense surrendered 3081 points.", "308"))
+    assert not xquad.is_right(answer("It was Jack.\nQuestion: Who is Henry Hall?", "Henry Hall"))
+    assert not xquad.is_right(answer("There is no such thing.", "no")), "a word, not a verdict"
+    assert not xquad.is_right(answer("Anything.", "the"))
+    ruler = tasks.make_benchmark("ruler")
+    assert not ruler.is_right(answer("308", "308", score=0.9))

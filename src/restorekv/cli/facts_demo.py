@@ -19,7 +19,8 @@ from restorekv.cli.terminal import notes, output, write_figures
 from restorekv.context import format_bytes
 from restorekv.model.names import TINY, to_canonical_name
 from restorekv.tasks import Question, Sample
-from restorekv.tasks.facts import contains_truth, load_facts
+from restorekv.tasks.facts import load_facts
+from restorekv.tasks.metrics import contains_reference
 
 EVICTOR = "kvzip"
 SHOWN = 6  # questions of every text, at most
@@ -86,7 +87,8 @@ def choose_questions(sample: Sample, tokens: int, caches: Sequence[CacheAnswers]
         for title, each in zip(CACHES, caches, strict=False):
             answers[title] = _shorten(each.answers[index])
         verdicts = {
-            title: contains_truth(answer, _truths(question)) for title, answer in answers.items()
+            title: contains_reference(answer, _truths(question))
+            for title, answer in answers.items()
         }
         if verdicts[CACHES[0]]:
             right.append(ShownQuestion(question.text, _truths(question)[0], answers, verdicts))

@@ -3,7 +3,7 @@ does.
 
 A score says how good answers are on average, and mixes what eviction lost with what the model never
 knew. This counts only questions that there was something to lose on. Whether an answer is right is
-decided by the references, with the benchmark's own metric and its `right_from`.
+decided from the references by the benchmark's `is_right`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAn
     Returns:
         One entry for each question that the full cache answers right.
     """
-    right_from = full.benchmark.right_from
+    is_right = full.benchmark.is_right
     found = []
     for sample, line in full.contexts.items():
         if sample not in pool.contexts:  # another seed was asked of the full cache too
             continue
-        own = {answer["id"]: answer["score"] for answer in pool.contexts[sample]["answers"]}
+        own = {answer["id"]: answer for answer in pool.contexts[sample]["answers"]}
         for answer in line["answers"]:
-            if answer["score"] >= right_from:
-                kept = own[answer["id"]] >= right_from
+            if is_right(answer):
+                kept = is_right(own[answer["id"]])
                 found.append(KeptAnswer((title, sample), title, line["tokens"], kept))
     return found
 

@@ -100,6 +100,14 @@ class Benchmark(ABC):
     def score(self, question: Question, prediction: str) -> float:
         """Return the benchmark's official metric, in [0, 1]."""
 
+    def is_right(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether a stored answer counts as right, for the answers that a small cache keeps.
+
+        Args:
+            answer: a row of a result, with `score`, `prediction` and `references`.
+        """
+        return answer["score"] >= self.right_from
+
     def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
         """Return further metrics by name, in [0, 1] each, to report in addition to the score; none
         by default.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import normalize
+from restorekv.tasks.metrics import contains_reference
 from restorekv.tasks.reading import Reading, choose_spread
 from restorekv.tasks.rows import get_texts
 from restorekv.tasks.splits import EVALUATION, split_factbook
@@ -50,10 +50,7 @@ class Factbook(Reading):
         yield Sample(row["id"], row["context"], tuple(questions))
 
     def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
-        text = f" {normalize(prediction)} "
-        return {
-            "contained": float(any(f" {normalize(answer)} " in text for answer in question.answers))
-        }
+        return {"contained": float(contains_reference(prediction, question.answers))}
 
     def to_json(self) -> dict[str, object]:
         return {**super().to_json(), "questions": "machine-made", "split": self.split}

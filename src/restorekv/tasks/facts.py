@@ -3,11 +3,8 @@
 No table reports scores on them. `tasks/texts/facts/README.md` has sources and licenses.
 """
 
-from collections.abc import Sequence
-
 from restorekv.files import read_bytes, read_json
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import normalize
 from restorekv.tasks.reading import TEXTS
 
 FOLDER = TEXTS / "facts"
@@ -33,9 +30,3 @@ def load_facts() -> list[Sample]:
             )
         samples.append(Sample(name, text, tuple(questions)))
     return samples
-
-
-def contains_truth(answer: str, truths: Sequence[str]) -> bool:
-    """Return whether an answer has the words of one of the true answers, in their order."""
-    said = f" {normalize(answer)} "
-    return any(f" {normalize(truth)} " in said for truth in truths)

@@ -49,6 +49,16 @@ def token_f1(prediction: str, reference: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
+def contains_reference(prediction: str, references: Iterable[str]) -> bool:
+    """Return whether the normalized words of one reference are in the prediction, in their order.
+
+    A reference without words, such as an article alone, is in nothing.
+    """
+    said = f" {normalize(prediction)} "
+    wanted = [normalize(reference) for reference in references]
+    return any(f" {words} " in said for words in wanted if words)
+
+
 def match_exactly(prediction: str, reference: str) -> float:
     """Return 1 if the two are equal after normalization, as SQuAD's evaluator does."""
     return float(normalize(prediction) == normalize(reference))
