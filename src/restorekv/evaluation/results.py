@@ -32,7 +32,6 @@ from restorekv.files import (
     write_json,
 )
 from restorekv.model.identity import identify_model
-from restorekv.model.shape import CacheShape
 
 CELLS = "cells"
 CELL = "cell.json"
@@ -256,7 +255,7 @@ def identify_setup(model: PreTrainedModel, config: CompressionConfig) -> dict:
         "fingerprint": identity.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": identity.rope,
-        "shape": asdict(CacheShape.from_model(model)),
+        "shape": asdict(identity.shape),
         **config.to_json(),
         "budget": "B = floor(r T L H), exact",
         "decoding": "greedy",

@@ -23,6 +23,7 @@ from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import FULL, Cell, Job, group_by
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention, support
+from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -45,6 +46,7 @@ class Worker:
         self.benchmark = tasks.make_benchmark(first.benchmark)
         self.model, self.tokenizer = open_model(first.model, first.dtype, device, first.protocol)
         support.prepare_model(self.model)
+        self.identity = identify_model(self.model)  # once, as it reads every weight
         self.adapters = {cell: self._load_adapter(cell) for cell in job.cells}
         methods = {cell: self._make_compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.config for method in methods.values() if not method.any_config}
@@ -77,7 +79,11 @@ class Worker:
         if cell.evictor == FULL or cell.adapter is None:
             return None
         adapter = load_adapter(
-            self.model, cell.adapter, self._make_compressor(cell), cell.restore_tokens
+            self.model,
+            cell.adapter,
+            self._make_compressor(cell),
+            cell.restore_tokens,
+            identity=self.identity,
         )
         if adapter is None:
             raise RestoreKVError(

@@ -39,13 +39,15 @@ class ModelIdentity:
     """A model as records name it, at the moment when it was identified.
 
     name: what `load_model` would load again; fingerprint: 16 hex digits of config and weights;
-    rope: what determines the rotation of keys; template: 16 hex digits of the tokenizer's chat
-    template, None where no tokenizer was given.
+    rope: what determines the rotation of keys; shape and windows: of the cache and of its layers;
+    template: 16 hex digits of the tokenizer's chat template, None where no tokenizer was given.
     """
 
     name: str
     fingerprint: str
     rope: dict[str, Any]
+    shape: CacheShape
+    windows: list[int]
     template: str | None = None
 
 
@@ -56,6 +58,8 @@ def identify_model(model: PreTrainedModel, tokenizer: Tokenizer | None = None) -
         name=get_model_name(model),
         fingerprint=fingerprint_model(model),
         rope=get_rope_settings(model.config),
+        shape=CacheShape.from_model(model),
+        windows=describe_windows(model.config),
         template=template,
     )
 

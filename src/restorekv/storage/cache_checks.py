@@ -25,7 +25,7 @@ from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
-from restorekv.model.shape import CacheShape, describe_windows
+from restorekv.model.shape import CacheShape
 from restorekv.seal import largest_number
 from restorekv.size_limits import (
     AROUND_LETTERS,
@@ -194,8 +194,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         raise CacheFileError(
             f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
         )
-    windows = describe_windows(model.config)
-    if manifest.shape != vars(CacheShape.from_model(model)) or manifest.windows != windows:
+    if manifest.shape != vars(identity.shape) or manifest.windows != identity.windows:
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )
