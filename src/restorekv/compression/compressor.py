@@ -126,6 +126,7 @@ class PreparedContext(ABC):
         self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache that `evict` makes, and the seconds of every phase of the call."""
+        # Streaming reads the text again for every budget and therefore overrides this.
         seconds: dict[str, float] = {}
         with time_phase(seconds, "evict"):
             cache = self.evict(budget, restore_tokens, consume)

@@ -164,12 +164,14 @@ class Grid:
         ratios = sorted(
             {f"{float(parse_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
         )
+        # The full cache has no evictor, so its cell keeps only what can change it.
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
             map(to_canonical_name, self.models), self.protocols, self._list_specs()
         ):
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full_cache(**where, **of_full)
+            # The innermost loop is the ratio: cells of one method stand together in the files.
             for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {
@@ -179,6 +181,7 @@ class Grid:
                     "ratio": ratio,
                     "storage": storage,
                 }
+                # Without restoring first, so that every method has its base next to it.
                 yield Cell(**fields).base
                 adapter = self._find_shipped(model, evictor) if source == SHIPPED else source
                 if adapter is not None:
@@ -207,6 +210,7 @@ def parse_method(text: str) -> tuple[str, str | None]:
     """Split SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
     "kvzip@FOLDER".
     """
+    # "kvzip" means the shipped adapter, "kvzip@none" no adapter at all.
     evictor, at, source = text.partition("@")
     if at and not source:
         raise RestoreKVError(
@@ -241,6 +245,7 @@ def group_jobs(cells: Iterable[Cell]) -> list[Job]:
     """
     groups = group_by(dict.fromkeys(cells), lambda cell: cell.preparation)
     for key in [key for key in groups if key[-1] == FULL]:
+        # The first job with the same questions reads the context anyway.
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
             # Last, so that the cells that share the scores are charged their time.

@@ -81,6 +81,7 @@ def export_kvpress(folder: Path) -> list[Path]:
     """Write the finished cells that are not written yet; returns every folder of the layout, in the
     cells' order.
     """
+    # Only what kvpress also asks: its protocol, and finished cells.
     done = [
         result
         for result in load_results(folder)
@@ -133,6 +134,7 @@ def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
     config = _make_settings(result, part)
     own = {"cell": result.cell.to_dict(), "facts": result.identity, **result.summary}
     path = _find_free_folder(folder / _name_folder(config), result.cell)
+    # Complete already: the folder says the same of its cell.
     if (path / CONFIG).exists() and _load_own(path) == own:
         return path
     path.mkdir(parents=True, exist_ok=True)
@@ -143,6 +145,7 @@ def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
 
 
 def _write_kvpress_files(path: Path, part: KvpressRun, config: Mapping) -> None:
+    # Only columns that the rows have: longbench calls its references answers.
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
@@ -208,6 +211,7 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
     changed += [f"streaming={cell.streaming}"] if cell.streaming else []
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
+    # A name of our own for what kvpress does not have, with what is unusual about it.
     words = ["restorekv", cell.evictor, *(["restored"] if cell.restored else []), *changed]
     return _make_safe("_".join(words))
 

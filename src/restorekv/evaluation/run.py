@@ -164,6 +164,7 @@ def _run_jobs(
                 "choose other settings."
             )
         results = {cell: open_result(folder, cell, identities[cell]) for cell in job.cells}
+        # What the folder lacks, context by context; what is there is never asked again.
         missing = _find_missing(results, sample_ids)
         done = len(sample_ids) - len(missing)
         for lines in pool.answer_contexts(job, missing):
@@ -171,6 +172,7 @@ def _run_jobs(
                 results[cell].append(line, seconds)
             done += 1
             on_progress(GridProgress(job.title, turn, len(todo), done, len(sample_ids)))
+        # Written last: a cell without a summary is not finished.
         for result in results.values():
             if not result.done:
                 write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)
@@ -203,6 +205,7 @@ def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missin
                 f"{results[cell].folder} has answers to other contexts; choose another folder."
             )
     missing = []
+    # A context is missing for the cells that have no line of it yet.
     for sample in samples:
         cells = [cell for cell in results if sample not in answered[cell]]
         if cells:

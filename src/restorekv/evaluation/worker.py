@@ -103,6 +103,7 @@ class Worker:
         full: FullAnswers | None = None
         reading: Seconds = {}
         for cell, view, cache, seconds in self._make_caches(context, cells):
+            # The full cache answers once, whatever the first cell is.
             full = full or self._answer_from_full_cache(context, view, sample, reading)
             if cell.evictor == FULL:
                 answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
@@ -147,6 +148,7 @@ class Worker:
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
             }
             for ratio, group in group_by(members, lambda cell: cell.ratio).items():
+                # Eviction of a group's first cell; other storages are copies of it.
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
                 for cell in group:

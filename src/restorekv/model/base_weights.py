@@ -51,6 +51,7 @@ def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
         second = decode_sketch(other["sketch"])
     except (KeyError, TypeError, ValueError, RuntimeError):
         return 0.0
+    # A cosine needs as many numbers on both sides.
     if first.shape != second.shape:
         return 0.0
     return float(torch.cosine_similarity(first, second, dim=0))
@@ -99,6 +100,7 @@ def check_base(
         )
     if card.fingerprint == identity.fingerprint:
         return
+    # Not these very weights: perhaps a rounded copy, which an adapter also fits.
     own = describe_weights(model)
     # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
     if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:

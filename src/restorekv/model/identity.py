@@ -83,6 +83,8 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     windows = describe_windows(model.config)
     if windows:
         facts.append(str(windows))
+    # Names and values in sorted order, so that the fingerprint does not depend on the order in
+    # which a checkpoint lists its weights.
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
     named = _list_base_parameters(model)
     values = _sample_weights([weight for _, weight in named], SAMPLES).view(torch.int16).numpy()
@@ -105,6 +107,7 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
         name: getattr(config, name, None)
         for name in ("model_type", "vocab_size", "intermediate_size")
     }
+    # Vectors such as norms are alike in all models of a family and would hide differences.
     matrices = [weight for _, weight in _list_base_parameters(model) if weight.ndim > 1]
     values = _sample_weights(matrices, max(SKETCH_VALUES // len(matrices), 1))
     sketch = values.flatten().view(torch.uint8).numpy().tobytes()

@@ -49,7 +49,9 @@ def prefill(
             the mask is bounded, too.
         into: A cache to append to; a new one by default.
     """
+    # A hybrid model has windows in some layers, which keep fewer columns.
     full = make_full_cache(model) if into is None else into
+    # The mask of a chunk has chunk * columns entries, which bounds the chunk of a long text.
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
     for piece in ids.to(model.device).split(chunk, dim=-1):
         get_backbone(model)(input_ids=piece, past_key_values=full, use_cache=True)
@@ -104,6 +106,7 @@ class ReadOnlyLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
+        # What the pass made, which a restore pass returns as its pairs.
         self.keys = key_states
         self.values = value_states
         keys, values = self._get_cached_pairs()
@@ -111,6 +114,8 @@ class ReadOnlyLayer(DynamicLayer):
 
     def _get_cached_pairs(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a pass reads."""
+        # A layer with a window shows only what a query here can see, and refuses what it no longer
+        # holds.
         if isinstance(self.dense, RecentLayer):
             end = self.get_seq_length()
             start = max(end - self.dense.window + 1, 0)
@@ -139,6 +144,8 @@ def _view_layer(
     if not isinstance(layer, RaggedLayer | SlidingLayer):
         return ReadOnlyLayer(layer, columns)
     keys, values = layer.pair
+    # The tail ends `dropped` columns earlier: the start may hold fewer columns than other layers
+    # do.
     if isinstance(layer, SlidingLayer):
         end = layer.columns - dropped
         return layer.with_restore_cache((keys[..., :end, :], values[..., :end, :]))
@@ -154,6 +161,8 @@ def _view_layer(
     )
 
 
+# KVzip's passes attend to chosen columns of the cache. The layer therefore shows the pass its own
+# pairs only, and the observer reads the full cache.
 class QueryOnlyLayer(CompressedLayer):
     """Shows only the pairs of a pass, at positions after `seen` cached ones.
 

@@ -225,6 +225,7 @@ class RestoreAdapter(nn.Module):
         `full` is an evicted cache, or a view of the full cache of S + T columns: the view grows,
         and what it shows does not. Gradients reach E and LoRA.
         """
+        # The restore tokens stand right after everything that was read.
         first = full.get_seq_length()
         embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
