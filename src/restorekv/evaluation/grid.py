@@ -183,18 +183,20 @@ class Grid:
                 }
                 # Without restoring first, so that every method has its base next to it.
                 yield Cell(**fields).base
-                adapter = self._find_shipped(model, evictor) if source == SHIPPED else source
+                adapter = source
+                if source == SHIPPED:
+                    adapter = self._find_shipped(model, evictor)
                 if adapter is not None:
                     yield Cell(**fields, adapter=adapter)
 
     def _find_shipped(self, model: str, evictor: str) -> str | None:
         """Return "auto" where an adapter ships for the model and evictor, else None."""
-        name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
-        return (
-            "auto"
-            if not self.common.get("offset") and find_shipped_adapter(name, evictor)
-            else None
-        )
+        name = model
+        if Path(model).resolve() == tiny_path("model").resolve():
+            name = TINY
+        if not self.common.get("offset") and find_shipped_adapter(name, evictor):
+            return "auto"
+        return None
 
     def _list_specs(self) -> Iterator[str]:
         """Yield the spec of every benchmark with every seed."""

@@ -101,7 +101,9 @@ def _split_result(result: Result) -> Iterator[KvpressRun]:
         case Ruler() as ruler:
             official = result.identity["benchmark"]["data"] == RULER_ROWS
             name = str(ruler.length) if official else f"{ruler.length}-generated"
-            rows = OFFICIAL_RULER if official else len(ruler.chosen_tasks) * ruler.per_task
+            rows = OFFICIAL_RULER
+            if not official:
+                rows = len(ruler.chosen_tasks) * ruler.per_task
             metrics = {
                 task: {"string_match": _mean_points(own)} for task, own in sorted(by_task.items())
             }
@@ -266,7 +268,9 @@ def _find_free_folder(path: Path, cell: Cell) -> Path:
 
 def _load_own(path: Path) -> dict:
     """Return what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
-    found = read_json(path / OURS, str(path / OURS)) if (path / OURS).exists() else {}
+    found = {}
+    if (path / OURS).exists():
+        found = read_json(path / OURS, str(path / OURS))
     return found if isinstance(found, dict) else {}
 
 

@@ -178,7 +178,9 @@ class KvzipProtocol(AskingProtocol):
         )
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        text = question.text if question.facts.get("bare") else f"Q: {question.text}"
+        text = f"Q: {question.text}"
+        if question.facts.get("bare"):
+            text = question.text
         # Each piece is tokenized alone, as KVzip does, so no token spans two of them.
         words = encode_text(tokenizer, "\n\n" + text.strip())
         return torch.cat(

@@ -92,9 +92,11 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
             make_compressor(cell.evictor, worker.config(cell)), context.prefix
         )
         name = compressor.identity(worker.model)
-    unit = "contexts" if benchmark.averages_contexts(worker.protocol.name) else "questions"
+    unit = "questions"
+    if benchmark.averages_contexts(worker.protocol.name):
+        unit = "contexts"
     return {
-        **identify_setup(worker.model, worker.config(cell)),
+        **identify_setup(worker.model, worker.identity, worker.config(cell)),
         "method": name,
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {

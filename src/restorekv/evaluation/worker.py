@@ -27,7 +27,6 @@ from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
-from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
@@ -65,11 +64,9 @@ class Worker:
 
     def config(self, cell: Cell) -> CompressionConfig:
         """Return the cell's config; the full cache has the default one."""
-        return (
-            CompressionConfig()
-            if cell.evictor == FULL
-            else cell.config(self.protocol.prefix_policy)
-        )
+        if cell.evictor == FULL:
+            return CompressionConfig()
+        return cell.config(self.protocol.prefix_policy)
 
     def _make_compressor(self, cell: Cell) -> Compressor:
         return make_compressor(cell.evictor, self.config(cell))
@@ -156,9 +153,7 @@ class Worker:
                     if cell.storage != "model":
                         with time_phase(seconds, "evict"):
                             cache = plain.fork()
-                            attention.store_context(
-                                cache, cell.storage, CacheShape.from_model(view.model).groups
-                            )
+                            attention.store_context(cache, cell.storage, self.identity.shape.groups)
                     yield cell, view, cache, seconds
                     seconds = {}
 
@@ -180,7 +175,7 @@ class Worker:
 
     def _make_unscored(self, context: Context, full: Cache, seconds: Seconds) -> ScoredContext:
         """Return a context for a cache that keeps every pair."""
-        shape = CacheShape.from_model(self.model)
+        shape = self.identity.shape
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
@@ -190,7 +185,9 @@ class Worker:
         """Return what the full cache answers to the sample's questions; a streamed context is read
         whole for it.
         """
-        full = prefill(self.model, context.ids) if view.full is None else view.full
+        full = view.full
+        if full is None:
+            full = prefill(self.model, context.ids)
         cache = self._make_unscored(context, full, {}).evict(1)
         prompts = [
             self.protocol.make_prompt(self.tokenizer, context, question)[0]
