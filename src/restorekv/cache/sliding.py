@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from restorekv.cache.tail import Pair, TailLayer
+from restorekv.cache.tail import Pair, TailLayer, count_queries
 
 
 class RecentLayer(DynamicLayer):
@@ -56,13 +56,12 @@ class RecentLayer(DynamicLayer):
         """Return the number of positions seen."""
         return self.first + super().get_seq_length()
 
-    # transformers 5.2 passes the positions of the queries, later versions their number.
+    # transformers 5.2 names the parameter `cache_position`.
     def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: int | Tensor
     ) -> tuple[int, int]:
         """Return the mask's width and the position of its first column."""
-        length = query.shape[0] if isinstance(query, Tensor) else query
-        return super().get_seq_length() + length, self.first
+        return super().get_seq_length() + count_queries(query), self.first
 
     # Positions and not indices: after a long text column 0 of the tensors is not position 0.
     def take_columns(self, start: int, end: int) -> Pair:

@@ -26,6 +26,16 @@ SPARE = 16  # columns, at least, that a buffer gains when it has to grow
 Pair = tuple[Tensor, Tensor]  # keys and values
 
 
+def count_queries(query: int | Tensor) -> int:
+    """Return how many queries a mask is for.
+
+    transformers 5.2 passes their positions, later versions their number.
+    """
+    if isinstance(query, Tensor):
+        return query.shape[0]
+    return query
+
+
 class CompressedLayer(CacheLayerMixin):
     """What transformers asks of a layer whose tail has `columns` columns after `seen` positions."""
 
@@ -56,11 +66,8 @@ class CompressedLayer(CacheLayerMixin):
     ) -> tuple[int, int]:
         """Return the mask's width and offset: it covers the tail alone, since every query sees the
         whole context.
-
-        transformers 5.2 passes the positions of the queries, later versions their number.
         """
-        length = query.shape[0] if isinstance(query, Tensor) else query
-        return self.columns + length, self.seen
+        return self.columns + count_queries(query), self.seen
 
     def get_max_length(self) -> int:
         return -1

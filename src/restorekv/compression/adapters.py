@@ -98,7 +98,9 @@ def load_adapter(
         config.prefix_policy,
         between,
     )
-    return adapter if restore_tokens is None else adapter.first(restore_tokens)
+    if restore_tokens is None:
+        return adapter
+    return adapter.first(restore_tokens)
 
 
 def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | None) -> None:
@@ -155,7 +157,9 @@ def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | 
     if name == "published":
         return hub.find_published_name(model_name, compressor.spec)
     if name != "auto":
-        shipped = find_shipped_adapter(*name.split(":", 1)) if ":" in name else None
+        shipped = None
+        if ":" in name:
+            shipped = find_shipped_adapter(*name.split(":", 1))
         return shipped or name
     config = compressor.config
     folder = find_shipped_adapter(model_name, compressor.spec, config.allocation_spec)

@@ -275,7 +275,9 @@ def _find_digit(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
     for part in flat.split(BLOCK):
         keys = _to_sortable(part.view(torch.int32))
         upper = (keys >> 16) + DIGIT // 2
-        digits = upper if first is None else keys[upper == first] & (DIGIT - 1)
+        digits = upper
+        if first is not None:
+            digits = keys[upper == first] & (DIGIT - 1)
         tally += torch.bincount(digits, minlength=DIGIT)
     # Tallies from the highest digit down: the first place at which they reach the count is the
     # digit wanted.

@@ -29,6 +29,7 @@ Progress = Callable[[str], None]
 class Compressor(ABC):
     """A compression method with its settings."""
 
+    # What a method can do, so that callers can refuse settings before a model is loaded.
     restores: ClassVar[bool]  # an adapter can restore what it loses
     any_config: ClassVar[bool]  # one preparation serves every CompressionConfig
     config: CompressionConfig

@@ -119,7 +119,9 @@ class CompressionConfig:
 
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""
-        return context.tokens if self.prefix_policy == "free" else context.positions
+        if self.prefix_policy == "free":
+            return context.tokens
+        return context.positions
 
     def make_budget(
         self,

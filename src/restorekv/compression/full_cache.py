@@ -156,7 +156,9 @@ class ScoredContext(PreparedContext):
         `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
         """
         layers, heads, _ = self.scores.shape
-        tokens = self.restore_tokens if restore_tokens is None else restore_tokens
+        tokens = restore_tokens
+        if tokens is None:
+            tokens = self.restore_tokens
         return self.config.make_budget(ratio, self.context, layers, heads, tokens)
 
     def evict(

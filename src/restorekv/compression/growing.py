@@ -166,7 +166,9 @@ class Growth:
         kept.
         """
         budget = self.budget
-        first = self.context.prefix if self.eviction.config.prefix_policy == "free" else 0
+        first = 0
+        if self.eviction.config.prefix_policy == "free":
+            first = self.context.prefix
         # What was kept before stays, so the new part gets what it leaves of the budget.
         held = 0
         for layer in self.cache.full_attention:
@@ -174,7 +176,9 @@ class Growth:
             held += int(of_text.sum())
         room = budget.retained - held - self.carried * budget.layers * budget.heads
         if room < 0:
-            other_fix = ", or with restore='last'" if self.restore == "every" else ""
+            other_fix = ""
+            if self.restore == "every":
+                other_fix = ", or with restore='last'"
             raise BudgetError(
                 f"The budget has no room for the new text: {-room:,} pairs too many are held; "
                 f"{self.fix}{other_fix}."
@@ -286,7 +290,9 @@ def compose_caches(
 
 def _move_pairs(model: PreTrainedModel, rows: ContextPairs, distance: int) -> ContextPairs:
     """Return the rows as if their text stood `distance` positions later."""
-    keys = shift_keys(model, rows.keys, distance) if distance else rows.keys
+    keys = rows.keys
+    if distance:
+        keys = shift_keys(model, rows.keys, distance)
     return replace(rows, keys=keys, positions=rows.positions + distance)
 
 

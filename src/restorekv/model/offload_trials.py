@@ -50,7 +50,9 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
     grown = []
     for number, share in enumerate(STEPS):
         # The last piece takes what rounding left over.
-        end = columns if number == len(STEPS) - 1 else start + max(int(columns * share), 1)
+        end = columns
+        if number != len(STEPS) - 1:
+            end = start + max(int(columns * share), 1)
         for layer, (keys, values) in zip(store.layers, there, strict=True):
             found = layer.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone())
             # Copied at once: a copy on a second stream that has not arrived yet gives wrong numbers
@@ -99,7 +101,9 @@ def _measure_wrong_share(found: Pair, wanted: Pair, end: int) -> float:
 
 def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
     """Say why there is no offloading without a second stream on a device, or nothing."""
-    return "it is for GPUs; a CPU offloads into temporary files" if device.type == "cpu" else ""
+    if device.type == "cpu":
+        return "it is for GPUs; a CPU offloads into temporary files"
+    return ""
 
 
 def register_stores(make_store: MakeStore) -> None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
-from restorekv.cache.tail import CompressedLayer
+from restorekv.cache.tail import CompressedLayer, count_queries
 from restorekv.model.shape import get_backbone, is_hybrid, list_windows
 
 CHUNK = 4096
@@ -92,15 +92,16 @@ class ReadOnlyLayer(DynamicLayer):
         return self.dense.first if isinstance(self.dense, RecentLayer) else 0
 
     def get_seq_length(self, *_: object) -> int:
-        return self.dense.get_seq_length() if self.columns is None else self.columns
+        if self.columns is None:
+            return self.dense.get_seq_length()
+        return self.columns
 
-    # transformers 5.2 passes the positions of the queries, later versions their number.
+    # transformers 5.2 names the parameter `cache_position`.
     def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: int | Tensor
     ) -> tuple[int, int]:
         """Return the mask's width and the position of its first column."""
-        length = query.shape[0] if isinstance(query, Tensor) else query
-        return self.get_seq_length() - self.first + length, self.first
+        return self.get_seq_length() - self.first + count_queries(query), self.first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object

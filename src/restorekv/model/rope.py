@@ -29,7 +29,7 @@ def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        # Older configs have the base alone, and how it is stretched in `rope_scaling`.
+        # Older configs have the base alone, and how it is stretched in a second entry.
         rope = {"rope_theta": getattr(config, "rope_theta", None)}
         rope |= getattr(config, "rope_scaling", None) or {}
     plain = {key: value for key, value in rope.items() if value is not None}

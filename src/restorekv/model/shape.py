@@ -98,7 +98,9 @@ def get_backbone(model: PreTrainedModel) -> nn.Module:
     """Return the part of the model that outputs hidden states and skips the LM head."""
     found = model.get_decoder()
     # Llama 4 returns itself.
-    return found if hasattr(found, "layers") else getattr(found, "model", found)
+    if hasattr(found, "layers"):
+        return found
+    return getattr(found, "model", found)
 
 
 def get_vocabulary_size(model: PreTrainedModel) -> int:

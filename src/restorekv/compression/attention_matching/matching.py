@@ -119,7 +119,9 @@ def solve_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
     # A GPU returns NaN instead. PyTorch documents the name, but imports it from a private module.
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return _solve_ridge(matrix, target)
-    return solution if solution.isfinite().all() else _solve_ridge(matrix, target)
+    if solution.isfinite().all():
+        return solution
+    return _solve_ridge(matrix, target)
 
 
 def _solve_ridge(matrix: Tensor, target: Tensor) -> Tensor:
