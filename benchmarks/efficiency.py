@@ -42,6 +42,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import describe_changes, identify_setup, make_label
 from restorekv.files import read_json, write_json
 from restorekv.model import attention
+from restorekv.model.identity import identify_model
 from restorekv.model.names import get_model_name
 from restorekv.model.shape import CacheShape, get_backbone
 
@@ -117,7 +118,11 @@ def measure_efficiency(
         machine = torch.cuda.get_device_name(model.device)
     else:
         machine = name_processor()
-    settings = {**identify_setup(model, conventions), "machine": machine, **asdict(options)}
+    settings = {
+        **identify_setup(model, identify_model(model), conventions),
+        "machine": machine,
+        **asdict(options),
+    }
     if path.exists():
         if changes := describe_changes(read_json(path, str(path))["conventions"], settings):
             raise RestoreKVError(

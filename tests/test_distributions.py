@@ -10,6 +10,7 @@ from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import GateError, ModelError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.model import names
+from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.names import SHIPPING, is_shipping_installed, shipped_path
 from tests.helpers.source import PACKAGE, ROOT
@@ -65,6 +66,6 @@ def test_without_its_distribution_a_gate_is_named(nothing_installed, tiny_model)
     tiny_model.config.name_or_path, before = "tiny", tiny_model.config.name_or_path
     try:
         with pytest.raises(GateError, match="pip install restorekv-tiny"):
-            gate_file.find_shipped_gate(tiny_model, ("fastkvzip",))
+            gate_file.find_shipped_gate(tiny_model, ("fastkvzip",), identify_model(tiny_model))
     finally:
         tiny_model.config.name_or_path = before

@@ -12,7 +12,7 @@ from benchmarks.efficiency_page import BASE, RESTORED, explain_result, load_resu
 from benchmarks.panels import Panel, make_bars, make_chart
 from paper.analysis.run import FOLDER
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import charts, plots
+from restorekv.evaluation import charts, survivor_plots
 from restorekv.evaluation.charts import Mark, plot_line, set_ticks
 from restorekv.evaluation.report import Block, Details, Section, write_page
 from restorekv.evaluation.tables import (
@@ -219,8 +219,8 @@ def _show_survivors(
         for key in ("share_per_layer", "kept_per_position")
     )
     panels = [
-        Panel("By layer", lambda axes: plots.plot_layers(axes, layers)),
-        Panel("By position", lambda axes: plots.plot_positions(axes, positions)),
+        Panel("By layer", lambda axes: survivor_plots.plot_layers(axes, layers)),
+        Panel("By position", lambda axes: survivor_plots.plot_positions(axes, positions)),
     ]
     for cache, found in caches.items():
         kept = np.array(found["kept_per_head"])
@@ -228,8 +228,8 @@ def _show_survivors(
         panels.append(
             Panel(
                 heads,
-                lambda axes, kept=kept: plots.plot_heads(axes, kept),
-                height=plots.get_heads_height(len(kept)),
+                lambda axes, kept=kept: survivor_plots.plot_heads(axes, kept),
+                height=survivor_plots.get_heads_height(len(kept)),
             )
         )
     data = [

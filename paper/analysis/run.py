@@ -28,6 +28,7 @@ from restorekv.evaluation.results import (
     make_label,
 )
 from restorekv.files import write_json
+from restorekv.model.identity import identify_model
 from restorekv.model.names import get_model_name
 from restorekv.tasks import Benchmark, Sample
 from restorekv.tasks.base import digest_samples
@@ -161,7 +162,7 @@ def _describe_settings(
     samples: Sequence[Sample],
 ) -> dict:
     return {
-        **identify_setup(model, eviction.config),
+        **identify_setup(model, identify_model(model), eviction.config),
         "evictor": eviction.evictor.spec,
         "method": eviction.identity(model),
         "adapter": eviction.adapter.identity() if eviction.adapter else None,

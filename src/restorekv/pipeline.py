@@ -40,7 +40,7 @@ from restorekv.model.prompt import (
     get_default_between,
     make_context,
 )
-from restorekv.model.shape import CacheShape, describe_windows
+from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import decode_utf8, refuse_processor
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
@@ -97,13 +97,12 @@ def compress(
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
     kept_share = choose_ratio(ratio, compression_ratio)
-    shape = CacheShape.from_model(model)
-    budget = make_budget(shape, parsed, config, kept_share, tokens_per_head)
+    identity = identify_model(model, tokenizer)
+    budget = make_budget(identity.shape, parsed, config, kept_share, tokens_per_head)
     restore_tokens = config.restore_tokens
     if budget.ratio == 1 and adapter == "auto":
         adapter = None
         restore_tokens = None
-    identity = identify_model(model, tokenizer)
     loaded = load_adapter(
         model, adapter, compressor, restore_tokens, parsed.between, budget.ratio, identity
     )
@@ -118,7 +117,7 @@ def compress(
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with time_phase(seconds, "evict"):
-            attention.store_context(cache, config.storage, shape.groups)
+            attention.store_context(cache, config.storage, identity.shape.groups)
         seconds = prepared.seconds | seconds
         manifest = make_manifest(
             identity, compressor, prepared, budget, cache, seconds, cut, system
@@ -225,7 +224,6 @@ def make_manifest(
     model = prepared.model
     context = prepared.context
     config = prepared.config
-    shape = CacheShape.from_model(model)
     adapter = compressor.adapter
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
@@ -235,7 +233,7 @@ def make_manifest(
         rope=identity.rope,
         template=identity.template,
         dtype=str(model.dtype).removeprefix("torch."),
-        shape=vars(shape),
+        shape=vars(identity.shape),
         prefix=context.prefix,
         tokens=context.tokens,
         restore_tokens=budget.restore_tokens,
@@ -253,5 +251,5 @@ def make_manifest(
         system=system,
         parts=[],
         earlier=0,
-        windows=describe_windows(model.config),
+        windows=identity.windows,
     )

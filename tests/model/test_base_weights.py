@@ -20,6 +20,7 @@ from restorekv.model.identity import (
     WEIGHT_SOURCES,
     describe_weights,
     fingerprint_model,
+    identify_model,
 )
 from restorekv.model.names import SMOLLM2_ID
 from restorekv.restore.adapter import RestoreAdapter
@@ -186,8 +187,13 @@ def test_a_shipped_gate_for_these_very_weights_goes_first(model, tmp_path, monke
     monkeypatch.setattr(gate_file, "shipped_path", lambda model, *parts: tmp_path.joinpath(*parts))
     (tmp_path / "gates").mkdir()
     save_gate(changed(model, rounded(4)), tmp_path / "gates" / "first.safetensors")
-    assert gate_file.find_shipped_gate(model, ("first", "second")).stem == "first"
+
+    def find(wanted):
+        kinds = ("first", "second")
+        return gate_file.find_shipped_gate(wanted, kinds, identify_model(wanted)).stem
+
+    assert find(model) == "first"
     save_gate(model, tmp_path / "gates" / "second.safetensors")
-    assert gate_file.find_shipped_gate(model, ("first", "second")).stem == "second"
+    assert find(model) == "second"
     with pytest.raises(GateError, match="No first gate ships"):
-        gate_file.find_shipped_gate(build_model("qwen3", seed=1), ("first", "second"))
+        find(build_model("qwen3", seed=1))

@@ -35,4 +35,6 @@ def list_dense_layers(full: Cache) -> list[DenseLayer]:
 
 def list_full_attention(full: Cache) -> list[DenseLayer]:
     """Return the L layers of a full cache that see the whole text, which alone are scored."""
+    # A hybrid model's layers with a window are neither scored nor evicted, so they have no row in
+    # the scores (L, H, T).
     return [layer for layer in list_dense_layers(full) if not layer.is_sliding]

@@ -54,6 +54,8 @@ class FlatLayer(MultiPartLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Append (1, H, T, D) to the tails and return this layer twice, for attention."""
+        # (1, H, T, D) is cut into the rows of each part; the tails of the parts then grow by
+        # different numbers of columns in one pass.
         keys = self._split_rows(key_states)
         values = self._split_rows(value_states)
         for part, part_keys, part_values in zip(self.parts, keys, values, strict=True):
@@ -67,6 +69,7 @@ class FlatLayer(MultiPartLayer):
 
     def _split_rows(self, states: Tensor) -> list[Tensor]:
         """Return views (B, H, Q, D) of states (1, H, T, D), one for each part."""
+        # Tokens of one part lie next to each other: its first row, then its second row, and so on.
         pieces = states[0].split([block.tokens for block in self.blocks], dim=1)
         views = []
         for piece, block in zip(pieces, self.blocks, strict=True):
@@ -76,6 +79,8 @@ class FlatLayer(MultiPartLayer):
 
 def share_tail(layer: ContextLayer) -> ContextLayer:
     """Return a layer with the same context that shares the tail until either of them grows."""
+    # A shallow copy shares the context. Assigning the pair drops the copy's claim on the buffers,
+    # so that its next append makes buffers of its own instead of writing into the other's.
     other = copy.copy(layer)
     other.keys, other.values = layer.pair
     return other
@@ -92,6 +97,8 @@ def gather_rows(
         widths: how many of its last columns each source keeps; its rows need no others.
         room: columns that the tail is expected to grow by, reserved at once.
     """
+    # All rows get the width of the longest; a shorter row starts with columns of zeros, which its
+    # mask hides.
     width = max(widths)
     indices = [torch.tensor(list(rows), device=layer.device) for layer, rows in sources]
     buffers = []
@@ -101,6 +108,7 @@ def gather_rows(
         buffer = like.new_zeros(count, like.shape[1], width + max(room, SPARE), like.shape[-1])
         first = 0
         for (layer, _), rows, own_width in zip(sources, indices, widths, strict=True):
+            # The last `own_width` columns of the source, without what its rows do not need.
             states = layer.pair[number][:, :, layer.columns - own_width :]
             block = buffer[first : first + len(rows), :, width - own_width : width]
             block.copy_(states.index_select(0, rows))

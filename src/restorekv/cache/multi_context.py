@@ -61,6 +61,7 @@ class MultiContextLayer(MultiPartLayer):
         """Yield each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
         columns) or None.
         """
+        # Rows of the batch are ordered by document, so that each part's rows are one slice.
         queries = query.split(self.rows)
         if mask is None:
             for part, part_query in zip(self.parts, queries, strict=True):
@@ -68,6 +69,7 @@ class MultiContextLayer(MultiPartLayer):
             return
         masks = mask.expand(len(query), -1, -1, -1).split(self.rows)
         for part, part_query, part_mask in zip(self.parts, queries, masks, strict=True):
+            # A mask as wide as the longest tail: a shorter tail corresponds to its last columns.
             first = part_mask.shape[-1] - part.columns  # tails are aligned at their last column
             yield part, part_query, part_mask[..., first:]
 
@@ -86,6 +88,7 @@ class MultiContextLayer(MultiPartLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, given in ascending order, and drop documents that have none left."""
+        # `indices` count rows of the whole batch; each part selects by the numbers of its own rows.
         remaining = []
         first = 0
         for part, rows in zip(self.parts, self.rows, strict=True):
@@ -102,12 +105,14 @@ def fork_caches(caches: Sequence[RaggedCache]) -> Cache:
     """Return a cache for a batch whose row i asks caches[i]; where all are the same cache, that is
     a plain fork.
     """
+    # Neighboring rows that ask the same cache share one fork of it.
     forks = [
         cache.fork(len(list(rows))) for cache, rows in groupby(caches, key=lambda cache: cache)
     ]
     if len(forks) == 1:
         return forks[0]
     layers = []
+    # The layers of all forks at one depth become one layer of the batch.
     for parts in zip(*(fork.layers for fork in forks), strict=True):
         layers.append(MultiContextLayer(parts))
     return Cache(layers=layers)

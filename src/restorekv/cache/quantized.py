@@ -71,6 +71,8 @@ class QuantizedRows:
         if self.starts is None:
             scales = self.scales[rows]
         else:
+            # Groups have different sizes where a head ends, so a search finds each row's group: the
+            # last start that is not after the row.
             start, stop, _ = rows.indices(len(self))
             indices = torch.arange(start, stop, dtype=torch.int32, device=self.device)
             scales = self.scales[torch.searchsorted(self.starts, indices, right=True) - 1]
@@ -102,6 +104,8 @@ def quantize(
         bounds: head h has the rows bounds[h]:bounds[h + 1].
         storage: "int8" or "fp8".
     """
+    # A key channel with large numbers keeps them in every row, so its scale is shared along the
+    # rows. Values have no such channels, and a scale per row costs D times less.
     key_size, value_size = _choose_group_sizes(bounds, storage)
     dtype = STORAGE_DTYPES[storage]
     per_channel = storage == "int8"
@@ -128,6 +132,7 @@ def from_codes(
         dtype: the model's dtype, in which the rows are read.
     """
     key_size, value_size = _choose_group_sizes(bounds, storage)
+    # A file does not hold the starts of the groups: they follow from the bounds.
     key_starts = _find_group_starts(bounds, key_size, codes[0].device)
     value_starts = _find_group_starts(bounds, value_size, codes[0].device)
     return (
@@ -162,6 +167,7 @@ def _find_group_starts(bounds: Bounds, size: int, device: torch.device) -> Tenso
     """
     if size == 1:
         return None
+    # A group never spans two heads, whose numbers may differ in size.
     starts: list[int] = []
     for start, end in pairwise(bounds):
         starts += range(start, end, size)
@@ -183,6 +189,7 @@ def _quantize_rows(
             scales.append(head_scales)
     if not codes:  # every head is empty
         width = rows.shape[1] if per_channel else 1
+        # Empty tensors of the right dtypes and widths, which a file and a kernel can take.
         codes.append(rows.to(dtype))
         scales.append(rows.new_zeros(0, width, dtype=torch.float32))
     return QuantizedRows(
@@ -203,16 +210,20 @@ def _quantize_head(
     exact = rows.to(torch.float32)
     largest = LARGEST_CODE[dtype]
     magnitudes = exact.abs()
+    # Without scales per channel, one number per row is enough to find the largest of the group.
     if not per_channel:
         magnitudes = magnitudes.amax(-1, keepdim=True)
     # Groups have `size` rows each, the last one what is left.
     groups = -(-len(rows) // size)
     lengths = torch.full((groups,), min(size, len(rows)), device=rows.device)
     lengths[-1] = len(rows) - size * (groups - 1)
+    # With one row per group the magnitudes are the groups' own already.
     if size > 1:
         magnitudes = torch.segment_reduce(magnitudes, "max", lengths=lengths, axis=0)
+    # The least normal number instead of zero: a group of zeros is then divided by something.
     scales = (magnitudes / largest).clamp_min(torch.finfo(torch.float32).tiny)
     codes = exact / scales.repeat_interleave(lengths, 0)
+    # fp8 rounds to its own numbers when it is cast; int8 would cut off.
     if dtype == torch.int8:
         codes = codes.round()
     return codes.clamp(-largest, largest).to(dtype), scales

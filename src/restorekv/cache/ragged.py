@@ -75,6 +75,7 @@ class RaggedLayer(TailLayer):
         keys = keys.detach()
         values = values.detach()
         heads, columns = keys.shape[1:3]
+        # Head h has the columns 0 to S + T - 1, one head after the other: no pair is moved.
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
         positions = torch.arange(columns, dtype=torch.int32, device=keys.device)
         return cls(
@@ -95,6 +96,8 @@ class RaggedLayer(TailLayer):
     @property
     def row_heads(self) -> Tensor:
         """The head (N,) int64 of every row of the context."""
+        # Heads keep different numbers of pairs, so the head of a row follows from the offsets
+        # alone.
         counts = self.offsets.diff().long()
         return torch.arange(self.heads, device=counts.device).repeat_interleave(counts)
 
@@ -133,6 +136,8 @@ class ContextPairs:
     def from_restore_cache(cls, layer: RaggedLayer, first: int) -> ContextPairs:
         """Return a layer's restore cache as context pairs from position `first` on."""
         count = layer.restore_length
+        # The restore cache is a rectangle (H, n): row i of the flat pairs is column i % n of head i
+        # // n.
         rows = torch.arange(layer.heads * count, device=layer.device)
         return cls(
             keys=layer.restore_keys[0].flatten(0, 1),
@@ -169,6 +174,8 @@ class ContextPairs:
             restore_keys: (1, H, n, D).
             restore_values: (1, H, n, D).
         """
+        # Sorting by head and then position with one key: head * columns + position. It is unique,
+        # since a head holds a position once.
         columns = int(self.positions.max()) + 1 if len(self.heads) else 1
         order = (self.heads * columns + self.positions).argsort()
         ends = torch.bincount(self.heads, minlength=heads).cumsum(0)
@@ -234,10 +241,14 @@ class RaggedCache(Cache):
         """
         dense_layers = list_dense_layers(full)
         columns = keep.shape[-1]
+        # The restore pass appends its pairs to a view of the full cache, after the S + T columns
+        # that compete.
         if restore_cache is None:
             restore_cache = (_take_after(dense, columns) for dense in dense_layers)
         if len(list_full_attention(full)) != len(keep):
             raise ValueError(f"{len(keep)} layers of a mask for {len(dense_layers)} of a cache")
+        # The mask has rows for the layers that see the whole text only, in their order among all
+        # layers.
         masks = iter(keep)
         layers = []
         for dense, restored in zip(dense_layers, restore_cache, strict=True):
@@ -245,6 +256,7 @@ class RaggedCache(Cache):
                 layers.append(SlidingLayer.from_recent(dense, columns, columns + offset, restored))
             else:
                 layers.append(_gather_layer(dense, next(masks), columns + offset, restored))
+            # Before the next layer is gathered, so that at most one layer exists twice.
             if consume:
                 _release_pairs(dense)
         return cls(layers)
@@ -270,6 +282,7 @@ class RaggedCache(Cache):
         if storage == "model":
             return
         for layer in self.full_attention:
+            # `[:]` reads rows of any storage in the model's dtype.
             layer.context_keys, layer.context_values = quantized.quantize(
                 layer.context_keys[:], layer.context_values[:], layer.bounds, storage
             )
@@ -328,6 +341,7 @@ class RaggedCache(Cache):
                 "A plain cache has no layers with a sliding window; use the fork of this one."
             )
         layers = self.full_attention
+        # transformers has one length per layer and no bias, so only a rectangle can be handed over.
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in layers):
             raise RestoreKVError(
                 "A plain cache needs heads of one length and no bias; "
@@ -358,6 +372,8 @@ class RaggedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor, plans included; the tail counts with what it holds now."""
+        # Every tensor counts, also positions and offsets, so that ratios of bytes are those of
+        # memory.
         total = 0
         for layer in self.layers:
             total += sum(tensor.nbytes for tensor in layer.list_tensors())
@@ -374,9 +390,12 @@ class RaggedCache(Cache):
 def _gather_layer(dense: DenseLayer, kept: Tensor, seen: int, restored: Pair) -> RaggedLayer:
     """Return a layer with the pairs of a dense one that `kept` (H, S + T) bool marks."""
     mask = kept.to(dense.keys.device)
+    # `nonzero` goes row by row: by head and, within a head, by position. That is the order of a
+    # layer's rows, so no sort is needed.
     heads, positions = mask.nonzero(as_tuple=True)
     ends = mask.sum(-1).cumsum(0)
     return RaggedLayer(
+        # Indexing copies, so the full cache can be released afterwards.
         context_keys=dense.keys.detach()[0][heads, positions],
         context_values=dense.values.detach()[0][heads, positions],
         offsets=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),

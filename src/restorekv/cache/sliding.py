@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from restorekv.cache.tail import Pair, TailLayer
+from restorekv.cache.tail import Pair, TailLayer, count_queries
 
 
 class RecentLayer(DynamicLayer):
@@ -43,6 +43,7 @@ class RecentLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append (1, H, Q, D); return all that was held with it, and keep the end."""
         keys, values = super().update(key_states, value_states)
+        # What no later query can see is dropped, but the pass that just ran gets all columns.
         surplus = keys.shape[-2] - (self.window - 1 + self.margin)
         if surplus > 0:
             # Copied, because a view would keep the dropped columns alive.
@@ -55,14 +56,14 @@ class RecentLayer(DynamicLayer):
         """Return the number of positions seen."""
         return self.first + super().get_seq_length()
 
-    # transformers 5.2 passes the positions of the queries, later versions their number.
+    # transformers 5.2 names the parameter `cache_position`.
     def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: int | Tensor
     ) -> tuple[int, int]:
         """Return the mask's width and the position of its first column."""
-        length = query.shape[0] if isinstance(query, Tensor) else query
-        return super().get_seq_length() + length, self.first
+        return super().get_seq_length() + count_queries(query), self.first
 
+    # Positions and not indices: after a long text column 0 of the tensors is not position 0.
     def take_columns(self, start: int, end: int) -> Pair:
         """Return keys and values (1, H, end - start, D) of the positions [start, end)."""
         if not self.first <= start <= end <= self.get_seq_length():
@@ -117,6 +118,8 @@ class SlidingLayer(TailLayer):
             seen: the position at which questions begin.
             restored: keys and values (1, H, n, D) of the restore cache; none by default.
         """
+        # The last W - 1 positions before the first question, which is what its first token sees
+        # with itself.
         start = max(columns - (dense.window - 1), 0)
         keys, values = dense.take_columns(start, columns)
         if restored is None:
@@ -142,6 +145,7 @@ class SlidingLayer(TailLayer):
         The tail's columns have to follow the context's directly, as they do after a text was read.
         `seen` is `end` unless given.
         """
+        # Otherwise a column's position would not follow from its place.
         assert self.first + self.context_columns == self.seen, "the tail follows the context"
         start = max(end - (self.window - 1), self.first)
         columns = slice(start - self.first, end - self.first)

@@ -26,6 +26,16 @@ SPARE = 16  # columns, at least, that a buffer gains when it has to grow
 Pair = tuple[Tensor, Tensor]  # keys and values
 
 
+def count_queries(query: int | Tensor) -> int:
+    """Return how many queries a mask is for.
+
+    transformers 5.2 passes their positions, later versions their number.
+    """
+    if isinstance(query, Tensor):
+        return query.shape[0]
+    return query
+
+
 class CompressedLayer(CacheLayerMixin):
     """What transformers asks of a layer whose tail has `columns` columns after `seen` positions."""
 
@@ -36,6 +46,8 @@ class CompressedLayer(CacheLayerMixin):
     def columns(self) -> int:
         raise NotImplementedError
 
+    # What follows is the protocol of transformers' cache layers: it asks a layer for its length and
+    # its mask's size, hands it the new pairs, and reads keys and values for attention.
     # transformers' own versions have other parameters.
     def lazy_initialization(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *_: object
@@ -54,11 +66,8 @@ class CompressedLayer(CacheLayerMixin):
     ) -> tuple[int, int]:
         """Return the mask's width and offset: it covers the tail alone, since every query sees the
         whole context.
-
-        transformers 5.2 passes the positions of the queries, later versions their number.
         """
-        length = query.shape[0] if isinstance(query, Tensor) else query
-        return self.columns + length, self.seen
+        return self.columns + count_queries(query), self.seen
 
     def get_max_length(self) -> int:
         return -1
@@ -86,6 +95,7 @@ class TailLayer(CompressedLayer):
         self.restore_keys = restore_keys
         self.restore_values = restore_values
         self.seen = seen
+        # Until the first append, the tail is the restore cache itself.
         self.keys = restore_keys
         self.values = restore_values
         self.dtype = restore_keys.dtype
@@ -102,6 +112,7 @@ class TailLayer(CompressedLayer):
     def keys(self, keys: Tensor) -> None:
         self.check_unlocked()
         self._keys = keys
+        # A buffer belongs to the tensors that were views of it.
         self.buffers = None
         self.static = None
 
@@ -147,6 +158,7 @@ class TailLayer(CompressedLayer):
         questions.
         """
         layer = copy.copy(self)
+        # The copy shares context and plans; only its tail is its own.
         layer.locked = False
         layer.share_restore_cache(batch)
         return layer
@@ -156,6 +168,7 @@ class TailLayer(CompressedLayer):
         whole tail.
         """
         tensors = [self.restore_keys, self.restore_values]
+        # Buffers have columns that are not written yet. They are memory, so they count.
         if self.buffers:
             tensors += self.buffers
         elif self.columns > self.restore_length:
@@ -184,6 +197,8 @@ class TailLayer(CompressedLayer):
             return self, self
         if self.static:
             first, written = self.static
+            # Where to write is a number on the device: a recorded graph repeats this with another
+            # `written` and without a question to the host.
             columns = written + torch.arange(first, first + new_columns, device=self.device)
             key_buffer, value_buffer = self._get_buffers()
             key_buffer.index_copy_(-2, columns, key_states)
@@ -191,9 +206,11 @@ class TailLayer(CompressedLayer):
             return self, self
         start = self.columns
         end = start + new_columns
+        # A fork has no buffers before its first append, and a full buffer has no room.
         if not self.can_write(end):
             # The first append gets exactly what it needs, since it may be the last.
             is_first = start == self.restore_length
+            # A quarter more each time: n appends copy a number of columns proportional to n.
             self.reserve_columns(end if is_first else end + max(end // 4, SPARE))
         key_buffer, value_buffer = self._get_buffers()
         key_buffer[:, :, start:end] = key_states
@@ -228,6 +245,7 @@ class TailLayer(CompressedLayer):
     def set_end(self, end: int) -> None:
         """Let keys and values be the first `end` columns of the buffers."""
         key_buffer, value_buffer = self._get_buffers()
+        # Views of the buffers, set without the setters, which would forget the buffers.
         self._keys = key_buffer[:, :, :end]
         self._values = value_buffer[:, :, :end]
         self.static = None
@@ -249,6 +267,7 @@ class TailLayer(CompressedLayer):
 
     def commit_tail(self) -> None:
         """Make what the tail holds now the restore cache."""
+        # Copied, because the tail's buffers may be written again.
         self.keys = self.keys.clone()
         self.values = self.values.clone()
         self.restore_keys, self.restore_values = self.pair
@@ -258,6 +277,8 @@ class TailLayer(CompressedLayer):
         addresses.
         """
         end = self.restore_length
+        # Under gradients nothing is written in place, and a buffer that is too short may not be
+        # written either.
         if not self.can_write(end) or torch.is_grad_enabled():
             self.share_restore_cache(len(self.keys))
             return
@@ -271,11 +292,13 @@ class TailLayer(CompressedLayer):
         """Reduce the tail to the restore cache, for `batch` rows, which share it until they are
         written.
         """
+        # `expand` repeats without a copy; the first append of a row makes room of its own.
         self.keys = self.restore_keys.expand(batch, -1, -1, -1)
         self.values = self.restore_values.expand(batch, -1, -1, -1)
 
     def crop(self, length: int) -> None:
         """Drop -length positions (if negative) or all after the first `length`, never context."""
+        # transformers crops to a length in tokens seen; a negative number drops that many.
         end = self.columns + length if length <= 0 else length - self.seen
         end = min(max(end, 0), self.columns)
         if self.buffers:

@@ -67,8 +67,10 @@ def load_adapter(
         if adapter not in (None, "auto"):
             raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
         return None
+    # "auto" may find nothing, or nothing for this ratio; whatever a user names must be used.
     auto = adapter == "auto"
     wanted = restore_tokens is not None or config.restore_from != "full"
+    # A name becomes a folder or a hub id, or None where "auto" finds nothing.
     if isinstance(adapter, str):
         adapter = locate_adapter(adapter, get_model_name(model), compressor)
     if adapter is None:
@@ -86,6 +88,7 @@ def load_adapter(
         highest = parse_ratio(adapter.card.highest_helpful_ratio)
         if ratio > highest:
             return None  # docs/evaluation.md has the figures
+    # LoRA's layers are in a twin of one model object, so weights of another would be read.
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     adapter.warn_of_other_use(
@@ -95,7 +98,9 @@ def load_adapter(
         config.prefix_policy,
         between,
     )
-    return adapter if restore_tokens is None else adapter.first(restore_tokens)
+    if restore_tokens is None:
+        return adapter
+    return adapter.first(restore_tokens)
 
 
 def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | None) -> None:
@@ -120,6 +125,7 @@ def _load_shared(
     folder = Path(place)
     if not folder.is_dir():
         return RestoreAdapter.from_pretrained(model, place, identity=identity)
+    # Size and time of every file stand for the folder's contents, which are not read again.
     files = []
     for path in folder.iterdir():
         # A broken link has no status of its own; the link's must do.
@@ -151,7 +157,9 @@ def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | 
     if name == "published":
         return hub.find_published_name(model_name, compressor.spec)
     if name != "auto":
-        shipped = find_shipped_adapter(*name.split(":", 1)) if ":" in name else None
+        shipped = None
+        if ":" in name:
+            shipped = find_shipped_adapter(*name.split(":", 1))
         return shipped or name
     config = compressor.config
     folder = find_shipped_adapter(model_name, compressor.spec, config.allocation_spec)

@@ -64,6 +64,7 @@ class PerLayer(Allocation):
     name: ClassVar[str] = "per-layer"
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        # Whole numbers per layer; the first layers get one more where the count does not divide.
         return mark_highest_of_each(scores, split_evenly(pairs, len(scores), scores.numel()))
 
 
@@ -77,6 +78,7 @@ class PerHead(Allocation):
     rectangular: ClassVar[bool] = True
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        # (L * H, T): a row per head, in the order layer by layer.
         heads = scores.flatten(0, 1)
         return mark_highest_of_each(heads, split_evenly(pairs, len(heads), scores.numel())).view_as(
             scores
@@ -107,7 +109,9 @@ class AdaKV(Allocation):
         """Keep floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the
         whole layer.
         """
+        # The decimal as it was written, so that 0.2 of 5 is 1 on every machine.
         safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
+        # The guaranteed part of each head first, then the layer's best among all other pairs.
         keep = mark_highest_of_each(scores, [safe] * len(scores))
         others = (~keep).nonzero(as_tuple=True)
         keep[others] = mark_highest(scores[others], pairs - safe * len(scores))
@@ -137,6 +141,7 @@ class HeadShares(Allocation):
         if heads == UNIFORM:
             return cls()
         shares = load_shares(heads)
+        # The order of the flattened heads, so that shares can be zipped with them.
         names = [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))]
         if shares.keys() != set(names):
             raise BudgetError(
@@ -152,6 +157,7 @@ class HeadShares(Allocation):
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         heads = scores.flatten(0, 1)
+        # Without a file, every head has the same share.
         counts = split_by_shares(
             pairs, self.shares or (Fraction(1),) * len(heads), scores.shape[-1]
         )
@@ -175,6 +181,7 @@ def split_evenly(pairs: int, parts: int, all_pairs: int) -> list[int]:
     """Split `pairs` as evenly as whole numbers allow, larger parts first."""
     _check_count(pairs, all_pairs)
     whole, rest = divmod(pairs, parts)
+    # True counts as 1: the first `rest` parts get one more.
     return [whole + (part < rest) for part in range(parts)]
 
 
@@ -182,8 +189,11 @@ def split_by_shares(pairs: int, shares: tuple[Fraction, ...], most: int) -> list
     """Return numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly,
     first heads first.
     """
+    # Shares of a file add up to 1 only nearly; dividing by their sum makes the counts add up.
     whole = sum(shares)
     counts = [min(floor(share * pairs / whole), most) for share in shares]
+    # A head cannot keep more than its T columns. What it cannot take, and what rounding down left
+    # over, goes to the heads with room, evenly.
     while left := pairs - sum(counts):
         room = [head for head, count in enumerate(counts) if count < most]
         for head, more in zip(room, split_evenly(left, len(room), most * len(shares)), strict=True):
@@ -224,12 +234,15 @@ def mark_highest(scores: Tensor, pairs: int) -> Tensor:
     """Return a mask of the `pairs` highest scores, of any shape; ties go to the lower index."""
     flat = scores.reshape(-1)
     _check_count(pairs, flat.numel())
+    # NaN compares as false with everything, so the count would silently be wrong.
     if flat.isnan().any():
         raise RestoreKVError(
             "The scores are not numbers (NaN); load the model in bfloat16 or float32."
         )
     if pairs == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
+    # All above the n-th highest stay, and as many of those equal to it as are missing, the lower
+    # indices first.
     threshold = find_nth_highest(flat, pairs)
     keep = flat > threshold
     ties = (flat == threshold).nonzero().squeeze(-1)
@@ -241,10 +254,14 @@ def find_nth_highest(flat: Tensor, count: int) -> Tensor:
     """Return the `count`-th highest of values (N,) without NaN: of many float32 ones by digits,
     without a copy.
     """
+    # Above a few million values two passes that tally digits need less memory than kthvalue, which
+    # copies its input: 65,536 counters.
     if flat.numel() <= BLOCK or flat.dtype != torch.float32:
         return flat.kthvalue(flat.numel() - count + 1).values
+    # The key's upper 16 bits, then its lower 16 bits among the keys that share the upper ones.
     first, left = _find_digit(flat, count, None)
     last, _ = _find_digit(flat, left, first)
+    # The digits are those of a signed number moved up by half their range.
     key = torch.tensor((first - DIGIT // 2) * DIGIT + last, dtype=torch.int32, device=flat.device)
     return _to_sortable(key).view(torch.float32)
 
@@ -254,11 +271,16 @@ def _find_digit(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
     begin with `first`, and its rank among the keys that share them.
     """
     tally = torch.zeros(DIGIT, dtype=torch.long, device=flat.device)
+    # In parts, so that no copy of all scores exists.
     for part in flat.split(BLOCK):
         keys = _to_sortable(part.view(torch.int32))
         upper = (keys >> 16) + DIGIT // 2
-        digits = upper if first is None else keys[upper == first] & (DIGIT - 1)
+        digits = upper
+        if first is not None:
+            digits = keys[upper == first] & (DIGIT - 1)
         tally += torch.bincount(digits, minlength=DIGIT)
+    # Tallies from the highest digit down: the first place at which they reach the count is the
+    # digit wanted.
     down = tally.flip(0).cumsum(0)
     place = int(torch.searchsorted(down, count))
     digit = DIGIT - 1 - place
@@ -269,4 +291,6 @@ def _to_sortable(bits: Tensor) -> Tensor:
     """Turn the int32 bits of float32 values into keys that are ordered as the values are; its own
     inverse.
     """
+    # Positive floats are ordered as their bits are; of negative ones all bits but the sign are
+    # flipped.
     return bits ^ (bits >> 31 & 0x7FFFFFFF)

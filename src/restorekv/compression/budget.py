@@ -95,6 +95,7 @@ class Budget:
         room = self.ratio * self.tokens
         if self.on_small_budget == "fewer":
             restore_tokens = min(restore_tokens, floor(room))
+        # `room` is r * T_b, the pairs of an average head; n restore tokens take n of them.
         whole = floor(room) if self.whole_tokens else room
         if self.on_small_budget == "error" and restore_tokens > whole:
             raise BudgetError(_explain_small_budget(self.ratio, self.tokens, restore_tokens))
@@ -117,6 +118,7 @@ class Budget:
         """B."""
         if self.whole_tokens:
             return floor(self.ratio * self.tokens) * self.layers * self.heads
+        # An exact fraction until here: this is the one place that rounds.
         return floor(self.ratio * self.tokens * self.layers * self.heads)
 
     @property

@@ -29,6 +29,7 @@ Progress = Callable[[str], None]
 class Compressor(ABC):
     """A compression method with its settings."""
 
+    # What a method can do, so that callers can refuse settings before a model is loaded.
     restores: ClassVar[bool]  # an adapter can restore what it loses
     any_config: ClassVar[bool]  # one preparation serves every CompressionConfig
     config: CompressionConfig
@@ -126,6 +127,7 @@ class PreparedContext(ABC):
         self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache that `evict` makes, and the seconds of every phase of the call."""
+        # Streaming reads the text again for every budget and therefore overrides this.
         seconds: dict[str, float] = {}
         with time_phase(seconds, "evict"):
             cache = self.evict(budget, restore_tokens, consume)

@@ -93,6 +93,7 @@ class CompressionConfig:
             raise RestoreKVError(
                 "streaming never holds the full cache that offload moves; leave out one of them."
             )
+        # The dataclass is frozen, and later code needs the object.
         if isinstance(self.allocation, str):
             object.__setattr__(self, "allocation", allocate.make_allocation(self.allocation))
 
@@ -118,7 +119,9 @@ class CompressionConfig:
 
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""
-        return context.tokens if self.prefix_policy == "free" else context.positions
+        if self.prefix_policy == "free":
+            return context.tokens
+        return context.positions
 
     def make_budget(
         self,
@@ -151,6 +154,7 @@ class CompressionConfig:
                 self.on_small_budget,
                 whole_tokens=self._parsed_allocation.rectangular,
             )
+        # A Budget of another context would keep another share of this one.
         if (ratio.tokens, ratio.layers, ratio.heads) != (columns, layers, heads):
             given = f"{ratio.tokens} tokens, {ratio.layers} layers and {ratio.heads} heads"
             raise BudgetError(

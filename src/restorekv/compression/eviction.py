@@ -115,9 +115,11 @@ class Eviction(Compressor):
         """
         config = self.config
         if config.streaming is not None:
+            # A text of one part needs no streaming: the plain road scores it exactly.
             parts = split_context(self.evictor, context, config.streaming)
             if len(parts) == 1:
                 config = replace(config, streaming=None)
+        # With ratio=1 nothing competes, unless restore tokens displace pairs.
         scoring = budget.ratio < 1 or budget.restore_tokens > 0
         return replace(self, config=config, scoring=scoring)
 

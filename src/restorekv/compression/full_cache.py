@@ -62,9 +62,11 @@ def prefill_and_score(
     Returns:
         The filled cache, and scores (L, H, T).
     """
+    # Some evictors see the layers while the prefill runs, others read the cache afterwards.
     observer = evictor.make_observer(model, context)
     observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
     ids = context.ids
+    # The prefix is in the cache's tail already.
     if isinstance(cache, RaggedCache):
         ids = ids[:, context.prefix :]
     progress("prefill")
@@ -117,9 +119,12 @@ class ScoredContext(PreparedContext):
             raise RestoreKVError(
                 "An offset is the control without restore states; prepare without it to restore."
             )
+        # Each evicted cache then gets a restore pass of its own, in `evict`.
         if self.config.restore_from == "evicted":
             return replace(self, evicted_adapter=adapter, restore_tokens=adapter.restore_tokens)
         seconds = dict(self.seconds)
+        # A view shares the full cache and joins one layer at a time; a ragged cache reads it in
+        # place.
         cache = (
             read_only_view(self.full)
             if self._fits_joined()
@@ -151,7 +156,9 @@ class ScoredContext(PreparedContext):
         `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
         """
         layers, heads, _ = self.scores.shape
-        tokens = self.restore_tokens if restore_tokens is None else restore_tokens
+        tokens = restore_tokens
+        if tokens is None:
+            tokens = self.restore_tokens
         return self.config.make_budget(ratio, self.context, layers, heads, tokens)
 
     def evict(
@@ -167,6 +174,8 @@ class ScoredContext(PreparedContext):
             )
         budget = self.make_budget(budget, restore_tokens)
         budget.require_at_most(self.restore_tokens)
+        # From here on: choose pairs by score, gather them layer by layer, then add the restore
+        # cache.
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
         if self.config.prefix_policy == "free":
             keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)
@@ -177,6 +186,7 @@ class ScoredContext(PreparedContext):
         if self.evicted_adapter and budget.restore_tokens:
             self.evicted_adapter.append(cache, budget.restore_tokens)
             cache.commit_tail()
+        # The budget is exact, in every head, layer and allocation.
         assert self.config.count_pairs(cache, self.context) == budget.pairs
         return cache
 
@@ -186,6 +196,7 @@ class ScoredContext(PreparedContext):
         """
         if self.config.prefix_policy == "free":
             return self.scores
+        # `pin_prefix` writes the scores of the prefix's columns.
         padded = torch.nn.functional.pad(self.scores, (self.context.prefix, 0))
         return pin_prefix(padded, self.context.prefix)
 

@@ -73,6 +73,7 @@ class Growth:
     def __post_init__(self) -> None:
         evictor = self.eviction.evictor
         check_choice("restore", self.restore, RESTORE)
+        # Scores of parts must be comparable with each other.
         if not evictor.streams:
             raise RestoreKVError(
                 f"The evictor {evictor.name} scores a context as a whole; compress the whole text "
@@ -107,6 +108,7 @@ class Growth:
         adapter = self.eviction.adapter
         warn_if_beyond_positions(self.model, self.grown_context.positions, "The grown context")
         prefix = self.context.ids[:, : self.context.prefix]
+        # As in streaming, the evictor takes the prefix and the new part for the whole text.
         part = replace(self.context, ids=torch.cat([prefix, self.ids], -1))
         evictor = self.eviction.evictor.for_later_part(part)
         pinned = evictor.count_pinned_tail(part)
@@ -139,6 +141,7 @@ class Growth:
     @property
     def earlier(self) -> int:
         """The restore pairs of earlier parts among the context pairs of every head."""
+        # Restore pairs of earlier parts have the numbers from S + T on, as many in every head.
         layer = self.cache.full_attention[0]
         return int((layer.positions >= self.context.positions).sum()) // layer.heads
 
@@ -163,14 +166,19 @@ class Growth:
         kept.
         """
         budget = self.budget
-        first = self.context.prefix if self.eviction.config.prefix_policy == "free" else 0
+        first = 0
+        if self.eviction.config.prefix_policy == "free":
+            first = self.context.prefix
+        # What was kept before stays, so the new part gets what it leaves of the budget.
         held = 0
         for layer in self.cache.full_attention:
             of_text = (layer.positions >= first) & (layer.positions < self.context.positions)
             held += int(of_text.sum())
         room = budget.retained - held - self.carried * budget.layers * budget.heads
         if room < 0:
-            other_fix = ", or with restore='last'" if self.restore == "every" else ""
+            other_fix = ""
+            if self.restore == "every":
+                other_fix = ", or with restore='last'"
             raise BudgetError(
                 f"The budget has no room for the new text: {-room:,} pairs too many are held; "
                 f"{self.fix}{other_fix}."
@@ -282,7 +290,9 @@ def compose_caches(
 
 def _move_pairs(model: PreTrainedModel, rows: ContextPairs, distance: int) -> ContextPairs:
     """Return the rows as if their text stood `distance` positions later."""
-    keys = shift_keys(model, rows.keys, distance) if distance else rows.keys
+    keys = rows.keys
+    if distance:
+        keys = shift_keys(model, rows.keys, distance)
     return replace(rows, keys=keys, positions=rows.positions + distance)
 
 
@@ -295,6 +305,8 @@ def _compose_layer(
     pairs = []
     start = 0
     end = whole.positions
+    # `start` is how far a text moves: the tokens of the texts before it. `end` counts the positions
+    # after the whole text, which restore pairs get.
     for number, (context, cache) in enumerate(parts):
         layer = cache.full_attention[index]
         own = ContextPairs.from_layer(layer)

@@ -119,6 +119,7 @@ class StreamedContext(PreparedContext):
         budget = self.config.make_budget(
             budget, self.context, shape.layers, shape.heads, restore_tokens
         )
+        # A new pass over the text for every budget: nothing of an earlier one is kept.
         stream = Stream(self, budget)
         return stream.run(), stream.seconds
 
@@ -191,9 +192,12 @@ class Stream:
         """Prefill a part over what is held and write its scores; the tail is then prefix and
         part.
         """
+        # The evictor takes the prefix and this part for the whole text.
         seen = _select_part(self.context, part)
         evictor = self.source.evictor
         if cache is None:
+            # The first part goes into an ordinary cache, with room for the columns that are read
+            # twice.
             into = make_full_cache(self.model, evictor.count_pinned_tail(seen))
         else:
             evictor = evictor.for_later_part(seen)
@@ -201,6 +205,8 @@ class Stream:
         read, scores = prefill_and_score(
             self.model, self.source.tokenizer, evictor, seen, into, self.seconds
         )
+        # Columns that the evictor pins at the end get their scores with the next part, which reads
+        # them again.
         columns = self.scores[..., part.start : part.scored_end]
         # A score of -inf would read as GONE.
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
@@ -218,6 +224,7 @@ class Stream:
         A layer with a window keeps the last columns of what has been read and scored.
         """
         prefix = self.context.prefix
+        # All that has a score competes: what earlier parts kept, and this part.
         keep = self.choose_kept(last)
         seen = part.scored_end - prefix
         if last:
@@ -226,6 +233,7 @@ class Stream:
         columns = torch.cat(
             [torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)]
         )
+        # One mask for each layer that sees the whole text, in their order.
         masks = iter(keep)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, SlidingLayer):
@@ -235,10 +243,13 @@ class Stream:
                 )
                 continue
             keep_layer = next(masks)
+            # Of the tail: the prefix's columns, then this part's. What stays moves into the
+            # context.
             heads, slots = keep_layer[:, columns].nonzero(as_tuple=True)
             new = ContextPairs(
                 layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots]
             )
+            # What earlier parts kept competes again and may be dropped now.
             old = ContextPairs.from_layer(layer)
             rows = ContextPairs.concatenate([old.select(keep_layer[old.heads, old.positions]), new])
             if restored:
@@ -259,6 +270,7 @@ class Stream:
         if last and self.config.prefix_policy == "counted":
             return self.config.mark_kept(self.scores, self.budget.retained)
         competing = self.scores[..., prefix:]
+        # At the beginning there may be fewer pairs than the budget allows.
         pairs = min(self.budget.retained, int((competing > GONE).sum()))
         keep = self.config.mark_kept(competing, pairs)
         return torch.nn.functional.pad(keep, (prefix, 0), value=last)

@@ -61,25 +61,30 @@ def build_mixture(
     Raises:
         RestoreKVError: `out` holds something else, or a source gives no example.
     """
+    # Everything that can be refused is refused before the teacher works for hours.
     folder.check_folder(out, resume)
     before = folder.read_earlier_build(out)
     # The settings are compared first, since describing the sources may ask a hub.
     folder.check_same_build(out, before, {"config": asdict(config)})
     record = _describe_build(model, tokenizer, config, exclude, before)
+    # A complete folder: nothing is left to do but to compare and to clear up after a kill.
     if (out / folder.MANIFEST_FILE).is_file():
         folder.check_same_build(out, before, record)
         folder.delete_build_files(out)
         return folder.read_manifest(out)
     if resume and before is None:
         warn(f"There is nothing in {out} to resume; this is a new build.")
+    # What evaluation asks about must not be trained on.
     evaluations = index_excluded_texts(tokenizer, exclude, config.overlap)
     longest = compute_longest_context(model, tokenizer, config)
     _check_source_lengths(config, longest)
     builder = SourceBuilder(model, tokenizer, config, evaluations, longest, progress)
     accounts: dict[str, dict] = {}
     with folder_lock(out, folder.LOCK_FILE):
+        # From now on the folder says what is being built, so that a killed build can be resumed.
         folder.begin_build(out, before, record)
         try:
+            # One source after the other; each resumes from its own file of attempts.
             for source in select_sources(config):
                 accounts[source.name] = _build_source(builder, source, out, record)
         except BaseException:
@@ -105,6 +110,7 @@ def build_mixture(
         "settings": asdict(config),
         "versions": folder.list_versions(),
     }
+    # The manifest comes last: a folder that has one is complete.
     write_json(out / folder.MANIFEST_FILE, manifest, follow=False)
     folder.delete_build_files(out)
     return manifest
@@ -152,6 +158,7 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
     was asked for.
     """
     for source in select_sources(config):
+        # A chunk of a book has its length exactly, whatever the shortest context is.
         shortest = config.chunk if source.name == "pg19" else source.shortest(config)
         if shortest > longest:
             raise RestoreKVError(
@@ -185,6 +192,7 @@ def _describe_build(
     excluded = []
     for given in exclude:
         if Path(given).exists():
+            # The hashes of the files, so that a changed file is another build.
             for file in list_source_files(Path(given)):
                 excluded.append({"name": file.name, "sha256": digest_file(file)})
     record = {

@@ -118,6 +118,7 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_choice("The mixture", self.mixture, MIXTURE_NAMES)
+        # Every whole number is a count; those that may be 0 turn something off.
         counts = {item.name for item in fields(self) if isinstance(getattr(self, item.name), int)}
         require_at_least(0, self, MAY_BE_ZERO)
         require_at_least(1, self, sorted(counts - MAY_BE_ZERO))

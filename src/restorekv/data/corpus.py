@@ -61,6 +61,7 @@ def read_corpus(
     The order is that of the whole build: genre after genre takes its turn, with a made document as
     often as `config.made` says. Part k of n takes every n-th document, from the k-th on.
     """
+    # All rows are read first: the genres take turns, and each is shuffled as a whole.
     genres: dict[str, list[dict]] = {}
     for row in rows:
         try:
@@ -92,6 +93,7 @@ def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[
         left = sorted(name for name in genres if genres[name])
         # Another order in every turn, so that each part gets all genres.
         for name in rng.sample(left, len(left)):
+            # As many made documents as keep their share of all so far.
             if config.made and made < config.made * (made + taken + 1):
                 yield made
                 made += 1
@@ -126,10 +128,12 @@ def identify_license(row: dict) -> str:
 def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:
     """Return a row's passage with its questions."""
     name = str(row.get("id") or "passage")
+    # Draws of a passage depend on its name alone, so that every part of a build cuts it alike.
     rng = random.Random(f"{config.seed} passage {name}")
     whole_text = read_text_field(row, "text").strip()
     text = _cut_passage(whole_text, _draw_length(rng, config), tokenizer, rng)
     facts: list[str] = []
+    # Facts are invented before questions are drawn, since exercises may quote them.
     if rng.random() < config.invented:
         text, facts = invent_facts(text, rng)
     questions = []
@@ -166,6 +170,7 @@ def _draw_length(rng: random.Random, config: BuildConfig) -> int:
     """
     low = math.log(config.passage_shortest)
     high = math.log(config.passage_longest)
+    # The square root favors large numbers; the exponential makes equal factors equally likely.
     return round(math.exp(low + (high - low) * math.sqrt(rng.random())))
 
 
@@ -181,6 +186,7 @@ def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Rando
     first = 0
     if rng.random() < 0.5:
         # A paragraph that begins after this would leave the part too short.
+        # The last paragraph that still leaves `tokens` tokens after it.
         latest = places[len(places) - tokens][0]
         starts = []
         for place, letter in enumerate(text):
@@ -188,10 +194,12 @@ def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Rando
                 starts.append(place + 1)
         if starts:
             first = rng.choice(starts)
+    # From characters back to tokens: the first token at or after the start.
     after = next(index for index, place in enumerate(places) if place[0] >= first)
     last = places[min(after + tokens, len(places)) - 1][1]
     part = text[first:last]
     ends = [match.start() for match in SENTENCE_END.finditer(part)]
+    # An end near the end of the part; otherwise too much would be lost.
     if ends and ends[-1] > 0.8 * len(part):
         part = part[: ends[-1]]
     return part.strip()

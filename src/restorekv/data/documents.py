@@ -62,6 +62,7 @@ def read_text_field(row: dict, name: str) -> str:
     """Return a field's text, or "" where the row has no such field; join a list of {type, text}."""
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        # Some sets store a message as a list of {type, text}.
         texts = [part["text"] for part in value if isinstance(part.get("text"), str)]
         value = "\n".join(texts)
     if value is None:

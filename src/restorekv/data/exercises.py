@@ -67,6 +67,7 @@ def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tu
     exercises = []
     for number in range(count):
         kind = CHECKED[number % len(CHECKED)]
+        # Neither the first nor the last unit, since "before" and "after" need a neighbor.
         place = rng.randrange(1, len(units) - 1)
         quote = _quote_start(units[place], rng)
         gapped = _leave_gap(units[place], rng)
@@ -94,6 +95,7 @@ def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | No
     if len(units) < 4:
         return None
     wording = rng.choice(WORDINGS[kind])
+    # Two different places of the text, in their order.
     first, second = sorted(rng.sample(range(1, len(units) - 1), 2))
     fields = {
         "count": str(rng.choice((20, 40, 60))),
@@ -114,6 +116,7 @@ def _leave_gap(unit: str, rng: random.Random) -> str:
     words.
     """
     words = unit.split()[:30]
+    # At least two words stay around the blank.
     size = min(rng.randint(*GAP_WORDS), len(words) - 2)
     start = rng.randint(1, len(words) - size)
     return " ".join([*words[:start], BLANK, *words[start + size :]])
@@ -121,6 +124,7 @@ def _leave_gap(unit: str, rng: random.Random) -> str:
 
 def _find_gap(unit: str, gapped: str) -> str:
     """Return the words that a blank stands for."""
+    # The words before and after the blank, counted in words, frame what was left out.
     before, _, after = gapped.partition(BLANK)
     words = unit.split()[:30]
     return " ".join(words[len(before.split()) : len(words) - len(after.split())])

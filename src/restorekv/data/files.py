@@ -33,6 +33,7 @@ def format_suffix(path: Path) -> str:
 def list_source_files(path: Path) -> list[Path]:
     """Return the file itself, or the files of a known format below a folder, sorted."""
     if path.is_file():
+        # A single file is what the user named; another ending would be read as something else.
         if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
         return [path]
@@ -52,6 +53,7 @@ def identify_source(where: str) -> dict:
         for file in list_source_files(path):
             files.append({"name": file.name, "sha256": digest_file(file)})
         return {"files": files}
+    # A hub id is OWNER/NAME, without a leading dot and with one slash at most.
     cannot_be_hub_id = path.is_absolute() or where.startswith(".") or where.count("/") > 1
     if cannot_be_hub_id or format_suffix(path) in ENDINGS:
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
@@ -118,6 +120,7 @@ def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
     """
     kind = format_suffix(file)
     packed = file.suffix == ".gz"
+    # Parquet is read by its own library, which seeks; other formats are streams.
     if kind == ".parquet":
         if packed:
             raise RestoreKVError(f"{file} is compressed; unpack it first.")
@@ -129,6 +132,7 @@ def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
             if kind == ".txt":
                 yield "its text", {"text": _read_plain_text(file, stream)}
             elif _has_object_per_line(file, stream) or kind == ".jsonl":
+                # A bounded read: a file without line breaks is not read whole.
                 lines = iter(partial(stream.readline, LONGEST_LINE), b"")
                 for number, line in enumerate(lines, 1):
                     if line.strip():
@@ -165,6 +169,7 @@ def _has_object_per_line(file: Path, stream: IO[bytes]) -> bool:
         raise RestoreKVError(f"{file} is binary; give a file of JSON.")
     try:
         check_elements(first, str(file), ROW_ELEMENTS)
+        # A list of objects starts with a bracket; lines start with a brace.
         return not first.lstrip().startswith(b"[") and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
@@ -174,6 +179,7 @@ def _read_limited(file: Path, stream: IO[bytes]) -> bytes:
     """Return what a stream holds, which may unfold from a small file; refuse more than
     TEXT_BYTES.
     """
+    # One byte more than allowed tells a long file from one that just fits.
     content = stream.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:
         raise RestoreKVError(f"{file} holds more than {TEXT_BYTES:,} bytes; split it.")
@@ -206,6 +212,7 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
             f"{file}, line {line} has half a character (a surrogate); fix it."
         ) from error
     except UnicodeDecodeError as error:
+        # The line of the byte that is not UTF-8, counted from where this content begins.
         line += content[: error.start].count(b"\n")
         raise RestoreKVError(
             f"{file}, line {line} is not UTF-8 text; convert the file first."
@@ -232,6 +239,7 @@ def read_parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
     arrow = import_extra("pyarrow", "data")
     source = path if raw is None else io.BytesIO(raw)
     try:
+        # In batches, so that a large file never is in memory as Python values.
         for batch in parquet.ParquetFile(source).iter_batches(256):
             yield from batch.to_pylist()
     except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:

@@ -43,6 +43,7 @@ class AttemptFile:
         content = b""
         if path.exists():
             content = read_bytes(path, str(path), ATTEMPTS_BYTES)
+        # Only whole lines count; the rest was being written when the process died.
         complete = content[: content.rfind(b"\n") + 1]
         self.done = self._parse_lines(complete)
         if len(complete) < len(content):  # a killed process left half a line
@@ -67,6 +68,7 @@ class AttemptFile:
         """
         if index >= len(self.done):
             return None
+        # Name and hash: the attempts are about this very text.
         if self.done[index]["context"] != identify_document(document):
             raise RestoreKVError(
                 f"{self.path} holds answers about other documents; build into another folder."
@@ -80,6 +82,7 @@ class AttemptFile:
         with open_without_links(self.path) as file:
             file.write(line.encode())
             file.flush()
+            # On disk before the next context is asked.
             os.fsync(file.fileno())
         self.done.append(json.loads(line))
 
@@ -105,6 +108,7 @@ class LengthFilter:
             return "too short"
         if context.tokens > self.longest:
             return "too long"
+        # Case and punctuation do not make another text.
         digest = hashlib.sha256(" ".join(split_words(text)).encode()).hexdigest()
         if digest in self.seen:
             return "repeated"
@@ -119,6 +123,7 @@ def compute_longest_context(
     question and an answer.
     """
     positions = count_positions(model.config)
+    # What surrounds a context whatever its text is.
     frame = make_context(tokenizer, "a")
     longest_answer = max(config.answer_tokens, config.flan_answer_tokens)
     tail = frame.suffix.shape[-1] + config.question_tokens + longest_answer
@@ -196,6 +201,7 @@ class SourceBuilder:
         result = SourceResult()
         wanted = source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
+        # Progress is counted in chunks, since a book is many contexts.
         steps = wanted
         if source.unit == "books":
             steps = wanted * self.config.chunks
@@ -206,9 +212,11 @@ class SourceBuilder:
             accepted = self._accept_item(item, lengths, result)
             if accepted is not None:
                 waiting.append(accepted)
+            # No more contexts are asked at once than are still wanted.
             missing = max(wanted - result.count_units(source), 1)
             if len(waiting) == min(source.at_once, missing):
                 self._ask_waiting(source, waiting, stored, teacher, result, steps)
+            # A book that was begun is finished, even where there are enough books.
             more_of_a_book = isinstance(item, SourceDocument) and item.more
             if result.count_units(source) >= wanted and not more_of_a_book:
                 break
@@ -236,6 +244,7 @@ class SourceBuilder:
             found = stored.find_attempts(first + place, document)
             if found is not None:
                 attempts.append(found)
+        # Attempts that are on disk are taken; a batch that lacks one is asked again as a whole.
         if len(attempts) < len(waiting):
             if source.asked_once:
                 attempts = [teacher.answer_prompt(context, item) for item, context in waiting]

@@ -182,6 +182,7 @@ def draw_table(rng: random.Random, characters: int) -> MadeTable:
     names: set[str] = set()
     size = 0
     misses = 0
+    # Names run out in a long table; fifty misses in a row end it.
     while size < characters and misses < 50:
         name = KEYS[key](rng)
         if name in names:

@@ -47,6 +47,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
     """Return 16 hex digits of the vocabulary and of how a text full of traps is split."""
+    # How the tokenizer splits a text with spaces, accents, symbols and emoji.
     facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -112,6 +113,7 @@ def check_folder(out: Path, resume: bool) -> None:
     names = []
     if out.exists():
         names = sorted(path.name for path in out.iterdir())
+    # A folder that this command did not begin may hold only what a killed one left.
     if read_earlier_build(out) is None:
         for name in names:
             # What a build that was killed at its very beginning may have left.
@@ -138,6 +140,7 @@ def read_earlier_build(out: Path) -> dict | None:
         manifest = read_manifest(out)
         origins = {}
         for name, source in manifest["sources"].items():
+            # What the manifest calls "from" is what a build calls a source.
             origin = dict(source.get("from", {}))
             origin.pop("given", None)
             origins[name] = origin
@@ -150,6 +153,7 @@ def read_earlier_build(out: Path) -> dict | None:
     if not (out / BUILD_FILE).exists():
         return None
     try:
+        # A damaged record is refused below, like any other file.
         record = read_json(out / BUILD_FILE, "The record")
     except RestoreKVError:
         record = None
@@ -167,6 +171,7 @@ def begin_build(out: Path, before: dict | None, record: dict) -> None:
     The sources' files may have been corrected since: answers are only reused for the texts they
     were made for.
     """
+    # Files of a source may have been corrected since; their answers are checked one by one.
     compared = {key: value for key, value in record.items() if key != "sources"}
     check_same_build(out, before, compared)
     check_not_link(out / PARTS_FOLDER)
@@ -199,6 +204,7 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     if before is None:
         return
     changes = _list_changed_values("--{}", before["config"], now.get("config", {}))
+    # A model may have another name, but not other weights.
     changes += _list_changed_values("the model's {}", before["model"], now.get("model", {}))
     if "exclude" in now:
         changes += _list_changed_files("--exclude", before["exclude"], now["exclude"])

@@ -65,6 +65,7 @@ def write_examples(path: Path, rows: list[dict]) -> None:
     columns = [(name, arrow.string()) for name in TEXT_COLUMNS]
     columns += [(name, arrow.int32()) for name in NUMBER_COLUMNS]
     columns.append(("answer_ids", arrow.list_(arrow.int32())))
+    # An explicit schema, so that the same rows give the same bytes.
     schema = arrow.schema(columns)
     table = arrow.Table.from_pylist(rows, schema=schema)
     with replace_file(path, follow=False) as temporary:
@@ -111,6 +112,7 @@ def _read_checked_rows(
     path: Path, raw: bytes, source: str, limit: int, count: int
 ) -> Iterator[dict]:
     """Yield at most one row more than `count`."""
+    # One row more than the manifest names, to notice that there are more.
     for number, row in enumerate(islice(read_parquet_rows(path, raw), count + 1), 1):
         for name in COLUMNS:
             if name not in row:
@@ -157,6 +159,7 @@ def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
 
 def _group_rows(rows: list[dict]) -> Iterator[MixtureContext]:
     """Yield one context for the rows about one document, which are adjacent."""
+    # Rows of one document are adjacent, in the order in which they were asked.
     for _, group in groupby(rows, key=lambda row: (row["document"], row["context"])):
         asked = list(group)
         first = asked[0]

@@ -74,10 +74,12 @@ class EvaluationIndex:
             grams = hash_grams(text)
             grams_of_texts.append(grams)
             sizes.append(len(grams))
+        # Grams of each text, to know how many of them a document shares.
         self.sizes = np.array(sizes, dtype=np.int64)
         # All grams in one sorted array, and next to each the number of its text.
         grams = np.concatenate(grams_of_texts)
         owners = np.repeat(np.arange(len(sizes)), self.sizes)
+        # Sorted once, so that a document's grams are found by bisection.
         order = np.argsort(grams, kind="stable")
         self.grams = grams[order]
         self.owners = owners[order]
@@ -86,6 +88,7 @@ class EvaluationIndex:
         """Return the evaluation text that a document is taken from and the share in common, or
         None.
         """
+        # The very words, whatever their punctuation: found without any grams.
         exact = self.exact.get(" ".join(split_words(text)))
         if exact is not None:
             return exact, 1.0
@@ -97,6 +100,7 @@ class EvaluationIndex:
         last = np.searchsorted(self.grams, own, "right")
         common = first < last
         count = common.sum()
+        # Stock phrases of a language share a few grams; that is no evidence.
         if count < LEAST_COMMON:
             return None
         places = zip(first[common], last[common], strict=True)
@@ -126,6 +130,7 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
         for file in files:
             count = 0
             for number, (_, row) in enumerate(iterate_values(file), 1):
+                # A row may have its texts anywhere below its top level.
                 for text in _find_texts(row):
                     count += 1
                     yield f"{file.name}, row {number}", text

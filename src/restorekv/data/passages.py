@@ -52,10 +52,12 @@ def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) ->
             raise DropRow("no text")
         name = str(row.get("id") or f"row {index}")
         asked = read_questions(row)
+        # A text with questions gives one passage, since they were asked about its beginning.
         count = 1 if asked else per_text(config)
         for number, (passage, share) in enumerate(
             cut_passages(tokenizer, text, name, config, count)
         ):
+            # Of a passage's questions, the first ones: they are about its beginning.
             first = asked[: max(round(share * len(asked)), config.questions)]
             yield add_questions(f"{name} passage {number}", passage, first, license, config)
 
@@ -95,6 +97,7 @@ def cut_passages(
         if end - start < config.passage_shortest:
             return
         yield text[places[start][0] : places[end - 1][1]], (end - start) / len(places)
+        # A gap between passages, drawn so that all of them fit into the text.
         start = end + (rng.randint(0, 2 * spare // count) if count > 1 else 0)
 
 
@@ -108,6 +111,7 @@ def add_questions(
     facts: list[str] = []
     if rng.random() < config.invented:
         passage, facts = invent_facts(passage, rng)
+    # At most `config.questions` of the text's own, and as many about invented facts.
     questions = []
     for text in sample_in_order(rng, asked, config.questions):
         questions.append((HUMAN, word_question(rng, text, config)))
@@ -196,6 +200,7 @@ def invent_facts(passage: str, rng: random.Random) -> tuple[str, list[str]]:
             facts.append(sentence.format(attribute=attribute, thing=thing, value=value))
         questions.append(question.format(attribute=attribute, thing=thing))
     sentences = SENTENCE_END.split(passage)
+    # Each at a random place, so that nothing tells where a fact is.
     for fact in facts:
         sentences.insert(rng.randint(0, len(sentences)), fact)
     return " ".join(sentences), questions

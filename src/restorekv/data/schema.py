@@ -39,6 +39,7 @@ class FilesOrigin(Entry):
 
 
 def _discriminate_origin(value: Any) -> str:
+    # A source comes from the hub or from files; which one decides how its entries are checked.
     return "hub" if isinstance(value, dict) and "hub" in value else "files"
 
 
@@ -112,6 +113,7 @@ def find_problem(kind: type[Entry], value: object) -> str | None:
     try:
         kind.model_validate(value)
     except ValidationError as error:
+        # The first fault is enough: a user fixes one at a time.
         first = error.errors()[0]
         if first["type"] == "value_error":
             return str(first.get("ctx", {})["error"])

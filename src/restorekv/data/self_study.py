@@ -70,6 +70,7 @@ class SelfStudy:
         asked: list[StudyQuestion] = []
         owners: list[int] = []
         for number, (context, document) in enumerate(studied):
+            # One cache per context, which the questions of a batch share.
             cache = self._make_full_cache(context)
             faults: dict[str, str] = {}
             questions: list[tuple[str, str]] = []
@@ -81,6 +82,7 @@ class SelfStudy:
             for kind, question in questions:
                 asked.append(StudyQuestion(context, cache, kind, BETWEEN + question))
                 owners.append(number)
+        # Questions of different kinds may end at different limits.
         limits = [self._limit_answer(each.kind) for each in asked]
         for owner, attempt in zip(owners, self._answer_questions(asked, limits), strict=True):
             attempts[owner].append(attempt)
@@ -137,6 +139,7 @@ class SelfStudy:
             for each in asked
         ]
         choosers = None
+        # An answer ends as soon as it repeats itself, where the settings say so.
         if self.config.loop:
             choosers = [GreedyUntilLoop(self.config.loop) for _ in asked]
         answers = generate_ids(
@@ -154,6 +157,7 @@ class SelfStudy:
             text = decode_answer(self.tokenizer, ids, stops)
             tokens = len(ids)
             if ids[-1] in stops:
+                # The EOS is not part of the answer's text.
                 tokens -= 1
             fault = find_answer_fault(text, tokens, self.config)
             if fault is not None:
@@ -196,6 +200,7 @@ class GreedyUntilLoop:
         if len(last) < self.size:
             return False
         earlier_starts = range(len(self.ids) - self.size)
+        # Where an earlier stretch of the answer is the same as its end.
         return any(self.ids[start : start + self.size] == last for start in earlier_starts)
 
 

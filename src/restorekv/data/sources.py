@@ -69,6 +69,7 @@ def read_longalpaca(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> list[SourceDocument]:
     """Return a row's document without its question; a row of a text file is a whole document."""
+    # A text file is one document; a row of the set has an instruction that ends with a question.
     text = read_text_field(row, "text") or cut_before_question(read_text_field(row, "instruction"))
     return make_single_document(f"row {index}", text, LONGALPACA_LICENSE)
 
@@ -76,6 +77,7 @@ def read_longalpaca(
 def cut_before_question(instruction: str) -> str:
     """Return the instruction without its question; "" if it holds no document."""
     ends = list(END.finditer(instruction))
+    # The last marker: a document may quote one.
     if ends:
         return instruction[: ends[-1].start()].rstrip()
     return instruction.rpartition("Question:")[0].rstrip()
@@ -125,6 +127,7 @@ def read_book(
             chunks[number],
             PG19_LICENSE,
             book=f"row {index}",
+            # A further chunk of this book follows, so the builder goes on after it has enough.
             more=number != drawn[-1],
         )
 
@@ -143,6 +146,7 @@ def read_flan_prompt(
     """Take the user's first message; a row of a text file is a whole prompt."""
     if FLAN_SUBSET not in (read_text_field(row, "source") or FLAN_SUBSET):
         raise DropRow("another subset")
+    # A text file is one prompt; a row of the set has messages.
     text = read_text_field(row, "text") or _find_user_message(row.get("messages") or [])
     return make_single_document(
         str(row.get("id") or f"row {index}"), text, FLAN_LICENSE, "no prompt"

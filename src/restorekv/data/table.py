@@ -28,6 +28,7 @@ def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict
     lengths: dict[str, list[int]] = {name: [] for name in manifest["sources"]}
     total: list[int] = []
     for context in contexts:
+        # A question is a sample, so a context counts once for each of its questions.
         lengths[context.source] += [context.tokens] * len(context.questions)
     for tokens in lengths.values():
         total += tokens

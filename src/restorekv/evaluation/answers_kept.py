@@ -61,6 +61,7 @@ def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAn
     for sample, line in full.contexts.items():
         if sample not in pool.contexts:  # another seed was asked of the full cache too
             continue
+        # The same questions by their ids, whatever the order.
         own = {answer["id"]: answer for answer in pool.contexts[sample]["answers"]}
         for answer in line["answers"]:
             if is_right(answer):
@@ -77,6 +78,7 @@ def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, Any]:
     kept = np.zeros(len(contexts))
     right = np.zeros(len(contexts))
     for each in answers:
+        # Per context, since the questions of one text are dependent draws.
         kept[contexts[each.context]] += each.kept
         right[contexts[each.context]] += 1
     figures: dict[str, Any] = {
@@ -104,6 +106,7 @@ def list_kept_rows(grid: GridResults) -> Iterator[Row]:
             key = columns["method"], columns["ratio"]
             found = list_kept_answers(entry.pool, entry.full, columns["condition"])
             answers.setdefault(key, []).extend(found)
+    # Methods as tables order them, ratios from mild to tight.
     methods = list(dict.fromkeys(method for method, _ in answers))
     for method, ratio in sorted(answers, key=lambda key: (methods.index(key[0]), -key[1])):
         for part, own in _split_answers(answers[method, ratio]).items():
@@ -115,6 +118,7 @@ def make_kept_table(grid: GridResults) -> Table | None:
     tell.
     """
     rows = [row for row in list_kept_rows(grid) if row["right"]]
+    # A share of a handful of texts says nothing.
     if max((row["contexts"] for row in rows), default=0) < FEW:
         return None
     columns: Mapping[str, Callable[[Row], str]] = {

@@ -116,7 +116,9 @@ class Chart:
     def render(self, ending: str) -> bytes:
         """Return the file for an ending (svg, png or pdf), the same bytes for the same chart."""
         file = io.BytesIO()
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if ending == "svg" else None
+        metadata = None
+        if ending == "svg":
+            metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         with style.context(STYLE), rc_context({"svg.hashsalt": self.name}):
             self.composed.savefig(file, format=ending, dpi=DPI, metadata=metadata)
         return file.getvalue()

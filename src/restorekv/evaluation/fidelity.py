@@ -52,6 +52,7 @@ class FullAnswers:
     def measure_divergences(self, model: PreTrainedModel, cache: RaggedCache) -> list[float]:
         """Return the mean KL(full || cache) over each answer's tokens, in nats."""
         states = _compute_hidden_states(model, cache, self.prompts, self.answers)
+        # The full cache's states and this cache's, answer by answer.
         pairs = zip(self.hidden, states, strict=True)
         return [
             compute_hidden_divergence(model, full, own, "forward").double().mean().item()
@@ -83,6 +84,7 @@ def summarize_fidelity(
     "same" is the percentage of answers with the full cache's exact text. `tasks` restricts the
     questions; None takes all of them.
     """
+    # Weighted by tokens: an answer of forty tokens counts forty times an answer of one.
     sums = np.zeros(len(lines))  # KL of each context, summed over the tokens of its answers
     tokens = np.zeros(len(lines))
     answers = 0
@@ -91,6 +93,7 @@ def summarize_fidelity(
         for answer in line["answers"]:
             if tasks is not None and answer["task"] not in tasks:
                 continue
+            # Cells that were answered before fidelity was recorded have none.
             if "kl" not in answer:
                 return {}
             sums[number] += answer["kl"] * answer["answer_tokens"]

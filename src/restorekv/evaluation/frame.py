@@ -75,11 +75,13 @@ class GridEntry:
             whole["kept_with_prefix"] = pool.compute_kept_share(prefix=True)
             if self.full and self.full.lines:
                 whole["of_full"] = pool.average("bytes") / self.full.average("bytes")
+        # A cell that runs has a row too, with its progress instead of scores.
         if not pool.done:
             yield whole
             return
         full = self.full if self.full and self.full.done else None
         if self.base:
+            # Context by context: only then is a gain that of the restore pass.
             same = pool.get_values("pairs") == self.base.get_values("pairs")
             whole["as_many_pairs"] = bool(same.all())
         whole |= pool.score_tasks(base=self.base, full=full) | pool.summarize_fidelity()
@@ -101,6 +103,7 @@ class GridResults:
     def __init__(self, results: Sequence[Result]) -> None:
         self.results = results
         self.entries: list[GridEntry] = []
+        # By condition, method and ratio, in the order in which tables show them.
         pools = _pool_seeds(results)
         titles = {
             condition: pool.identity["benchmark"]["title"]
@@ -119,7 +122,9 @@ class GridResults:
                 "restored": method.restored,
                 "ratio": ratio,
             }
-            base = pools.get((condition, get_base(method), ratio)) if method.restored else None
+            base = None
+            if method.restored:
+                base = pools.get((condition, get_base(method), ratio))
             if base and not (base.done and base.specs == pool.specs):
                 base = None
             full = pools.get((condition, FULL_METHOD, 1.0))
@@ -138,6 +143,7 @@ def make_frame(results: Sequence[Result]) -> DataFrame:
 def load_grid(folder: Path) -> GridResults:
     """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
     results = load_results(folder) if (folder / CELLS).is_dir() else []
+    # What shares a name must share weights and questions, or a mean would mix two experiments.
     first: dict[tuple[str, ...], tuple[str, Result]] = {}
     for result in results:
         cell = result.cell
@@ -158,6 +164,7 @@ def load_grid(folder: Path) -> GridResults:
 
 def _pool_seeds(results: Sequence[Result]) -> dict[tuple[Cell, Cell, float], SeedPool]:
     """Return results by condition, method and ratio; of alike cells the first counts."""
+    # Conditions that need a full cache to compare with.
     compressed = {get_condition(each) for each in results if each.cell.evictor != FULL}
     seeds: dict[tuple[Cell, Cell, float], dict[str, Result]] = {}
     for result in results:
@@ -187,6 +194,7 @@ def _pool_seeds(results: Sequence[Result]) -> dict[tuple[Cell, Cell, float], See
 def _rank(key: tuple[Cell, Cell, float]) -> tuple:
     """Order a condition's methods: the full cache, then each evictor's base, restored, variants."""
     condition, method, ratio = key
+    # The paper's order; an evictor that it does not name comes after them.
     evictors = (FULL, *METHOD_NAMES)
     name = method.evictor.partition(":")[0]
     place = evictors.index(name) if name in evictors else len(evictors)
@@ -214,9 +222,12 @@ def get_method(cell: Cell) -> Cell:
     """Return what a cell says of how caches are made; a base has nothing of the restore pass."""
     if cell.evictor == FULL:
         return FULL_METHOD
+    # Everything that belongs to the question goes; what is left made the cache.
     asked = {field: getattr(FULL_METHOD, field) for field in (*ASKED, "ratio")}
     method = replace(cell, **asked)
-    return method if method.restored else replace(get_base(method), offset=cell.offset)
+    if method.restored:
+        return method
+    return replace(get_base(method), offset=cell.offset)
 
 
 def get_base(method: Cell) -> Cell:
@@ -230,6 +241,7 @@ def _label_methods(methods: Sequence[Cell]) -> dict[Cell, str]:
     for method in methods:
         if method == FULL_METHOD:
             continue
+        # A label names what tells a method from its kin, and nothing that all of them share.
         kin = [each for each in methods if get_base(each) == get_base(method) and each.restored]
         several = len({each.adapter for each in kin}) > 1
         parts = [

@@ -164,12 +164,14 @@ class Grid:
         ratios = sorted(
             {f"{float(parse_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
         )
+        # The full cache has no evictor, so its cell keeps only what can change it.
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
             map(to_canonical_name, self.models), self.protocols, self._list_specs()
         ):
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full_cache(**where, **of_full)
+            # The innermost loop is the ratio: cells of one method stand together in the files.
             for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {
@@ -179,19 +181,22 @@ class Grid:
                     "ratio": ratio,
                     "storage": storage,
                 }
+                # Without restoring first, so that every method has its base next to it.
                 yield Cell(**fields).base
-                adapter = self._find_shipped(model, evictor) if source == SHIPPED else source
+                adapter = source
+                if source == SHIPPED:
+                    adapter = self._find_shipped(model, evictor)
                 if adapter is not None:
                     yield Cell(**fields, adapter=adapter)
 
     def _find_shipped(self, model: str, evictor: str) -> str | None:
         """Return "auto" where an adapter ships for the model and evictor, else None."""
-        name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
-        return (
-            "auto"
-            if not self.common.get("offset") and find_shipped_adapter(name, evictor)
-            else None
-        )
+        name = model
+        if Path(model).resolve() == tiny_path("model").resolve():
+            name = TINY
+        if not self.common.get("offset") and find_shipped_adapter(name, evictor):
+            return "auto"
+        return None
 
     def _list_specs(self) -> Iterator[str]:
         """Yield the spec of every benchmark with every seed."""
@@ -207,6 +212,7 @@ def parse_method(text: str) -> tuple[str, str | None]:
     """Split SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
     "kvzip@FOLDER".
     """
+    # "kvzip" means the shipped adapter, "kvzip@none" no adapter at all.
     evictor, at, source = text.partition("@")
     if at and not source:
         raise RestoreKVError(
@@ -241,6 +247,7 @@ def group_jobs(cells: Iterable[Cell]) -> list[Job]:
     """
     groups = group_by(dict.fromkeys(cells), lambda cell: cell.preparation)
     for key in [key for key in groups if key[-1] == FULL]:
+        # The first job with the same questions reads the context anyway.
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
             # Last, so that the cells that share the scores are charged their time.

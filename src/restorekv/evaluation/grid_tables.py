@@ -38,13 +38,17 @@ def _format_gain(row: Row) -> str:
     if "gain" not in row:
         return ""
     recovered = row.get("recovered")
-    back = "" if recovered is None else f"{format_percent(recovered, 0)} back"
+    back = ""
+    if recovered is not None:
+        back = f"{format_percent(recovered, 0)} back"
     return format_gain(row["gain"], *get_interval(row, "gain_"), back)
 
 
 def _format_fidelity(row: Row, text: Callable[[Row], str]) -> str:
     """Leave the full cache out, which the others are compared with."""
-    return text(row) if "kl" in row and row["method"] != FULL_CACHE else ""
+    if "kl" in row and row["method"] != FULL_CACHE:
+        return text(row)
+    return ""
 
 
 def _format_size(row: Row, size: str, share: str) -> str:
@@ -80,10 +84,12 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     own = [row for row in rows if row["kind"] == kind]
     what = "scores" if kind == ALL else f"scores by {kind}"
     columns = dict(SCORE_COLUMNS)
+    # Benchmarks with further metrics get a column for each.
     for key in dict.fromkeys(key for row in own for key in row if key.startswith("metric ")):
         title = key.removeprefix("metric ").replace("_", " ")
         columns[title] = lambda row, key=key: format_number(row.get(key))
     notes = [SCORES]
+    # A reader compares gains only where both rows hold the same number of pairs.
     paired = [row["as_many_pairs"] for row in own if "as_many_pairs" in row]
     if paired and all(paired):
         notes.append("Both rows of a pair hold the same number of KV pairs, context by context.")

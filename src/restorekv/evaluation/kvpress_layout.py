@@ -81,6 +81,7 @@ def export_kvpress(folder: Path) -> list[Path]:
     """Write the finished cells that are not written yet; returns every folder of the layout, in the
     cells' order.
     """
+    # Only what kvpress also asks: its protocol, and finished cells.
     done = [
         result
         for result in load_results(folder)
@@ -100,7 +101,9 @@ def _split_result(result: Result) -> Iterator[KvpressRun]:
         case Ruler() as ruler:
             official = result.identity["benchmark"]["data"] == RULER_ROWS
             name = str(ruler.length) if official else f"{ruler.length}-generated"
-            rows = OFFICIAL_RULER if official else len(ruler.chosen_tasks) * ruler.per_task
+            rows = OFFICIAL_RULER
+            if not official:
+                rows = len(ruler.chosen_tasks) * ruler.per_task
             metrics = {
                 task: {"string_match": _mean_points(own)} for task, own in sorted(by_task.items())
             }
@@ -133,6 +136,7 @@ def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
     config = _make_settings(result, part)
     own = {"cell": result.cell.to_dict(), "facts": result.identity, **result.summary}
     path = _find_free_folder(folder / _name_folder(config), result.cell)
+    # Complete already: the folder says the same of its cell.
     if (path / CONFIG).exists() and _load_own(path) == own:
         return path
     path.mkdir(parents=True, exist_ok=True)
@@ -143,6 +147,7 @@ def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
 
 
 def _write_kvpress_files(path: Path, part: KvpressRun, config: Mapping) -> None:
+    # Only columns that the rows have: longbench calls its references answers.
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
@@ -208,6 +213,7 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
     changed += [f"streaming={cell.streaming}"] if cell.streaming else []
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
+    # A name of our own for what kvpress does not have, with what is unusual about it.
     words = ["restorekv", cell.evictor, *(["restored"] if cell.restored else []), *changed]
     return _make_safe("_".join(words))
 
@@ -262,7 +268,9 @@ def _find_free_folder(path: Path, cell: Cell) -> Path:
 
 def _load_own(path: Path) -> dict:
     """Return what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
-    found = read_json(path / OURS, str(path / OURS)) if (path / OURS).exists() else {}
+    found = {}
+    if (path / OURS).exists():
+        found = read_json(path / OURS, str(path / OURS))
     return found if isinstance(found, dict) else {}
 
 

@@ -83,6 +83,7 @@ class AskingProtocol(ABC):
         """Return a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
         how many it cut.
         """
+        # How much of the text fits is decided after the template is around it.
         whole = self._make_whole_context(model_name, tokenizer, text)
         limit = most or tokenizer.model_max_length
         if limit >= min(whole.positions, NO_LIMIT):
@@ -157,6 +158,7 @@ class KvzipProtocol(AskingProtocol):
                 "\n\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
             )
         if kind:
+            # KVzip's own words, with the thinking of Qwen3 closed.
             before = f"<|im_start|>system\n{SYSTEM}.<|im_end|>\n<|im_start|>user\n"
             after = "<|im_end|>\n<|im_start|>assistant\n" + (THINKING if kind == "qwen3" else "")
             return before + TASK_LINE, after
@@ -176,7 +178,10 @@ class KvzipProtocol(AskingProtocol):
         )
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        text = question.text if question.facts.get("bare") else f"Q: {question.text}"
+        text = f"Q: {question.text}"
+        if question.facts.get("bare"):
+            text = question.text
+        # Each piece is tokenized alone, as KVzip does, so no token spans two of them.
         words = encode_text(tokenizer, "\n\n" + text.strip())
         return torch.cat(
             [words, context.suffix, encode_text(tokenizer, question.answer_prefix)], -1

@@ -117,6 +117,7 @@ class RayWorkers:
         done: dict[int | None, Any] = {}
         for turn in range(len(calls)):
             while turn not in done:
+                # A worker takes a call as soon as it is idle, in the order of the calls.
                 while self.idle and waiting:
                     worker = self.idle.popleft()
                     number = waiting.popleft()
@@ -124,6 +125,7 @@ class RayWorkers:
                     self.busy[getattr(worker, name).remote(*arguments)] = worker, number
                 for answer in self.ray.wait(list(self.busy))[0]:
                     worker, number = self.busy.pop(answer)
+                    # A bug of ours is raised here; a dead worker is replaced and its call repeated.
                     try:
                         done[number] = self.ray.get(answer)
                         self.idle.append(worker)

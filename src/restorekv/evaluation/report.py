@@ -65,19 +65,10 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     Raises RestoreKVError where there is nothing to report, for a mix-up, and for an `out` that
     holds something else.
     """
-    if not folder.is_dir():
-        raise RestoreKVError(
-            f"There is no folder {folder}; give one that `restorekv eval --out` wrote."
-        )
+    # The command has refused a folder that is not there, before the extra was imported.
     out = out or folder / "report"
-    _check_folder(out.resolve())
-    for path in sorted(out.iterdir()) if out.is_dir() else ():
-        # The paper's page has further files there, which a report would take away.
-        if path.name not in (INDEX, *FOLDERS):
-            raise RestoreKVError(
-                f"{out} holds {path.name}, which is not a part of a report; choose another folder "
-                "with --out."
-            )
+    # The paper's page has further files next to it, which a report would take away.
+    _check_folder(out.resolve(), others=False)
     grid = load_grid(folder)
     by_condition = group_by(grid.list_rows(), lambda row: row["condition"])
     if not by_condition:
@@ -164,6 +155,7 @@ def write_page(
                     (new / ending / f"{block.name}.{ending}").write_bytes(block.render(ending))
             frame.to_csv(new / "csv" / f"{block.name}.csv", index=False)
         (new / INDEX).write_text(render_page(title, sections, summary, subtitle), encoding="utf-8")
+        # The old page goes aside before the new one takes its place, both by a rename.
         if folder.exists():
             os.replace(folder, temporary / "old")
         os.replace(new, folder)
@@ -184,6 +176,7 @@ def render_page(
     """
     names = [block.name for block in _list_exhibits(sections)]
     for name in names:
+        # A name becomes files in three folders and an id of the page.
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or names.count(name) > 1:
             raise ValueError(
                 f"{name!r} names no file or names two; use lower-case letters, digits, '.' and '-' "
@@ -214,7 +207,9 @@ def mark_up_cell(text: str) -> Markup:
     marked = Markup(DETAIL.sub(r"<small>(\1)</small>", safe))
     color = next((color for sign, color in COLORS.items() if sign in text), "")
     weight = " bold" if SURE.search(text) else ""
-    return Markup('<span class="{}">{}</span>').format(color + weight, marked) if color else marked
+    if color:
+        return Markup('<span class="{}">{}</span>').format(color + weight, marked)
+    return marked
 
 
 def _list_exhibits(sections: Sequence[Section | Details]) -> Iterator[Table | Chart]:
@@ -227,17 +222,26 @@ def _list_exhibits(sections: Sequence[Section | Details]) -> Iterator[Table | Ch
                 yield block
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse, before figures are made, a place that holds something else or cannot be written."""
+def _check_folder(folder: Path, others: bool = True) -> None:
+    """Refuse, before figures are made, a place that holds something else or cannot be written.
+
+    Unless `others`, files next to those of a page are something else too.
+    """
     if not folder.exists():
         check_target(folder)
         return
     if not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; choose a folder for the report.")
     index = folder / INDEX
+    names = sorted(path.name for path in folder.iterdir())
     sign = f'<meta name="generator" content="{GENERATOR}'
-    written = index.is_file() and sign in index.read_text(errors="replace")
-    if not written and any(folder.iterdir()):
+    if names and not (index.is_file() and sign in index.read_text(errors="replace")):
         raise RestoreKVError(
             f"{folder} holds files that are not a report; choose another folder or empty it."
+        )
+    more = [name for name in names if name not in (INDEX, *FOLDERS)]
+    if more and not others:
+        raise RestoreKVError(
+            f"{folder} holds {more[0]}, which is not a part of a report; choose another folder "
+            "with --out."
         )

@@ -31,8 +31,7 @@ from restorekv.files import (
     read_bytes,
     write_json,
 )
-from restorekv.model.identity import identify_model
-from restorekv.model.shape import CacheShape
+from restorekv.model.identity import ModelIdentity
 
 CELLS = "cells"
 CELL = "cell.json"
@@ -98,6 +97,7 @@ class Result:
         """Score, interval, tasks, groups, pairs and bytes; raises FileNotFoundError for a cell that
         is not done.
         """
+        # Files of a run may have been edited or cut; every entry that is used is checked.
         _check_types(self.folder / CELL, self.identity, CONVENTIONS)
         path = self.folder / SUMMARY
         figures = _parse_object(path, read_bytes(path, str(path)), FIGURES)
@@ -128,6 +128,7 @@ class Result:
         """Add a context's answers; a line that a killed process left half-written is replaced."""
         append_line(self.folder / SECONDS, {"sample": line["sample"], **seconds})
         append_line(self.folder / ANSWERS, line)
+        # The cached property is read again, with the new line.
         self.__dict__.pop("lines", None)
 
 
@@ -170,12 +171,14 @@ def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
 def append_line(path: Path, line: dict) -> None:
     """Add one line of JSON at the end of the file; it is on the disk before this returns."""
     with open_without_links(path) as file:
+        # A line without a line break at its end was being written when the process died.
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
         file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         file.flush()
+        # A context may have taken minutes.
         os.fsync(file.fileno())
 
 
@@ -184,6 +187,7 @@ def open_result(folder: Path, cell: Cell, facts: dict) -> Result:
     other facts.
     """
     path = folder / CELLS / cell.name
+    # A link would lead the answers into a folder of something else.
     for place in (folder / CELLS, path):
         check_not_link(place)
     if (path / CELL).exists():
@@ -202,6 +206,7 @@ def describe_changes(before: dict, now: dict) -> str:
     """Name what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
+    # Stored facts come from JSON, so the new ones take the same way: tuples become lists.
     before = flatten_identity(before)
     now = flatten_identity(json.loads(json.dumps(now)))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -213,6 +218,7 @@ def flatten_identity(facts: Mapping[str, object], before: str = "") -> dict[str,
     """Return nested facts under names as "benchmark.digest"; RoPE stays one."""
     names: dict[str, object] = {}
     for key, value in facts.items():
+        # RoPE's own entries differ from kind to kind; as one value they are compared whole.
         if isinstance(value, Mapping) and key != "rope":
             names |= flatten_identity(value, f"{before}{key}.")
         else:
@@ -246,17 +252,18 @@ def load_results(folder: Path) -> list[Result]:
     return results
 
 
-def identify_setup(model: PreTrainedModel, config: CompressionConfig) -> dict:
+def identify_setup(
+    model: PreTrainedModel, identity: ModelIdentity, config: CompressionConfig
+) -> dict:
     """Return model, conventions, device and versions as JSON values; they decide whether two
     figures compare.
     """
-    identity = identify_model(model)
     return {
         "model": identity.name,
         "fingerprint": identity.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": identity.rope,
-        "shape": asdict(CacheShape.from_model(model)),
+        "shape": asdict(identity.shape),
         **config.to_json(),
         "budget": "B = floor(r T L H), exact",
         "decoding": "greedy",

@@ -77,6 +77,7 @@ class SeedPool:
     @cached_property
     def contexts(self) -> dict[int | str, dict]:
         """The line of every context, each context once: two seeds may have drawn the same one."""
+        # Samples of one cell have unique names already.
         if len(self.results) == 1:
             return {line["sample"]: line for line in self.results[0].lines}
         lines: dict[int | str, dict] = {}
@@ -115,6 +116,7 @@ class SeedPool:
 
     def list_counted_answers(self, members: Iterable[str] = ()) -> list[ScoredAnswer]:
         """Return the answers that means are taken over."""
+        # No members: all tasks.
         wanted = set(members or self.tasks)
         return drop_tasks(
             [answer for answer in self.answers if answer.task in wanted], self.left_out
@@ -134,6 +136,7 @@ class SeedPool:
             self.averages_contexts,
         )
         if base and full:
+            # The loss is what the base lacks to the full cache, over the same tasks.
             of_full = compute_mean_score(full.list_counted_answers(members), self.averages_contexts)
             of_base = compute_mean_score(base.list_counted_answers(members), self.averages_contexts)
             figures["recovered"] = None
@@ -143,6 +146,7 @@ class SeedPool:
 
     def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return every further metric in points: the mean over tasks of the mean over questions."""
+        # Metric by task by value: a task counts once, however many questions it has.
         chosen = {answer.task for answer in self.list_counted_answers(members)}
         by_metric: dict[str, dict[str, list[float]]] = {}
         for line in self.lines:
@@ -175,6 +179,7 @@ class SeedPool:
         """Return the share of pairs held, mean over contexts: of those in the budget, or of all
         with the prefix.
         """
+        # L * H pairs for each column that competes: T, or S + T with the prefix counted.
         heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]
         counts = prefix or self.identity["prefix_policy"] == "counted"
         columns = self.get_values("tokens")
@@ -215,6 +220,7 @@ def make_rows(results: Sequence[Result]) -> list[dict]:
     """Return a row for every finished cell, in their order. Scores are in points; pairs and bytes
     are means.
     """
+    # A cell that still runs has no figures, and cannot be the base or the full cache of another.
     done = {result.cell: result for result in results if result.done}
     full = {
         cell.question_set: result for cell, result in reversed(done.items()) if cell.evictor == FULL
@@ -236,13 +242,18 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
     cell = result.cell
     facts = result.identity
     figures = result.summary
-    left_out = SeedPool((full,)).find_tasks_without_loss() if full else ()
+    left_out = ()
+    if full:
+        left_out = SeedPool((full,)).find_tasks_without_loss()
     base = base if cell.restored else None
+    # The same tasks are left out of all three, so that their means compare.
     pool = SeedPool((result,), left_out)
     of_base = SeedPool((base,), left_out) if base else None
     of_full = SeedPool((full,), left_out) if full else None
     score = pool.score_tasks(base=of_base, full=of_full)
-    recovered = {"recovered": score.pop("recovered")} if "recovered" in score else {}
+    recovered = {}
+    if "recovered" in score:
+        recovered = {"recovered": score.pop("recovered")}
     questions = {"questions": figures["questions"]}  # also those of the tasks that means leave out
     return {
         "model": cell.model,

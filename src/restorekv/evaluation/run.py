@@ -92,9 +92,11 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
             make_compressor(cell.evictor, worker.config(cell)), context.prefix
         )
         name = compressor.identity(worker.model)
-    unit = "contexts" if benchmark.averages_contexts(worker.protocol.name) else "questions"
+    unit = "questions"
+    if benchmark.averages_contexts(worker.protocol.name):
+        unit = "contexts"
     return {
-        **identify_setup(worker.model, worker.config(cell)),
+        **identify_setup(worker.model, worker.identity, worker.config(cell)),
         "method": name,
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
@@ -164,6 +166,7 @@ def _run_jobs(
                 "choose other settings."
             )
         results = {cell: open_result(folder, cell, identities[cell]) for cell in job.cells}
+        # What the folder lacks, context by context; what is there is never asked again.
         missing = _find_missing(results, sample_ids)
         done = len(sample_ids) - len(missing)
         for lines in pool.answer_contexts(job, missing):
@@ -171,6 +174,7 @@ def _run_jobs(
                 results[cell].append(line, seconds)
             done += 1
             on_progress(GridProgress(job.title, turn, len(todo), done, len(sample_ids)))
+        # Written last: a cell without a summary is not finished.
         for result in results.values():
             if not result.done:
                 write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)
@@ -203,6 +207,7 @@ def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missin
                 f"{results[cell].folder} has answers to other contexts; choose another folder."
             )
     missing = []
+    # A context is missing for the cells that have no line of it yet.
     for sample in samples:
         cells = [cell for cell in results if sample not in answered[cell]]
         if cells:

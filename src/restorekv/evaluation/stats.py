@@ -94,9 +94,9 @@ def get_interval(
     """Return the interval of a score, or of a "gain_", to be shown: none over fewer than FEW
     contexts.
     """
-    return (
-        (None, None) if figures["contexts"] < FEW else (figures[f"{of}low"], figures[f"{of}high"])
-    )
+    if figures["contexts"] < FEW:
+        return (None, None)
+    return (figures[f"{of}low"], figures[f"{of}high"])
 
 
 def bootstrap_score(
@@ -113,6 +113,7 @@ def bootstrap_score(
     sums, counts = tally_scores(answers, by_context)
     if base is not None:
         check_same_questions([answers, base])
+        # Both were asked the same, so the difference of sums is the sum of differences.
         sums = sums - tally_scores(base, by_context)[0]
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
     low, high = np.percentile(_resample_scores(sums, counts, seed), (2.5, 97.5))
@@ -123,6 +124,8 @@ def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.
     """Return the mean over tasks, in points, of every resampled set of contexts: (RESAMPLES,),
     NaN without any.
     """
+    # Per resample: sums and counts of each task, then the mean over the tasks that were drawn at
+    # all.
     parts = []
     for drawn in np.array_split(draw_resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
         totals = drawn @ counts
@@ -136,6 +139,7 @@ def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float
     """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval."""
     drawn = draw_resamples(len(sums), 0)
     totals = drawn @ weights
+    # A resample without any weight has no ratio.
     means = (drawn @ sums)[totals > 0] / totals[totals > 0]
     low, high = np.percentile(means, (2.5, 97.5))
     return float(sums.sum() / weights.sum()), float(low), float(high)
@@ -146,6 +150,7 @@ def draw_resamples(contexts: int, seed: int) -> np.ndarray:
     """How often each context is drawn: (RESAMPLES, contexts), the same for every cell of
     a run.
     """
+    # Drawing n contexts with replacement is drawing how often each of them appears.
     return np.random.default_rng(seed).multinomial(
         contexts, np.full(contexts, 1 / contexts), RESAMPLES
     )
@@ -169,6 +174,7 @@ def tally_scores(
         sums[place] += answer.score
         counts[place] += 1
     if by_context:
+        # Each context's mean becomes one score of the task.
         sums = sums / np.maximum(counts, 1)
         counts = np.minimum(counts, 1)
     return sums, counts

@@ -67,7 +67,9 @@ class Survivors:
 def save_plot(survivors: Survivors, path: Path, title: str) -> None:
     """Write a chart of what survived as PNG, PDF or SVG, by the ending of the name."""
     check_plot_path(path)
-    chart = import_extra("restorekv.evaluation.plots", "eval").plot_survivors(survivors, title)
+    chart = import_extra("restorekv.evaluation.survivor_plots", "eval").plot_survivors(
+        survivors, title
+    )
     with replace_file(path) as temporary:
         temporary.write_bytes(chart.render(path.suffix[1:].lower()))
 

@@ -56,7 +56,9 @@ def name_evictor(spec: str) -> str:
 def name_method(spec: str, restored: bool) -> str:
     """Return what the paper calls a method: KVzip, or RestoreKV for KVzip restored."""
     name = name_evictor(spec)
-    return RESTORED_NAMES.get(spec, f"{name} + RestoreKV") if restored else name
+    if restored:
+        return RESTORED_NAMES.get(spec, f"{name} + RestoreKV")
+    return name
 
 
 def make_slug(*words: str) -> str:
@@ -77,7 +79,9 @@ def format_number(value: float | None, digits: int = 1, sign: bool = False) -> s
 
 def format_percent(share: float | None, digits: int = 1) -> str:
     """Write 0.137 as "13.7 %"; an en dash for a share that is not known."""
-    return UNKNOWN if share is None else f"{format_number(100 * share, digits)} %"
+    if share is None:
+        return UNKNOWN
+    return f"{format_number(100 * share, digits)} %"
 
 
 def format_ratio(ratio: float) -> str:
@@ -116,7 +120,9 @@ def format_gain(
     if low is not None and high is not None:
         interval = format_range(low, high, sign=True)
     details = "; ".join(part for part in (interval, more) if part)
-    return f"{arrow} {text} ({details})" if details else f"{arrow} {text}"
+    if details:
+        return f"{arrow} {text} ({details})"
+    return f"{arrow} {text}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,7 @@ class Table:
         left: Collection[int] = (0,),
     ) -> Self:
         """Return a table with a line for each row of `figures`; empty columns are left out."""
+        # Column by column, so that a column without any text can be left out.
         texts = {title: [show(row) for row in figures] for title, show in columns.items()}
         texts = {title: cells for title, cells in texts.items() if any(cells)}
         rows = list(zip(*texts.values(), strict=True))
@@ -177,6 +184,8 @@ class Table:
             justify = "left" if index in self.left else "right"
             table.add_column(Text(title), justify=justify, no_wrap=index == 0, overflow="fold")
         for index, row in enumerate(self.rows):
+            # The first cell names the row and keeps one line; gains and intervals of the others
+            # break.
             first, *others = row
             cells = [first, *(LINE_BREAK.sub("\n", cell) for cell in others)]
             table.add_row(*map(Text, cells), style="bold" if index in self.strong else None)

@@ -23,10 +23,10 @@ from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import FULL, Cell, Job, group_by
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention, support
+from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
-from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
@@ -45,6 +45,7 @@ class Worker:
         self.benchmark = tasks.make_benchmark(first.benchmark)
         self.model, self.tokenizer = open_model(first.model, first.dtype, device, first.protocol)
         support.prepare_model(self.model)
+        self.identity = identify_model(self.model)  # once, as it reads every weight
         self.adapters = {cell: self._load_adapter(cell) for cell in job.cells}
         methods = {cell: self._make_compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.config for method in methods.values() if not method.any_config}
@@ -63,11 +64,9 @@ class Worker:
 
     def config(self, cell: Cell) -> CompressionConfig:
         """Return the cell's config; the full cache has the default one."""
-        return (
-            CompressionConfig()
-            if cell.evictor == FULL
-            else cell.config(self.protocol.prefix_policy)
-        )
+        if cell.evictor == FULL:
+            return CompressionConfig()
+        return cell.config(self.protocol.prefix_policy)
 
     def _make_compressor(self, cell: Cell) -> Compressor:
         return make_compressor(cell.evictor, self.config(cell))
@@ -77,7 +76,11 @@ class Worker:
         if cell.evictor == FULL or cell.adapter is None:
             return None
         adapter = load_adapter(
-            self.model, cell.adapter, self._make_compressor(cell), cell.restore_tokens
+            self.model,
+            cell.adapter,
+            self._make_compressor(cell),
+            cell.restore_tokens,
+            identity=self.identity,
         )
         if adapter is None:
             raise RestoreKVError(
@@ -97,6 +100,7 @@ class Worker:
         full: FullAnswers | None = None
         reading: Seconds = {}
         for cell, view, cache, seconds in self._make_caches(context, cells):
+            # The full cache answers once, whatever the first cell is.
             full = full or self._answer_from_full_cache(context, view, sample, reading)
             if cell.evictor == FULL:
                 answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
@@ -141,6 +145,7 @@ class Worker:
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
             }
             for ratio, group in group_by(members, lambda cell: cell.ratio).items():
+                # Eviction of a group's first cell; other storages are copies of it.
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
                 for cell in group:
@@ -148,9 +153,7 @@ class Worker:
                     if cell.storage != "model":
                         with time_phase(seconds, "evict"):
                             cache = plain.fork()
-                            attention.store_context(
-                                cache, cell.storage, CacheShape.from_model(view.model).groups
-                            )
+                            attention.store_context(cache, cell.storage, self.identity.shape.groups)
                     yield cell, view, cache, seconds
                     seconds = {}
 
@@ -172,7 +175,7 @@ class Worker:
 
     def _make_unscored(self, context: Context, full: Cache, seconds: Seconds) -> ScoredContext:
         """Return a context for a cache that keeps every pair."""
-        shape = CacheShape.from_model(self.model)
+        shape = self.identity.shape
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
@@ -182,7 +185,9 @@ class Worker:
         """Return what the full cache answers to the sample's questions; a streamed context is read
         whole for it.
         """
-        full = prefill(self.model, context.ids) if view.full is None else view.full
+        full = view.full
+        if full is None:
+            full = prefill(self.model, context.ids)
         cache = self._make_unscored(context, full, {}).evict(1)
         prompts = [
             self.protocol.make_prompt(self.tokenizer, context, question)[0]

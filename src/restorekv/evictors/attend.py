@@ -39,10 +39,12 @@ def iterate_attention_blocks(
     # with the first.
     divisor = 1 / scale
     key = key.float()
+    # Rows per block, so that a block of all heads and columns has about `block` weights.
     step = max(block // (heads * groups * key.shape[1]), 1)
     for low in range(0, rows, step):
         high = min(low + step, rows)
         part = query[:, :, low:high].float().flatten(1, 2)  # (H, G * rows, D)
+        # Keys beyond the block's last row are seen by none of its rows.
         logits = part @ key[:, : before + high].transpose(1, 2) / divisor
         logits = logits.unflatten(1, (groups, -1))
         # Causal among the block's own columns; it sees all earlier ones.
@@ -82,6 +84,8 @@ def attend_pass(
         on_weights: gets the weights of that softmax in blocks; see blocked.py.
         sinks: (H, G), logits that the model adds to every softmax, or None.
     """
+    # On a CPU the operations are known. On another device the blocked ones prove themselves first,
+    # and the naive ones are used where they do not.
     is_trusted = not proofs.needs_proof(query.device) or proofs.is_proven(
         "blocked", *proofs.get_proof_key(query)
     )
@@ -98,4 +102,5 @@ def reduce_groups(values: Tensor, reduction: str) -> Tensor:
     return values.mean(1)
 
 
+# Registered when this module is imported, so that whoever asks for a proof finds the trials.
 pass_trials.register_proofs(triton_maxima)

@@ -40,6 +40,8 @@ class Evictor(ABC):
 
         A class from outside this package has a digest of its source too.
         """
+        # The source of an evictor from elsewhere is part of its identity: a cache of another
+        # version is another cache.
         return self.spec + spec.digest_source(type(self))
 
     def as_published(self, prefix: int) -> Self:
@@ -94,6 +96,7 @@ def pin_columns(scores: Tensor, columns: Iterable[int]) -> Tensor:
     all heads.
     """
     columns = list(columns)
+    # The caller's scores stay as they are, since one observer can serve several budgets.
     scores = scores.clone()
     if columns:
         above = torch.arange(1, len(columns) + 1, dtype=scores.dtype, device=scores.device)

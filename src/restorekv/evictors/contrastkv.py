@@ -58,6 +58,7 @@ class ContrastKV(KVzip):
     beta: float = 0.10
     gamma: float = 0.12
 
+    # Checks chunk and sinks.
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.noise <= MOST_NOISE or not 0 <= self.seed < 1 << 63:
@@ -90,9 +91,12 @@ class ContrastKV(KVzip):
         passes = self.make_passes(tokenizer, context)
         generator = torch.Generator().manual_seed(self.seed)
         embeddings: Any = model.get_input_embeddings()
+        # Models pad their embedding tables; rows without a token were never trained.
         vocabulary = min(len(tokenizer), embeddings.num_embeddings)
         noise_passes = []
         for each in passes:
+            # Drawn on the CPU, chunk by chunk, so that a seed means the same tokens on every
+            # device.
             noise = torch.randint(self.lowest, vocabulary, (1, self.noise), generator=generator)
             noise_passes.append(replace(each, ids=noise))
         positive = self.collect_maxima(model, context, full, passes)
@@ -108,8 +112,11 @@ class ContrastKV(KVzip):
         # The layer level for all pairs; then the head level decides some of them.
         highest = positive.amax((1, 2), keepdim=True)
         scores = torch.minimum(positive + self.compute_bump(positive, negative), highest)
+        # Quantiles of a head over its T columns, one pair for each signal.
         low_p, high_p = _compute_quantiles(positive, self.beta, 1 - self.beta)
         low_n, high_n = _compute_quantiles(negative, self.beta, 1 - self.beta)
+        # The order matters where a pair is both low and high, as when a signal is constant: high
+        # wins.
         scores = scores.masked_fill((positive <= low_p) & (negative <= low_n), 0.0)
         return scores.masked_fill((positive >= high_p) & (negative >= high_n), 1.0)
 
@@ -117,6 +124,7 @@ class ContrastKV(KVzip):
         """Return (L, H, T) >= 0."""
         lowest = negative.amin((1, 2), keepdim=True)
         highest = negative.amax((1, 2), keepdim=True)
+        # A constant signal has no span, and then no bump: 0 / tiny is 0.
         span = (highest - lowest).clamp_min(torch.finfo(negative.dtype).tiny)
         return self.gamma * (negative - lowest) / span
 

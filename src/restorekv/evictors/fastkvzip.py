@@ -54,24 +54,31 @@ class FastKVzip(Gated):
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
         """Return (..., H, T) in (0, 1)."""
+        # The published gates have k_base (H, 1, s, R): R is the gate's rank, s the number of its
+        # learned sink keys.
         sink_keys = layer["k_base"].float().squeeze(-3)  # (..., H, s, R)
         heads, _, rank = sink_keys.shape[-3:]
         query = apply_linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"])
+        # Each KV head has G queries of rank R.
         query = query.unflatten(-1, (heads, -1, rank))
         query = _normalize_rms(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
         key = apply_linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
         key = _normalize_rms(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)
         own = (query * key).sum(-1) / math.sqrt(rank) + layer["b"].float()  # (..., H, T, G)
+        # The learned sinks compete with the token's own logit in a softmax of which only the own
+        # weight counts.
         sinks = (query.flatten(-3, -2) @ sink_keys.mT / math.sqrt(rank)).logsumexp(-1)
         # exp(l) / (exp(l) + sum_s exp(l_s)) is a sigmoid of the difference of logarithms.
         return torch.sigmoid(own - sinks.view_as(own)).mean(-1)
 
     def for_later_part(self, context: Context) -> Self:
+        # Later parts of a text have no attention sinks.
         return replace(self, sinks=0)
 
     def list_pinned_columns(self, context: Context) -> list[int]:
         """Return the sinks, then the window, the most recent last."""
         columns = context.positions
+        # A share of short contexts, a fixed number of tokens for long ones.
         length = int(columns * self.window) if columns < self.long else self.cap
         window = list_recent_columns(context, length)
         # Sinks count from the start of the prefix.

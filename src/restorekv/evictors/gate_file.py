@@ -31,7 +31,6 @@ from restorekv.model.identity import ModelIdentity, describe_weights, identify_m
 from restorekv.model.names import (
     SHIPPING,
     get_install_command,
-    get_model_name,
     is_shipping_installed,
     shipped_path,
 )
@@ -92,7 +91,7 @@ class GateCard:
             target=target,
             settings=settings or {},
             figures=figures or {},
-            **base_weights.describe_base(model),
+            **base_weights.describe_base(model, identify_model(model)),
         )
 
 
@@ -226,7 +225,7 @@ def check_gate(
     gate: Gate,
     model: PreTrainedModel,
     kinds: Sequence[str],
-    identity: ModelIdentity | None = None,
+    identity: ModelIdentity,
 ) -> None:
     """Check that the gate has one of `kinds` and was made for this model; warn if for other
     weights of it.
@@ -236,7 +235,7 @@ def check_gate(
         gate: as read from its file.
         model: the model that it shall score for.
         kinds: those that the evictor can use.
-        identity: of the model, if the caller has it.
+        identity: the model's.
 
     Raises:
         GateError: if it has another kind or was made for another model.
@@ -247,19 +246,18 @@ def check_gate(
             f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}."
         )
     base_weights.check_base(
-        f"gate {name}", card, model, GateError, f"load that one, or {MAKE}", identity
+        f"gate {name}", card, model, identity, GateError, f"load that one, or {MAKE}"
     )
-    check_shapes(name, card.kind, gate.layers, CacheShape.from_model(model))
+    check_shapes(name, card.kind, gate.layers, identity.shape)
 
 
 def find_shipped_gate(
-    model: PreTrainedModel, kinds: Sequence[str], identity: ModelIdentity | None = None
+    model: PreTrainedModel, kinds: Sequence[str], identity: ModelIdentity
 ) -> Path:
     """Return the gate in the package for this model, of the first of `kinds` that exists.
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
-    identity = identity or identify_model(model)
     own = describe_weights(model)
     similar = None
     for kind, shipping in product(kinds, SHIPPING):
@@ -274,7 +272,7 @@ def find_shipped_gate(
             similar = path
     if similar:
         return similar
-    name = get_model_name(model) or type(model).__name__
+    name = identity.name or type(model).__name__
     if name in SHIPPING and not is_shipping_installed(name):
         raise GateError(
             f"The gates for {name} are not installed; {get_install_command(name)}, "

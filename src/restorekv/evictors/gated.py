@@ -35,6 +35,7 @@ class GateScores:
     def on_layer(self, view: LayerView) -> None:
         """Handle one layer of one chunk of the prefill, whose columns are the last so far."""
         assert view.hidden is not None
+        # The chunk's rows are the last columns so far.
         end = view.key.shape[1]
         start = end - view.hidden.shape[0]
         self.scores[view.layer, :, start:end] = self.predict(
@@ -60,6 +61,7 @@ class Gated(Evictor):
         return gate_file.load_gate(model, self.gate, self.kinds)
 
     def identity(self, model: Model) -> str:
+        # A file is named by its contents: a gate of the same path may change.
         return replace(self, gate=self.load_gate(model).digest).spec
 
     @staticmethod
@@ -76,6 +78,7 @@ class Gated(Evictor):
     def count_pinned_tail(self, context: Context) -> int:
         pinned = set(self.list_pinned_columns(context))
         count = 0
+        # From the last column back, as far as columns are pinned without a gap.
         while count < context.tokens and context.tokens - 1 - count in pinned:
             count += 1
         return count
@@ -100,6 +103,7 @@ def apply_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     """Return (..., T, m) for hidden (..., T, d), weight (..., m, d) and bias (..., m), in the wider
     of both dtypes.
     """
+    # Gates are float32 and models may be bfloat16; the wider one loses nothing.
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     hidden = hidden.to(dtype)
     weight = weight.to(dtype)

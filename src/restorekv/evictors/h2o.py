@@ -48,6 +48,7 @@ class ColumnMaxima:
         """Handle one layer of one chunk of the prefill; return the attention output (Q, H * G,
         D).
         """
+        # Keys hold all columns so far, the last Q are this chunk's.
         before = view.key.shape[1] - view.query.shape[2]
         cached = view.key[:, :before], view.value[:, :before]
         own = view.key[:, before:], view.value[:, before:]
@@ -59,7 +60,10 @@ class ColumnMaxima:
 
         def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
             if not self.diagonal:
+                # The weight of a token on itself lies on the diagonal that starts at its own
+                # column.
                 weights.diagonal(before + low, dim1=-2, dim2=-1).zero_()
+            # A view: the maxima are written into the observer's tensor.
             best = self.best[view.layer, head, :, : before + high]
             torch.maximum(best, weights.amax(1), out=best)
 
@@ -69,6 +73,7 @@ class ColumnMaxima:
     def _attend_with_kernels(self, view: LayerView, own: Pair, cached: Pair) -> Tensor:
         """Do the same with the kernels of triton_maxima.py."""
         before = cached[0].shape[1]
+        # With no sinks and a chunk that spans all cached columns, the softmax is over everything.
         output, lse = triton_maxima.attend_pass(
             view.query, own, cached, view.scale, sinks=0, start=0, end=before
         )

@@ -43,5 +43,6 @@ class KeyDiff(Evictor):
 
 def _measure_difference(keys: Tensor) -> Tensor:
     """Return minus the cosine of every key (H, K, D) with its head's anchor: (H, K)."""
+    # The mean direction of a head's keys, prefix included, since the paper takes all keys.
     anchor = F.normalize(keys, dim=-1).mean(1, keepdim=True)
     return -F.cosine_similarity(keys, anchor, dim=-1)

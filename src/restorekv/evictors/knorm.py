@@ -33,5 +33,6 @@ class Knorm(Evictor):
         scores = []
         for layer in list_full_attention(full):
             keys = layer.keys[0, :, context.prefix :]
+            # Norms in float32: bfloat16 has 8 bits, and neighbors would tie.
             scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))
         return torch.stack(scores)

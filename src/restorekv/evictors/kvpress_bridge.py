@@ -58,6 +58,7 @@ class FromKVPress(Evictor):
             raise RestoreKVError(
                 f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}."
             )
+        # Commas separate the evictor's own settings, so the press's are separated by semicolons.
         text = spec.format_spec(type(press).__name__, press).replace(",", ";")
         # The dataclass is frozen.
         object.__setattr__(self, "scorer", press)
@@ -92,6 +93,7 @@ class FromKVPress(Evictor):
             scores[module.layer_idx] = layer_scores[0].float()
 
         try:
+            # Presses that read the model's config do so here.
             self.scorer.post_init_from_model(model)
             attention = _use_eager_attention(model) if self.eager else nullcontext()
             with _hook_attention(model, after_layer), attention:
@@ -117,12 +119,14 @@ def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[
     """
     backbone: Any = get_backbone(model)
     modules = [backbone.layers[index].self_attn for index in list_full_layers(model.config)]
+    # Newer versions of transformers pass positions instead, and some presses still ask the module.
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
     handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
     try:
         for module in bare:
             module.rotary_emb = backbone.rotary_emb
         yield
+    # Hooks and attributes are taken away even if the press fails.
     finally:
         for handle in handles:
             handle.remove()

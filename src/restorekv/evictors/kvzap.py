@@ -39,6 +39,7 @@ class KVzap(Gated):
         check_not_negative(self, "window")
 
     def load_gate(self, model: Model) -> Gate:
+        # The two architectures have gates of their own; a name picks one of what ships.
         if self.gate in ("linear", "mlp"):
             return gate_file.load_gate(model, "auto", (f"kvzap-{self.gate}",))
         return super().load_gate(model)
@@ -46,6 +47,7 @@ class KVzap(Gated):
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
         """Return (..., H, T): logarithms, of any sign."""
+        # The file's parameter names say which architecture it is.
         if "weight" in layer:
             return apply_linear(hidden, layer["weight"], layer["bias"]).float().mT
         inner = F.gelu(apply_linear(hidden, layer["0.weight"], layer["0.bias"]))

@@ -69,6 +69,7 @@ class KVzip(Evictor):
         """Return the settings of the authors' code: chunks of 2,000 tokens, every prefix column as
         a sink and prompts that end with a space.
         """
+        # Only what the user left at its default becomes the authors' value.
         published = {"chunk": 2000, "sinks": prefix, "space": True}
         changes = {}
         for field in fields(self):
@@ -98,7 +99,10 @@ class KVzip(Evictor):
         layers = list_full_attention(full)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for each in passes:
+            # The pass's positions lie after the text, and some models rotate otherwise beyond a
+            # limit.
             refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])
+            # Of the scores' T columns those of this chunk, as a view that the observer writes.
             columns = scores[..., each.start - context.prefix : each.end - context.prefix]
 
             def on_layer(
@@ -110,6 +114,8 @@ class KVzip(Evictor):
 
             with observe_layers(model, on_layer):
                 backbone(
+                    # The observer computes attention itself; the model's layers see only their own
+                    # pairs.
                     input_ids=each.ids.to(model.device),
                     **pass_cache(backbone, query_only_view(full)),
                     use_cache=True,
@@ -122,6 +128,7 @@ class KVzip(Evictor):
         """Return the maxima (H, end - start) of the columns over rows and query heads, and the
         attention output.
         """
+        # Sinks are the first columns of the whole sequence, and only those before the chunk.
         best, output = find_column_maxima(view, cached, start, end, min(self.sinks, start))
         return best.amax(1), output
 
@@ -142,8 +149,11 @@ def make_repetitions(
         if start == context.prefix:
             prompt = [encode_text(tokenizer, FIRST_PROMPT)]
         else:
+            # A later chunk is announced by the last ids before it, or by fewer where a chunk is
+            # shorter.
             hint = context.ids[:, start - min(HINT_LENGTH, chunk) : start]
             prompt = [encode_text(tokenizer, LATER_PROMPT + " " * space), hint]
+        # The turn is closed and the assistant opens with the chunk's own tokens, which it repeats.
         ids = torch.cat([*prompt, context.suffix, context.ids[:, start:end]], -1)
         yield Repetition(ids, start, end)
 

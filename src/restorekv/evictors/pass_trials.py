@@ -79,11 +79,14 @@ class PassInputs:
 
 def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
     """Draw the inputs of a pass, the same for every device, and compute what is right."""
+    # A pass that is not in the list, as a test makes one, gets its own seed.
     generator = torch.Generator().manual_seed(PASSES.index(each) if each in PASSES else 99)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
+    # Random inputs alone would hide an off-by-one: a third of the queries point at the columns
+    # around tile borders and the softmax's ends.
     heads = target.heads
     rows = each.rows
     columns = each.held + rows

@@ -41,6 +41,7 @@ def convert_gate(source: str, model: PreTrainedModel) -> Gate:
     """Convert a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raise
     GateError.
     """
+    # A path first, then the hub: a folder of that name may exist.
     path = Path(source)
     if not path.exists():
         path = _download_gate(source, model)
@@ -57,6 +58,7 @@ def convert_gate(source: str, model: PreTrainedModel) -> Gate:
         )
     else:
         kind, layers = "fastkvzip", _read_pickle(path)
+    # Before anything is computed with them: a published file may hold NaN.
     for index, layer in enumerate(layers):
         check_numbers(source, {f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
     check_shapes(source, kind, layers, CacheShape.from_model(model))
@@ -85,6 +87,7 @@ def _download_gate(source: str, model: PreTrainedModel) -> Path:
 def _read_pickle(path: Path) -> Layers:
     """Read tensors only: code in a pickle is never run."""
     # What a pickle needs to build a numpy array, under the names of numpy 1 and 2.
+    # numpy 1 and 2 name the same function differently, and files of both are published.
     rebuild = np.empty(0).__reduce__()[0]
     allowed: list[Any] = [
         (rebuild, "numpy.core.multiarray._reconstruct"),
@@ -95,16 +98,19 @@ def _read_pickle(path: Path) -> Layers:
         np.dtypes.Float32DType,
     ]
     try:
+        # weights_only refuses to build objects of other classes, so no code of the file runs.
         with torch.serialization.safe_globals(allowed):
             raw = io.BytesIO(files.read_bytes(path, str(path), PICKLE_LIMIT))
             _check_archive(raw)
             layers = torch.load(raw, map_location="cpu", weights_only=True)["module"]
+        # Fails on a file of another layout, which then counts as damaged.
         values = [value for layer in layers for value in layer.values()]
     except Exception as error:  # damaged pickles and those with code raise many kinds
         raise GateError(
             f"{path} is not a Fast KVzip gate that can be read without running code; "
             f"fetch it again from {FAST_KVZIP}."
         ) from error
+    # Numbers of numpy and nested lists also load; a gate is tensors only.
     is_plain = all(isinstance(value, Tensor) for value in values)
     if not is_plain or not isinstance(layers, list):
         raise GateError(f"{path} holds more than tensors; fetch it again from {FAST_KVZIP}.")
@@ -118,6 +124,7 @@ def _check_archive(raw: io.BytesIO) -> None:
             unpacked = sum(entry.file_size for entry in archive.infolist())
         if unpacked > PICKLE_LIMIT:
             raise GateError(f"it unpacks to {unpacked:,} bytes")
+    # torch.load reads from the start.
     raw.seek(0)
 
 

@@ -45,6 +45,7 @@ class QueryMoments:
             shape.layers, shape.heads, shape.groups, shape.head_dim, device=model.device
         )
         self.spread = self.mean.unsqueeze(-1).repeat(1, 1, 1, 1, shape.head_dim)
+        # Queries seen per layer: chunks of a prefill arrive layer by layer.
         self.count = [0] * shape.layers
         self.scales = [1.0] * shape.layers  # of the layers' logits, once they were seen
         self.sinks: list[Tensor | None] = [None] * shape.layers  # (H, G), where a model has them
@@ -61,6 +62,8 @@ class QueryMoments:
         self.scales[layer] = view.scale
         self.sinks[layer] = view.sinks
         before = view.key.shape[1] - view.query.shape[2]
+        # The first `skip` columns of the text do not count, and `before` of them came in earlier
+        # chunks.
         hidden = view.hidden[max(self.skip - before, 0) :]
         seen = self.count[layer]
         new = len(hidden)
@@ -73,6 +76,8 @@ class QueryMoments:
         self._compare_layouts(view, query)
         mean = query.mean(-2)
         query = query - mean.unsqueeze(-2)
+        # Chan's update: the deviation of this chunk's mean from the running one, weighted by both
+        # counts.
         step = mean - self.mean[layer]
         between = step.unsqueeze(-1) * step.unsqueeze(-2) * (seen * new / (seen + new))
         self.spread[layer] += query.mT @ query + between
@@ -88,9 +93,11 @@ class QueryMoments:
         mean = self.mean[layer]
         covariance = self.spread[layer] / max(self.count[layer], 1)
         rotate = LAYOUTS[self.layouts[layer][0]]
+        # A layer without RoPE: a query does not depend on its position.
         if rotate is _keep:
             return mean, covariance
         positions = torch.arange(start, start + future, device=mean.device).unsqueeze(0)
+        # The mean rotation of the positions at which questions may stand.
         cos, sin = (
             x[0].mean(0) for x in list_pair_rotations(compute_rotation(model, mean, positions))
         )
@@ -107,13 +114,16 @@ class QueryMoments:
         expected = view.query[:, :, -query.shape[2] :].float()
         limit = TOLERANCE * float(expected.norm())
         fitting = []
+        # Only layouts that have fitted every chunk so far are tried again.
         for name in self.layouts[view.layer]:
             found = query
             if LAYOUTS[name] is not _keep:
                 if view.rotation is None:
+                    # Without cosines and sines nothing can be rotated.
                     continue
                 pairs = list_pair_rotations(view.rotation)
                 cos, sin = (x[0, -query.shape[2] :].float() for x in pairs)
+                # Partial RoPE rotates fewer numbers than a head has, never more.
                 if 2 * cos.shape[-1] > query.shape[-1]:
                     continue
                 found = LAYOUTS[name](query, cos, sin)
@@ -178,6 +188,7 @@ def _project_queries(module: Any, hidden: Tensor) -> Tensor:
     query = module.q_proj(hidden)
     norm = getattr(module, "q_norm", None)
     weight = getattr(norm, "weight", None)
+    # OLMo 2 norms the output of the projection before it is split into heads.
     normalizes_all = weight is not None and weight.shape == query.shape[-1:] != (module.head_dim,)
     if norm is not None and normalizes_all:
         query = norm(query)
@@ -199,6 +210,8 @@ def compute_expected_weights(
         scale: the model's own.
         sinks: (H, G), logits of the model that no query changes, or None. They are part of the sum.
     """
+    # The exponential of a Gaussian's logit has the mean exp(m k + k C k / 2), and the softmax over
+    # columns removes what all share.
     divisor = 1 / scale  # sqrt(D) in most models; attend.py says why it divides
     weights = []
     for head, (k, m, c) in enumerate(zip(keys, mean, covariance, strict=True)):

@@ -40,7 +40,9 @@ class Random(Evictor):
     ) -> Tensor:
         """Return (L, H, T) in [0, 1)."""
         shape = CacheShape.from_model(model)
+        # The text itself is part of the seed: two texts get independent draws.
         seed = zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
         generator = torch.Generator().manual_seed(seed)
+        # Drawn on the CPU, so that a device gives the same scores.
         scores = torch.rand(shape.layers, shape.heads, context.tokens, generator=generator)
         return scores.to(model.device)

@@ -73,6 +73,7 @@ class SnapKV(Evictor):
         latest columns stay.
         """
         shape = CacheShape.from_model(model)
+        # A text shorter than the window is all window, and every column is pinned.
         window = min(self.window, context.tokens)
         scored = context.tokens - window  # columns before the window
         start = context.positions - window
@@ -84,6 +85,8 @@ class SnapKV(Evictor):
         # The window is read a second time, over the cache of what precedes it.
         if scored:
             with observe_layers(model, on_layer):
+                # The window's rows attend to everything before them; no other row is computed
+                # again.
                 backbone = get_backbone(model)
                 backbone(
                     input_ids=context.ids[:, start:].to(model.device),
@@ -91,6 +94,7 @@ class SnapKV(Evictor):
                     use_cache=True,
                 )
         sinks = range(min(self.sinks, scored))
+        # Pinned columns are raised in order, so that the latest column of the window ranks highest.
         return pin_columns(scores, [*sinks, *range(scored, context.tokens)])
 
     def _attend_window(self, view: LayerView, first: int, last: int) -> Tensor:
@@ -99,10 +103,12 @@ class SnapKV(Evictor):
         """
         heads, groups, rows, _ = view.query.shape
         total = torch.zeros(heads, groups, last - first, device=view.query.device)
+        # Sums over blocks of the window's rows; dividing by the rows gives their mean.
         blocks = iterate_attention_blocks(view.query, view.key, view.scale, sinks=view.sinks)
         for _, _, weights in blocks:
             total += weights[..., first:last].sum(2)
         mean = reduce_groups(total / rows, self.groups)
         if self.pool == "max":
+            # Half a kernel of padding on each side keeps the number of columns.
             return F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
         return F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)

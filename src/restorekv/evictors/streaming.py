@@ -48,6 +48,7 @@ class Streaming(Evictor):
     ) -> Tensor:
         """Return (L, H, T), whole numbers."""
         shape = CacheShape.from_model(model)
+        # The column itself is the score: later tokens rank higher.
         recency = torch.arange(
             context.prefix, context.positions, dtype=torch.float32, device=model.device
         )

@@ -39,5 +39,6 @@ class TOVA(Evictor):
         observer: None = None,
     ) -> Tensor:
         """Return (L, H, T), at least 0."""
+        # One value per column for all heads of a layer: the mean over its KV heads, repeated.
         weights = LAST.score(model, tokenizer, context, full)
         return weights.mean(1, keepdim=True).repeat(1, weights.shape[1], 1)

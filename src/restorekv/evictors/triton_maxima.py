@@ -58,9 +58,11 @@ def attend_pass(
     own_values = make_rows_contiguous(own[1])
     keys = make_rows_contiguous(cached[0])
     values = make_rows_contiguous(cached[1])
+    # Row-major by query position, which is the order in which attention is returned.
     output = query.new_empty(rows, heads, groups, width)
     lse = query.new_empty(heads, groups, rows, dtype=torch.float32)
     m, n, block_d, options = _choose_launch_sizes(query)
+    # Kernels run on the current device, which may not be the query's.
     with torch.cuda.device_of(query):
         attend_kernel[(triton.cdiv(rows, m), heads * groups)](
             query,
@@ -109,6 +111,7 @@ def find_maxima(
     query = make_rows_contiguous(query)
     keys = make_rows_contiguous(keys)
     lse = lse.contiguous()
+    # Zero: no row has given a column any weight yet.
     best = query.new_zeros(heads, groups, keys.shape[1], dtype=torch.float32)
     m, n, block_d, options = _choose_launch_sizes(query)
     with torch.cuda.device_of(query):
@@ -139,6 +142,7 @@ def _choose_launch_sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
     """Return the rows of a program, the rows it loads at once, their padded width, and options for
     the launch.
     """
+    # A dot product wants at least 16 columns and a power of two.
     block_d = max(triton.next_power_of_2(query.shape[-1]), 16)
     m, warps, stages = choose_resources(query.dtype, block_d, query.shape[2])
     n = count_pairs_at_once(block_d, query.dtype)
@@ -173,18 +177,23 @@ def accumulate(
     Pair i is in row i + first, and from `cut` on in row i + second; rows are key_row and value_row
     numbers apart. With OWN, row j of the queries sees the pairs up to limit[j].
     """
+    # D is padded to BLOCK_D; the padding is masked out of every load.
     column = tl.arange(0, BLOCK_D)[None, :]
     for low in range(0, count, N):
         pair = low + tl.arange(0, N)
         inside = pair < count
+        # Own pairs and cached ones lie in two tensors. One loop serves both: from the `cut`-th pair
+        # on another base is added to the row's number.
         at = (pair + tl.where(pair < cut, first, second)).to(tl.int64)[:, None]
         valid = inside[:, None] & (column < D)
         key = tl.load(keys + at * key_row + column, mask=valid, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
         visible = inside[None, :]
+        # Row j of the pass sees its own pairs up to itself.
         if OWN:
             visible = visible & (pair[None, :] <= limit[:, None])
         logits = tl.where(visible, logits, float("-inf"))
+        # The running softmax: an earlier maximum is lowered by `fade` when a later one exceeds it.
         higher = tl.maximum(best, tl.max(logits, 1))
         fade = tl.exp2(best - higher)
         share = tl.exp2(logits - higher[:, None])
@@ -232,6 +241,7 @@ def attend_kernel(
     """Attend with M rows of one query head to own pairs, to cached pairs in their softmax, and to
     the rest.
     """
+    # One program handles one query head and M of its rows.
     pair = tl.program_id(1).to(tl.int64)
     head = pair // G
     group = pair % G
@@ -292,6 +302,7 @@ def attend_kernel(
         BLOCK_D,
         FACTOR,
     )
+    # log2 of the softmax's sum, which the second kernel divides by.
     tl.store(lse + pair * rows + row, best + tl.log2(weight), mask=real)
     # The rest of the columns counts for the output alone.
     best, weight, total = accumulate(
@@ -315,6 +326,7 @@ def attend_kernel(
         BLOCK_D,
         FACTOR,
     )
+    # The last axis is written without padding, in the model's dtype.
     place = output + (row.to(tl.int64)[:, None] * tl.num_programs(1) + pair) * D + column
     mean = total / weight[:, None]
     tl.store(place, mean.to(output.dtype.element_ty), mask=real[:, None] & (column < D))
@@ -350,9 +362,11 @@ def highest_kernel(
     at = tl.program_id(0) * M + tl.arange(0, M)
     width = tl.arange(0, BLOCK_D)[None, :]
     real = at < columns
+    # Rows of keys are columns of the weights: each program finds the highest weight of M of them.
     corner = keys + head * key_head + at.to(tl.int64)[:, None] * key_row + width
     key = tl.load(corner, mask=real[:, None] & (width < D), other=0.0)
     peak = tl.full([M], float("-inf"), tl.float32)
+    # Own pairs: rows before the column's own cannot see it, so the loop starts at its block.
     start = tl.program_id(0) * M // N * N if OWN else 0
     for low in range(start, rows, N):
         row = low + tl.arange(0, N)

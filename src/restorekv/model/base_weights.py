@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVError, make_printable, warn
-from restorekv.model.identity import ModelIdentity, describe_weights, identify_model
+from restorekv.model.identity import ModelIdentity, describe_weights
 
 # The least similarity of one model's weights: below rounding to two bits, far above another
 # training.
@@ -51,6 +51,7 @@ def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
         second = decode_sketch(other["sketch"])
     except (KeyError, TypeError, ValueError, RuntimeError):
         return 0.0
+    # A cosine needs as many numbers on both sides.
     if first.shape != second.shape:
         return 0.0
     return float(torch.cosine_similarity(first, second, dim=0))
@@ -61,12 +62,8 @@ def decode_sketch(sketch: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
-def describe_base(model: PreTrainedModel, identity: ModelIdentity | None = None) -> dict[str, Any]:
-    """Return what the card of an adapter or a gate says of the model that it is made for.
-
-    `identity` is the model's, if the caller has computed it.
-    """
-    identity = identity or identify_model(model)
+def describe_base(model: PreTrainedModel, identity: ModelIdentity) -> dict[str, Any]:
+    """Return what the card of an adapter or a gate says of the model that it is made for."""
     return {
         "model": identity.name,
         "fingerprint": identity.fingerprint,
@@ -79,9 +76,9 @@ def check_base(
     what: str,
     card: BaseCard,
     model: PreTrainedModel,
+    identity: ModelIdentity,
     error: type[RestoreKVError],
     fix: str = "load that one",
-    identity: ModelIdentity | None = None,
 ) -> None:
     """Refuse what was made for another model or another RoPE; warn of other weights of the model.
 
@@ -89,14 +86,13 @@ def check_base(
         what: the adapter or gate, for messages.
         card: what it says of the model that it was made for.
         model: the model that it is to be used with.
+        identity: the model's.
         error: the class of the error for a refusal.
         fix: what a user can do about another model.
-        identity: of `model`, if the caller has computed it.
 
     Raises:
         RestoreKVError: an `error`, if the card is of another model or another RoPE.
     """
-    identity = identity or identify_model(model)
     if card.rope != identity.rope:
         raise error(
             f"The {what} was made with RoPE {make_printable(card.rope)}, "
@@ -104,6 +100,7 @@ def check_base(
         )
     if card.fingerprint == identity.fingerprint:
         return
+    # Not these very weights: perhaps a rounded copy, which an adapter also fits.
     own = describe_weights(model)
     # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
     if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:

@@ -72,6 +72,7 @@ class Header:
 
 def find_file(name: str) -> Path | None:
     """Return the GGUF file that `name` is or that the folder `name` holds, if it does."""
+    # A file of another kind is refused by its first bytes, before a parser reads it.
     if os.path.exists(name) and not os.path.isdir(name):
         with reraise_as(ModelError), open_with_size(Path(name), name) as (file, _):
             if file.read(len(MAGIC)) != MAGIC:
@@ -80,6 +81,7 @@ def find_file(name: str) -> Path | None:
                     "give a model folder, a GGUF file or a hub id."
                 )
         return Path(name)
+    # A folder with a config is one for transformers, even if a GGUF file lies in it.
     if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
         files = sorted(Path(name).glob("*.gguf"))
         if len(files) > 1:
@@ -110,6 +112,7 @@ def prepare_folder(file: Path, name: str) -> Path:
     Messages call the model `name`.
     """
     with reraise_as(ModelError):
+        # The whole file decides its place in the cache: two files of one name are two models.
         digest = digest_file(file)
     return _prepare(digest, name, lambda folder: make_folder(file, name, folder))
 
@@ -134,6 +137,7 @@ def prepare_split_folder(split: SplitFile) -> Path:
 
 def _prepare(digest: str, name: str, make: Callable[[Path], None]) -> Path:
     """Return the transformers folder for the GGUF file of this SHA-256; `make` it if needed."""
+    # VERSION is part of the name, so that what another version of this code made is made again.
     key = f"{digest[:16]}-{VERSION}"
     # A folder that is ready needs no lock, and may lie where this user cannot write.
     root = find_cache_folder()
@@ -179,6 +183,8 @@ def _find_problem(root: Path) -> str | None:
         if "RESTOREKV_CACHE" not in os.environ and _is_own(root.stat()):
             # A proof that was kept first made it as the umask says.
             root.chmod(root.stat().st_mode & ~WRITABLE_BY_OTHERS)
+        # Only a try shows whether a file can be written: permissions do not tell about full or
+        # read-only disks.
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError:
@@ -233,6 +239,7 @@ def make_temporary_folder(problem: str) -> tempfile.TemporaryDirectory:
 def _folder_lock(folder: Path) -> Iterator[None]:
     """Let one process at a time prepare a folder; the others wait."""
     while True:
+        # `file_lock` does not wait; it says whether the lock is this process's.
         with file_lock(folder.with_name(f".{folder.name}.lock")) as acquired:
             if acquired:
                 yield
@@ -253,6 +260,7 @@ def load_marker(folder: Path) -> dict | None:
             return None
         for name, (size, expected) in marker["files"].items():
             path = folder / name
+            # A name with a folder in it would lead elsewhere.
             if Path(name).name != name or not _is_trusted(path) or path.stat().st_size != size:
                 return None
             if size <= _HASHED_BYTES and digest_file(path) != expected:
@@ -273,6 +281,8 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
         file=sys.stderr,
         flush=True,
     )
+    # Headers can lie about sizes; load_header compares them with the file before a parser believes
+    # them.
     header = load_header(file)
     prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
@@ -283,8 +293,11 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
         # Else the folder would be kept as that of another file.
         if not folder.name.startswith(digest[:16]):
             raise ModelError(f"{file} changed while it was read; try again when nobody writes it.")
+        # A process with a loose umask would make files that others can change, which `load_marker`
+        # refuses.
         for path in (fresh, *fresh.iterdir()):
             path.chmod(path.stat().st_mode & ~WRITABLE_BY_OTHERS)
+        # What is there is not whole, so it may go. The rename then puts all files in place at once.
         if os.path.lexists(folder) and not load_marker(folder):
             _remove(folder)
         try:
@@ -306,6 +319,7 @@ def load_header(file: Path) -> Header:
     """Read the header; refuse damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
+    # Before GGUFReader, which would make room for whatever the header counts.
     with reraise_as(ModelError):
         gguf_header.check_header(file)
     if (file.parent / ADAPTER).exists():  # transformers would load the model that it names
@@ -326,6 +340,8 @@ def load_header(file: Path) -> Header:
             "join them with llama-gguf-split --merge",
         )
     scaling = header.of_model("rope.scaling.type")
+    # transformers reads frequencies from the config alone, so a file with tensors of them would
+    # rotate wrongly.
     scaling_tensors = header.tensors & {"rope_freqs.weight", "rope_factors_long.weight"}
     if scaling not in (None, "none") or scaling_tensors:
         raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
@@ -353,6 +369,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
             model, report = loaded
     except Exception as error:  # transformers raises many kinds
         raise _conversion_error(file, summarize_error(error)) from error
+    # Weights that the file lacks would be drawn at random, and the model would answer nonsense.
     wrong = list(report["missing_keys"])
     for key, *_ in report["mismatched_keys"]:
         wrong.append(key)
@@ -377,6 +394,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
         "weights": _name_quantization(header),
         "files": files,
     }
+    # Last: a folder without it was not finished.
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 
 

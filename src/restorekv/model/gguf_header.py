@@ -65,11 +65,13 @@ class Cursor:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file = file
+        # GGUF's numbers are little-endian, unless the version says otherwise.
         self.left = size
         self.order = "<"
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
+        # Claimed before it is read, so that a count larger than the rest of the file fails here.
         self.claim(count)
         raw = self.file.read(count)
         if len(raw) != count:
@@ -119,6 +121,8 @@ def check_header(path: Path) -> None:
                 raise ValueError(
                     f"it has version {version}, and known are {' and '.join(map(str, VERSIONS))}"
                 )
+            # A tensor takes some bytes of the header at least, so a count beyond the bytes that are
+            # left is wrong.
             tensors = cursor.count("tensors", min(TENSORS, cursor.left))
             fields = cursor.count("fields", min(FIELDS, cursor.left))
             known = _read_fields(cursor, fields)
@@ -138,12 +142,14 @@ def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
     elements = 0
     for _ in range(count):
         key = cursor.text(KEY_BYTES).decode("utf-8", "replace")
+        # A parser would keep the last one, and checks would have seen the first.
         if key in known or f"{key}[]" in known:
             raise ValueError("a field is in it twice")
         kind = int(cursor.number("I"))
         if kind == TEXT:
             known[key] = cursor.text()[:KEY_BYTES].decode("utf-8", "replace")
         elif kind == ARRAY:
+            # The tokenizer's arrays have an element per token, others one per layer at most.
             most = WORDS if key.startswith("tokenizer.") else LISTED
             length = _skip_array(cursor, most)
             known[f"{key}[]"] = length
@@ -162,6 +168,7 @@ def _skip_array(cursor: Cursor, most: int) -> int:
     kind = int(cursor.number("I"))
     length = cursor.count("elements in an array", most)
     if kind == TEXT:
+        # Texts have a length each; numbers all have the same.
         for _ in range(length):
             cursor.skip_text()
     elif kind in SCALARS:
@@ -186,6 +193,7 @@ def _read_tensors(
         if not 1 <= rank <= DIMENSIONS or name in shapes:
             raise ValueError("a tensor is in it twice, or has too many dimensions")
         shapes[name] = tuple(int(cursor.number("Q")) for _ in range(rank))
+        # A quantized type packs numbers in blocks of a fixed size in bytes.
         try:
             block, bytes_of_block = GGML_QUANT_SIZES[GGMLQuantizationType(int(cursor.number("I")))]
         except (ValueError, KeyError):
@@ -196,10 +204,13 @@ def _read_tensors(
         length = numbers // block * bytes_of_block
         ends.append(int(cursor.number("Q")) + length)
         total += length
+    # Tensors begin at a multiple of this, after the header.
     alignment = known.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= WIDTH or alignment & (alignment - 1):
         raise ValueError("its alignment is not a power of two")
+    # The bytes that are left after the padding behind the header.
     room = cursor.left - -(size - cursor.left) % alignment
+    # Offsets are relative to the first tensor.
     if max(ends, default=0) > room or total > max(room, 0):
         raise ValueError("it is cut short, or its tensors overlap")
     return shapes
@@ -210,6 +221,7 @@ def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) 
 
     transformers would make room for it.
     """
+    # Field names begin with the architecture.
     kind = known.get("general.architecture")
     largest = max((max(shape) for shape in shapes.values()), default=0)
 
@@ -219,11 +231,14 @@ def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) 
 
     if not 0 <= of_model("block_count") <= min(LAYERS, max(len(shapes), 1)):
         raise ValueError("it describes more layers than it has")
+    # No weight has a dimension below the model's sizes, so none of them exceeds the largest
+    # dimension.
     heads = of_model("attention.head_count") * of_model("attention.key_length")
     if heads > largest or any(not 0 <= of_model(name) <= largest for name in SIZES):
         raise ValueError("it describes a larger model than it holds")
     embedded = shapes.get("token_embd.weight")
     words: Any = known.get("tokenizer.ggml.tokens[]", 0)
+    # GGUF lists dimensions from the innermost: (embedding, tokens).
     if embedded and (
         len(embedded) != 2 or embedded[0] != of_model("embedding_length") or words > embedded[1]
     ):

@@ -68,6 +68,7 @@ def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokeni
         tokenizer = _build_byte_level(own, tokens)
     control = []
     user_defined = []
+    # Types are optional; without them no token is special here.
     for token, its_type in zip(tokens, own.get("token_type") or (), strict=False):
         if its_type == CONTROL:
             control.append(AddedToken(token, normalized=False, special=True))
@@ -76,12 +77,15 @@ def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokeni
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(user_defined)
     special = {}
+    # The file numbers special tokens; transformers wants their texts.
     for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = own.get(f"{field}_token_id")
         if number is not None:
             special[f"{name}_token"] = tokens[number]
+    # SentencePiece adds BOS unless told otherwise, byte-level vocabularies only if told so.
     if "bos_token" in special and own.get("add_bos_token", kind == "llama"):
         bos = special["bos_token"]
+        # The text begins with BOS, for a pair both of them do.
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos}:1 $B:1",
@@ -101,9 +105,11 @@ def _build_byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Tokenize
     split = SPLITS.get(str(own.get("pre")))
     if split is None:
         raise ValueError(f"how its tokenizer splits text, {own.get('pre')!r}, is not known here")
+    # A merge is two tokens with a space between them, which no byte-level token has.
     merges = [tuple(merge.split(" ")) for merge in own.get("merges") or ()]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(
+        # Llama 3 takes a word that is a token as it is, even where merges would not make it.
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == LLAMA3)
     )
     if split == QWEN2:
@@ -147,6 +153,7 @@ def _build_sentencepiece(own: Mapping[str, Any], tokens: Sequence[str]) -> Token
             vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
         )
     )
+    # SentencePiece writes spaces as its own character.
     spaces = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if own.get("add_space_prefix", True):

@@ -39,13 +39,15 @@ class ModelIdentity:
     """A model as records name it, at the moment when it was identified.
 
     name: what `load_model` would load again; fingerprint: 16 hex digits of config and weights;
-    rope: what determines the rotation of keys; template: 16 hex digits of the tokenizer's chat
-    template, None where no tokenizer was given.
+    rope: what determines the rotation of keys; shape and windows: of the cache and of its layers;
+    template: 16 hex digits of the tokenizer's chat template, None where no tokenizer was given.
     """
 
     name: str
     fingerprint: str
     rope: dict[str, Any]
+    shape: CacheShape
+    windows: list[int]
     template: str | None = None
 
 
@@ -56,6 +58,8 @@ def identify_model(model: PreTrainedModel, tokenizer: Tokenizer | None = None) -
         name=get_model_name(model),
         fingerprint=fingerprint_model(model),
         rope=get_rope_settings(model.config),
+        shape=CacheShape.from_model(model),
+        windows=describe_windows(model.config),
         template=template,
     )
 
@@ -79,6 +83,8 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     windows = describe_windows(model.config)
     if windows:
         facts.append(str(windows))
+    # Names and values in sorted order, so that the fingerprint does not depend on the order in
+    # which a checkpoint lists its weights.
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
     named = _list_base_parameters(model)
     values = _sample_weights([weight for _, weight in named], SAMPLES).view(torch.int16).numpy()
@@ -101,6 +107,7 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
         name: getattr(config, name, None)
         for name in ("model_type", "vocab_size", "intermediate_size")
     }
+    # Vectors such as norms are alike in all models of a family and would hide differences.
     matrices = [weight for _, weight in _list_base_parameters(model) if weight.ndim > 1]
     values = _sample_weights(matrices, max(SKETCH_VALUES // len(matrices), 1))
     sketch = values.flatten().view(torch.uint8).numpy().tobytes()

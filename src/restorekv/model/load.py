@@ -105,11 +105,13 @@ def load_model(
     device = parse_device(device)
     source = find_source(name)
     try:
+        # One decision for tokenizer, config and weights, so that they come from one place.
         is_local = source.is_local()
         source.check(is_local)
         local = {"local_files_only": is_local, **NO_CODE}
         tokenizer = AutoTokenizer.from_pretrained(source.path, **local)
         config = AutoConfig.from_pretrained(source.path, **local)
+        # Before the model is built, since it computes its frequencies then.
         if rope is not None:
             stretch_rope(config, rope)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -125,8 +127,10 @@ def load_model(
     # transformers raises many kinds: for missing, damaged, unreachable and unknown models.
     except Exception as error:
         raise _loading_error(name, error) from error
+    # Frozen: training changes adapters and gates alone.
     model.to(device).eval().requires_grad_(False)
     support.prepare_model(model)
+    # Records name the model as the user can load it again, not the folder that it came from.
     model.config.name_or_path = source.name
     if source.weights:
         WEIGHT_SOURCES[model] = source.weights
@@ -170,6 +174,8 @@ def find_source(name: str | Path, offline: bool = False) -> Source:
                 "or name another model."
             )
         return Source(str(folder), TINY)
+    # A GGUF file, or a folder that holds one; everything else is a folder or a hub id for
+    # transformers.
     file = gguf.find_file(name)
     if file is not None:
         return _make_gguf_source(file, name)
@@ -205,6 +211,7 @@ def _fetch_smollm2(local_files_only: bool) -> str | None:
         )
     except Exception:  # offline, unreachable, refused: many kinds
         return None
+    # A partial download leaves a folder too; only a complete one counts.
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         if not Path(folder, name).is_file():
             return None
@@ -235,6 +242,7 @@ def _loading_error(name: str | Path, error: Exception) -> ModelError:
 
 def parse_device(device: str | torch.device) -> torch.device:
     """Return the device of a name; refuse one that PyTorch or this machine does not have."""
+    # Only an allocation tells whether a device that PyTorch knows by name is here.
     try:
         known = torch.device(device)
         torch.empty(0, device=known)

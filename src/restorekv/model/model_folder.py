@@ -42,6 +42,7 @@ def check_folder(folder: Path, weights: bool = True) -> None:
     names = []
     for place in (folder, folder / _TEMPLATES):
         if place.is_dir():
+            # transformers reads one level deep, and only from this one folder.
             for path in sorted(place.iterdir()):
                 names += _check_file(path)
     if ADAPTER in names:
@@ -50,6 +51,7 @@ def check_folder(folder: Path, weights: bool = True) -> None:
         _check_tokenizer(folder)
     if weights and INDEX in names:
         _check_index(folder / INDEX, names)
+    # A folder may hold both; then transformers takes the safetensors.
     pickle = next((name for name in names if name.endswith(_PICKLES)), None)
     if weights and pickle and not any(name.endswith(_SAFE) for name in names):
         raise ModelError(
@@ -61,6 +63,7 @@ def check_folder(folder: Path, weights: bool = True) -> None:
 def _check_file(path: Path) -> list[str]:
     """Return the name of a regular file; nothing for a folder and for a link that leads nowhere."""
     try:
+        # Follows links: a link to a regular file is one.
         status = path.stat()
     except FileNotFoundError:
         return []
@@ -72,6 +75,7 @@ def _check_file(path: Path) -> list[str]:
         return []
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file, so its folder is no model; remove it.")
+    # These are read whole into memory.
     most = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
     if path.suffix in _READ_WHOLE and status.st_size > most:
         raise ModelError(
@@ -90,6 +94,7 @@ def _check_index(path: Path, names: list[str] | None = None) -> None:
     if not isinstance(weights, dict):
         raise ModelError(f"{path} names no files of weights; fetch it again.")
     for name in weights.values():
+        # A name with a folder in it, or of another kind, would be opened as it is.
         inside = isinstance(name, str) and name.endswith(_SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
             raise ModelError(
@@ -105,6 +110,7 @@ def _check_tokenizer(folder: Path) -> None:
     named = entries.get("fast_tokenizer_files") or []
     if not isinstance(named, list):
         named = [named]
+    # Every entry that names a file, whatever transformers calls it today.
     named = named + [value for key, value in entries.items() if key.endswith("_file")]
     for value in named:
         if value is None:
@@ -127,6 +133,7 @@ def _leads_out(name: str, folder: Path) -> bool:
     It takes a name as it is, and within the folder.
     """
     try:
+        # As transformers would find it: from the working folder, and inside the model's own.
         for place in (Path(name), folder / name):
             if os.path.lexists(place) and not place.resolve().is_relative_to(folder.resolve()):
                 return True
@@ -156,8 +163,10 @@ def _load_entries(path: Path) -> dict[str, Any]:
 
 def check_hub(name: str, local: bool) -> None:
     """Refuse a repository of the hub that is an adapter, or whose weights are not safetensors."""
+    # transformers loads the base model that an adapter names; better to say so than to do it.
     if find_adapter_config_file(name, local_files_only=local) is not None:
         raise ModelError(explain_adapter(name))
+    # None where the weights are not split over several files.
     index = cached_file(
         name,
         INDEX,

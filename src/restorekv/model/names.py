@@ -50,6 +50,7 @@ def get_install_command(name: str) -> str:
 
 def get_model_name(model: PreTrainedModel) -> str:
     """Return the name with which `load_model` would load the model again."""
+    # `load_model` writes the name there; a model loaded by transformers has its folder.
     path = str(model.config.name_or_path)
     if path and Path(path).resolve() == tiny_path("model").resolve():
         return TINY

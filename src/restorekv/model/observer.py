@@ -65,13 +65,17 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged
     layer.
     """
+    # Hooks of attention modules put the layer's input here for the attention function, which
+    # follows.
     inputs: list[Tensor] = []
     rotations: list[tuple[Tensor, Tensor] | None] = []
+    # The row in the scores of every layer that sees the whole text.
     rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         # Hooks see the passes of other threads too, and without kwargs while PyTorch is still
         # registering them.
+        # Another thread's observer may be active; only this one's passes are shown.
         if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
             rotations[:] = [kwargs.get("position_embeddings")]
@@ -85,9 +89,12 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor | None:
+        # A layer with a window has no row of scores.
         if module.layer_idx not in rows:
             return None
         ragged = None
+        # In a ragged layer transformers gets the layer instead of tensors; the tail has the pass's
+        # pairs.
         if isinstance(key, RaggedLayer):
             ragged = key
             key, value = ragged.pair
@@ -96,6 +103,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
             module=module,
             scale=scale,
             hidden=inputs[0][0],
+            # Query heads of one KV head lie next to each other.
             query=query[0].unflatten(0, (key.shape[1], -1)),
             key=key[0],
             value=value[0],

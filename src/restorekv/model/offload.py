@@ -50,14 +50,17 @@ def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) 
     """
     shape = CacheShape.from_model(model)
     device = model.device
+    # A CPU writes to files and needs no proof; other devices prove the store that they get.
     streams = True
     if proofs.needs_proof(device):
         key = device, shape.heads, shape.groups, shape.head_dim, model.dtype
+        # Two stores can be tried: copies on a second stream, then copies that are waited for.
         streams = _uses_streams(device) and proofs.is_proven("offload", *key)
         if not streams and not proofs.is_proven("offload-plain", *key):
             return make_full_cache(model, margin)
     size = shape.heads, columns, shape.head_dim
     store = make_store(shape.layers, size, model.dtype, device, streams)
+    # Offloaded layers are those that see the whole text, in their order.
     stored = iter(store.layers)
     layers: list[Any] = []
     for window in list_windows(model.config):
@@ -279,12 +282,14 @@ class HostStore(OffloadStore):
 
     def load(self, layer: OffloadedLayer) -> Pair:
         # The device holds this layer and, on its way there, the next one; the others leave it.
+        # Layers are read in a ring: a pass begins again with the first one.
         following = self.layers[(layer.index + 1) % len(self.layers)]
         for index in set(self.on_device) - {layer.index, following.index}:
             del self.on_device[index]
         pair = self.on_device.get(layer.index) or self.copy_to_device(layer)
         self.on_device[layer.index] = pair
         self.wait()
+        # Its copy runs on the second stream while this layer is read.
         if following.length and following.index not in self.on_device:
             self.on_device[following.index] = self.copy_to_device(following)
         return pair
@@ -312,6 +317,7 @@ class HostStore(OffloadStore):
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def append_pairs(self, layer: OffloadedLayer, new: Pair) -> Pair:
+        # The first piece of a layer is on the device already.
         if layer.length == new[0].shape[-2]:
             self.on_device[layer.index] = new
         elif layer.index in self.on_device:
@@ -334,6 +340,7 @@ def _reserve_file(nbytes: int) -> mmap.mmap:
     If the disk filled up later, the first write to a missing block would end the process with a
     signal.
     """
+    # An unnamed file disappears with the process, however that ends.
     with tempfile.TemporaryFile(prefix="restorekv-") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -346,6 +353,7 @@ def trim_heap() -> None:
     """Return freed memory to the system; glibc would keep up to a whole full cache of it for
     later.
     """
+    # Other systems have no such library or no such function, and then keep the memory.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

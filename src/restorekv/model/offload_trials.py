@@ -35,6 +35,7 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
     size = target.heads, columns, target.dim
     store = make_store(LAYERS, size, target.dtype, target.device, streams)
     generator = torch.Generator().manual_seed(1)
+    # The truth stays on the CPU; what the store gets lies where the model would have made it.
     on_cpu: list[Pair] = []
     there: list[Pair] = []
     for _ in range(LAYERS):
@@ -48,11 +49,17 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
     start = 0
     grown = []
     for number, share in enumerate(STEPS):
-        end = columns if number == len(STEPS) - 1 else start + max(int(columns * share), 1)
+        # The last piece takes what rounding left over.
+        end = columns
+        if number != len(STEPS) - 1:
+            end = start + max(int(columns * share), 1)
         for layer, (keys, values) in zip(store.layers, there, strict=True):
             found = layer.update(keys[:, :, start:end].clone(), values[:, :, start:end].clone())
+            # Copied at once: a copy on a second stream that has not arrived yet gives wrong numbers
+            # now.
             grown.append((layer.index, end, _copy_pair(found)))
         start = end
+    # Otherwise the device would hold everything twice.
     del there
     wrong = sum(_measure_wrong_share(found, on_cpu[index], end) for index, end, found in grown)
     yield Measurement("a prefill", wrong, 0.0)
@@ -66,12 +73,14 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
             read.append((index, _copy_pair((keys, values))))
         wrong = sum(_measure_wrong_share(found, on_cpu[index], columns) for index, found in read)
         yield Measurement(f"layers read in the order {', '.join(map(str, order))}", wrong, 0.0)
+    # Releases each layer, as `evict` with consume=True does.
     for layer in store.layers:
         layer.keys = None
 
 
 def _count_columns(target: Target) -> int:
     """Return the columns of a layer: many for a GPU, where copies should take a while."""
+    # Copies to a GPU have to take longer than starting what reads them; a CPU writes files.
     numbers = COLUMNS if target.device.type == "cuda" else COLUMNS >> 8
     return max(numbers // (target.heads * target.dim), 8)
 
@@ -92,7 +101,9 @@ def _measure_wrong_share(found: Pair, wanted: Pair, end: int) -> float:
 
 def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
     """Say why there is no offloading without a second stream on a device, or nothing."""
-    return "it is for GPUs; a CPU offloads into temporary files" if device.type == "cpu" else ""
+    if device.type == "cpu":
+        return "it is for GPUs; a CPU offloads into temporary files"
+    return ""
 
 
 def register_stores(make_store: MakeStore) -> None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
-from restorekv.cache.tail import CompressedLayer
+from restorekv.cache.tail import CompressedLayer, count_queries
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone, is_hybrid, list_windows
 
@@ -50,7 +50,9 @@ def prefill(
             the mask is bounded, too.
         into: A cache to append to; a new one by default.
     """
+    # A hybrid model has windows in some layers, which keep fewer columns.
     full = make_full_cache(model) if into is None else into
+    # The mask of a chunk has chunk * columns entries, which bounds the chunk of a long text.
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
     backbone = get_backbone(model)
     for piece in ids.to(model.device).split(chunk, dim=-1):
@@ -92,20 +94,22 @@ class ReadOnlyLayer(DynamicLayer):
         return self.dense.first if isinstance(self.dense, RecentLayer) else 0
 
     def get_seq_length(self, *_: object) -> int:
-        return self.dense.get_seq_length() if self.columns is None else self.columns
+        if self.columns is None:
+            return self.dense.get_seq_length()
+        return self.columns
 
-    # transformers 5.2 passes the positions of the queries, later versions their number.
+    # transformers 5.2 names the parameter `cache_position`.
     def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: int | Tensor
     ) -> tuple[int, int]:
         """Return the mask's width and the position of its first column."""
-        length = query.shape[0] if isinstance(query, Tensor) else query
-        return self.get_seq_length() - self.first + length, self.first
+        return self.get_seq_length() - self.first + count_queries(query), self.first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
+        # What the pass made, which a restore pass returns as its pairs.
         self.keys = key_states
         self.values = value_states
         keys, values = self._get_cached_pairs()
@@ -113,6 +117,8 @@ class ReadOnlyLayer(DynamicLayer):
 
     def _get_cached_pairs(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a pass reads."""
+        # A layer with a window shows only what a query here can see, and refuses what it no longer
+        # holds.
         if isinstance(self.dense, RecentLayer):
             end = self.get_seq_length()
             start = max(end - self.dense.window + 1, 0)
@@ -141,6 +147,8 @@ def _view_layer(
     if not isinstance(layer, RaggedLayer | SlidingLayer):
         return ReadOnlyLayer(layer, columns)
     keys, values = layer.pair
+    # The tail ends `dropped` columns earlier: the start may hold fewer columns than other layers
+    # do.
     if isinstance(layer, SlidingLayer):
         end = layer.columns - dropped
         return layer.with_restore_cache((keys[..., :end, :], values[..., :end, :]))
@@ -156,6 +164,8 @@ def _view_layer(
     )
 
 
+# KVzip's passes attend to chosen columns of the cache. The layer therefore shows the pass its own
+# pairs only, and the observer reads the full cache.
 class QueryOnlyLayer(CompressedLayer):
     """Shows only the pairs of a pass, at positions after `seen` cached ones.
 

@@ -91,22 +91,28 @@ def make_context(
     Raises:
         RestoreKVError: The context is empty, or the template does not fit the text.
     """
+    # A system message with a control token would end its turn early.
     check_unicode(system)
     refuse_control_tokens(
         find_control_tokens(tokenizer).values(), system, "system message", "the chat template"
     )
+    # The template's text around the words, and the words themselves, are tokenized in one piece: a
+    # boundary token may merge both.
     before, after = split_template(tokenizer, system)
     prefix = encode_text(tokenizer, before=before)
     if isinstance(text, str):
         if not text.strip():
             raise RestoreKVError("The context is empty; give a text with at least one word.")
+        # The prefix is encoded again with the text, so that a boundary token is the model's own.
         ids = encode_text(tokenizer, text, before)
     else:
+        # Ids are taken as they are: nothing can merge across the boundary.
         ids = torch.cat([prefix, check_token_ids(tokenizer, text)], -1)
     if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError(
             "The context has no tokens besides the chat template; give a longer text."
         )
+    # What stands after every question; files record its length, so it is bounded here.
     suffix = encode_text(tokenizer, after=after)
     if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
@@ -141,6 +147,8 @@ def fit_context(
     """
     check_choice("max_context", too_long, TOO_LONG)
     limit = count_usable_positions(model)
+    # Room for restore tokens and a question, but of a short model no more than a quarter of its
+    # positions.
     most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
     over = context.tokens - most
     if over <= 0:
@@ -155,6 +163,7 @@ def fit_context(
         if limit < count_positions(model.config):
             room = f"there is room for {most:,} and a question, because {get_support(model).beyond}"
             fix = "use another model"
+        # The exception holds the numbers too, for callers that shorten the text themselves.
         error = TextTooLongError(
             f"The context has {context.tokens:,} tokens, and {room}; shorten it, "
             f"cut its end (--max-context cut) or {fix}."
@@ -191,6 +200,7 @@ def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor
         raise RestoreKVError(
             f"The context is text or a 1-D sequence of token ids, not {type(ids).__name__}."
         )
+    # Beyond the tokenizer's ids the embeddings have padding, or nothing.
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(tokenizer):
         raise RestoreKVError(
             f"Token ids run from 0 to {len(tokenizer) - 1} with this tokenizer; give its own ids."
@@ -299,9 +309,11 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 
     A system message, if given, precedes them and is part of the first text.
     """
+    # A separator that a template cannot drop without leaving a trace: each place is marked.
     messages = [{"role": role, "content": SEPARATOR} for role in roles]
     if system:
         messages.insert(0, {"role": "system", "content": system})
+    # Templates that print today's date would make a cache stale tomorrow.
     template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.get_chat_template())
     try:
         text = tokenizer.apply_chat_template(
@@ -316,6 +328,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
             f"The tokenizer's chat template refuses these messages: {error}"
         ) from None
     assert isinstance(text, str)  # and not ids, with tokenize=False
+    # As many parts as messages, plus what precedes the first.
     parts = text.split(SEPARATOR)
     if len(parts) <= len(roles):
         raise RestoreKVError(

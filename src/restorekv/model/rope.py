@@ -29,6 +29,7 @@ def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     if not rope:
+        # Older configs have the base alone, and how it is stretched in a second entry.
         rope = {"rope_theta": getattr(config, "rope_theta", None)}
         rope |= getattr(config, "rope_scaling", None) or {}
     plain = {key: value for key, value in rope.items() if value is not None}
@@ -44,6 +45,7 @@ def count_positions(config: PretrainedConfig) -> int:
     rope = get_rope_settings(config)
     configured = getattr(config, "max_position_embeddings", None) or 0
     original = rope.get("original_max_position_embeddings")
+    # These two name no original number: they stretch the configured one.
     if rope.get("rope_type") in ("linear", "dynamic"):
         original = original or configured
     stretched = float(rope.get("factor") or 0) * float(original or 0)
@@ -71,6 +73,7 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
             "factor": float(rope),
             "original_max_position_embeddings": count_positions(text),
         }
+    # The number of positions follows from the new settings, so they are set first.
     text.rope_parameters = {**get_rope_settings(text), **rope}
     text.max_position_embeddings = count_positions(text)
 
@@ -98,8 +101,10 @@ def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
             f"Keys of a model with RoPE of the kind {kind!r} cannot be moved; "
             f"use one of {', '.join(SHIFTABLE)}."
         )
+    # Turning by `positions` adds their angle to each pair of numbers: angles of RoPE add up.
     frequencies = rotary.inv_freq.double()
     shifted = _rotate_pairs(keys.double(), frequencies * positions)
+    # Refused after the arithmetic, since both checks compare with the model's own rotation.
     _check_layout(model, rotary)
     support.check_keys_movable(
         model, lambda own, count: _rotate_pairs(own.double(), frequencies * count)
@@ -125,6 +130,7 @@ def _check_layout(model: PreTrainedModel, rotary: Any) -> None:
     apply_rope = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
     expected = None
     device = rotary.inv_freq.device
+    # Any numbers do, as long as no two are alike: a wrong order then shows.
     keys = torch.linspace(-1, 1, 2 * len(rotary.inv_freq), dtype=torch.float64, device=device)
     keys = keys[None, None, None]
     if apply_rope is not None:

@@ -32,6 +32,7 @@ class CacheShape:
     def from_model(cls, model: PreTrainedModel) -> "CacheShape":
         """Return the shape that the model's config gives; raises ModelError where it gives none."""
         config = model.config.get_text_config()
+        # Linear attention and state-space layers hold no pairs to score or evict.
         others = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
         if others:
             raise ModelError(
@@ -40,6 +41,7 @@ class CacheShape:
             )
         try:
             queries = int(config.num_attention_heads)
+            # Without grouped queries every query head has a KV head of its own.
             heads = int(getattr(config, "num_key_value_heads", None) or queries)
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
             return cls(
@@ -96,7 +98,9 @@ def get_backbone(model: PreTrainedModel) -> nn.Module:
     """Return the part of the model that outputs hidden states and skips the LM head."""
     found = model.get_decoder()
     # Llama 4 returns itself.
-    return found if hasattr(found, "layers") else getattr(found, "model", found)
+    if hasattr(found, "layers"):
+        return found
+    return getattr(found, "model", found)
 
 
 def get_vocabulary_size(model: PreTrainedModel) -> int:

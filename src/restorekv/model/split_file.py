@@ -113,6 +113,7 @@ def join_parts(split: SplitFile, target: Path) -> None:
     whole = hashlib.sha256()
     with target.open("xb") as joined:
         for part, path in zip(split.parts, paths, strict=True):
+            # Each part is compared with its own digest, so that a message can name the damaged one.
             digest = hashlib.sha256()
             for block in _read_blocks(path):
                 digest.update(block)
@@ -123,6 +124,7 @@ def join_parts(split: SplitFile, target: Path) -> None:
                     f"{path} is damaged: its SHA-256 is not that of version {split.version}; "
                     f"run {_get_repair_command(split, [part])}."
                 )
+    # Only a wrong table in this module can lead here.
     if whole.hexdigest() != split.sha256:
         raise ModelError(
             f"The parts of {split.file} are right and the whole is not; "
@@ -135,6 +137,7 @@ def _find_part(part: FilePart) -> Path | None:
     spec = find_spec(part.package.replace("-", "_"))
     if spec is None:
         return None
+    # A namespace package may have several folders.
     for folder in spec.submodule_search_locations or []:
         path = Path(folder, "data", part.file)
         if path.is_file():

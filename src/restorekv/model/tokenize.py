@@ -79,6 +79,7 @@ def tokenize_parts(
     check_unicode("".join(texts))
     ids = tokenizer.encode(_interleave(template, texts), add_special_tokens=False, verbose=False)
     control = find_control_tokens(tokenizer)
+    # The control tokens that the template itself writes, in their order.
     by_part = []
     of_template = []
     for part in template:
@@ -87,6 +88,7 @@ def tokenize_parts(
         of_template.extend(own)
     if _pick_control_ids(ids, control) == of_template:
         return ids  # all control tokens are the template's
+    # The user's text spells a control token. A fast tokenizer encodes it as characters.
     safe = get_safe_tokenizer(tokenizer)
     if safe is not None:
         escaped = []
@@ -113,6 +115,7 @@ def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
         )
     check_unicode(text)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    # A text that spells a control token has other tokens here than in `tokenize_text`.
     if _pick_control_ids(found["input_ids"], find_control_tokens(tokenizer)):
         safe = get_safe_tokenizer(tokenizer)
         if safe is not None:
@@ -164,6 +167,7 @@ class TextStream:
         except Exception:  # it has no type for a text that does not begin as it did before
             self.stream = None
             return
+        # A step without a piece has bytes that are still missing.
         self.certain += piece or ""
         self.pending = piece is None
         # A wrong byte can turn the characters before it, which the stream has left behind, into
@@ -278,6 +282,7 @@ def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
     So added tokens, words and merges are renamed alike.
     """
     control = find_control_tokens(tokenizer)
+    # Names that no text can spell, drawn for this copy alone.
     names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
     own: Any = tokenizer.backend_tokenizer
     parts = json.loads(own.to_str())
@@ -291,6 +296,7 @@ def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
         model["vocab"] = {names.get(word, word): number for word, number in words.items()}
     else:
         model["vocab"] = [[names.get(word, word), *score] for word, *score in words]
+    # A merge of an old name would make the control token again.
     if "merges" in model:
         merges = []
         for pair in model["merges"]:
@@ -300,6 +306,7 @@ def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    # Every secret name must have the id of the token that it replaces.
     if any(backend.token_to_id(names[old]) != number for number, old in control.items()):
         raise RestoreKVError(
             "The text has control tokens, which this tokenizer cannot spell; take them out."
@@ -314,6 +321,7 @@ def _remember(
 
     It is made anew if tokens were added or the template changed since.
     """
+    # A token added later, or another template, changes which names are control tokens.
     state = (len(tokenizer), str(tokenizer.chat_template))
     known = memory.get(tokenizer)
     if known is None or known[0] != state:

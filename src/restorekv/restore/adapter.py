@@ -27,9 +27,9 @@ from transformers.cache_utils import Cache
 from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.identity import ModelIdentity
+from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import NAMES, get_model_name, to_hub_id
-from restorekv.model.shape import CacheShape, get_backbone
+from restorekv.model.shape import get_backbone
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
@@ -118,7 +118,10 @@ class RestoreAdapter(nn.Module):
             base_model_name_or_path=to_hub_id(get_model_name(model)),
             inference_mode=True,
         )
-        card = replace(make_card(model, n), embeddings="learned" if fixed is None else "fixed")
+        card = replace(
+            make_card(model, n, identify_model(model)),
+            embeddings="learned" if fixed is None else "fixed",
+        )
         # The layer and not its matrix: Gemma's scales what it looks up.
         layer: Any = model.get_input_embeddings()
         weight = layer.weight
@@ -158,8 +161,9 @@ class RestoreAdapter(nn.Module):
         """
         folder = fetch_adapter(name, revision, token, cache_dir)
         stored = adapter_file.read_adapter(folder)
+        identity = identity or identify_model(model)
         n, hidden = stored.embeddings.shape
-        model_hidden = CacheShape.from_model(model).hidden
+        model_hidden = identity.shape.hidden
         if hidden != model_hidden:
             raise AdapterError(
                 f"The adapter {name} is for a model of width {hidden}, this one has "
@@ -170,7 +174,7 @@ class RestoreAdapter(nn.Module):
         if card is None:
             card = recognize_copy(make_card(model, n, identity), name, folder)
         else:
-            base_weights.check_base(f"adapter {name}", card, model, AdapterError, identity=identity)
+            base_weights.check_base(f"adapter {name}", card, model, identity, AdapterError)
         check_lora_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
@@ -222,6 +226,7 @@ class RestoreAdapter(nn.Module):
         `full` is an evicted cache, or a view of the full cache of S + T columns: the view grows,
         and what it shows does not. Gradients reach E and LoRA.
         """
+        # The restore tokens stand right after everything that was read.
         first = full.get_seq_length()
         embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
@@ -264,7 +269,7 @@ class RestoreAdapter(nn.Module):
             between: the text between document and question.
         """
         self._look_up_license()
-        trained_on = make_card(self.model, self.restore_tokens)
+        trained_on = make_card(self.model, self.restore_tokens, identify_model(self.model))
         data = to_plain_json(data)
         if license is None:
             license = inherit_license(self.card, data)
@@ -452,9 +457,8 @@ class RestoreAdapter(nn.Module):
             self._folder = None
 
 
-def make_card(model: PreTrainedModel, n: int, identity: ModelIdentity | None = None) -> AdapterCard:
-    """Return the card of an untrained adapter of `model`; `identity` is the model's, if known."""
-    name = get_model_name(model)
-    is_local = name not in NAMES and Path(name).exists()
+def make_card(model: PreTrainedModel, n: int, identity: ModelIdentity) -> AdapterCard:
+    """Return the card of an untrained adapter of `model`, whose identity is `identity`."""
+    is_local = identity.name not in NAMES and Path(identity.name).exists()
     base = base_weights.describe_base(model, identity)
     return AdapterCard(restore_tokens=n, local=is_local, **base)

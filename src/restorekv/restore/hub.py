@@ -110,7 +110,9 @@ def recognize_copy(card: AdapterCard, name: str | Path, folder: Path) -> Adapter
     A copy is recognized by the name of a folder on its path: the authors' repository, or the folder
     that the hub's cache makes of it.
     """
+    # Deepest folder first: the repository's own name is nearest to the files.
     parts = list(reversed(folder.resolve().parts))
+    # A hub id names the repository itself, wherever `cache_dir` put the files.
     if str(name).startswith(AUTHORS):
         parts.insert(0, Path(name).name)
     for part in parts:

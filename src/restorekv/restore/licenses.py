@@ -45,6 +45,7 @@ def normalize_license(license: str) -> str:
     """Return the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know
     keeps its name.
     """
+    # Case and separators differ between sources; the hub writes names with hyphens.
     name = "-".join(license.lower().replace("_", " ").split())
     if name in ALIASES:
         name = ALIASES[name]
@@ -55,6 +56,7 @@ def normalize_license(license: str) -> str:
 
 def forbids_commercial_use(license: str | None) -> bool:
     """Return whether a license, known or not, forbids commercial use, judging by its name."""
+    # Words of letters and digits, whatever separates them.
     letters = [each if each.isalnum() else " " for each in (license or "").lower()]
     words = "".join(letters).split()
     joined = "".join(words)
@@ -66,6 +68,7 @@ def list_licenses(data: list[dict] | None) -> list[str]:
     licenses = []
     for row in data or ():
         named = row.get("license")
+        # A row of data may name several licenses, all of which count.
         several: list[object] = named if isinstance(named, list) and named else [named]
         for name in several:
             if isinstance(name, str) and name.strip():
@@ -98,11 +101,14 @@ def combine_licenses(licenses: Iterable[str]) -> str:
     """
     names = set(licenses)
     restrictive = names - PERMISSIVE
+    # Of several that forbid commercial use, the last by name, so that the answer does not depend on
+    # the order.
     non_commercial = sorted(filter(forbids_commercial_use, restrictive))
     if non_commercial:
         return non_commercial[-1]
     if names and not restrictive:
         return "apache-2.0"
+    # A single license that is not permissive can be kept; two could contradict each other.
     if len(restrictive) == 1 and restrictive < KNOWN - {"other"}:
         return restrictive.pop()
     return UNKNOWN

@@ -51,6 +51,7 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
     for name, value in entries.items():
         if name in TYPES or name in SELECTING or name in DESCRIBING:
             continue
+        # Settings that PEFT writes and this project does not use are ignored where they are off.
         if value and value != getattr(defaults, name, None):
             raise ValueError(f"{name} is set, which restore adapters do not use")
     known = {name: entries[name] for name in TYPES if name in entries}
@@ -105,6 +106,7 @@ def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
 def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:
     """Refuse tensors for other layers than the model's, before PEFT makes layers of their rank."""
     for key, value in lora.items():
+        # The layer's path, before lora_A or lora_B.
         path = key.rsplit(".", 2)[0]
         try:
             layer: Any = model.get_submodule(path)

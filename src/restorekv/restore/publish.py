@@ -73,6 +73,7 @@ def decide_license(
     A license in `readme`, a card that a person wrote, is the publisher's and must agree with
     `license`.
     """
+    # What forbids commercial use decides, whatever a card says.
     strict = find_noncommercial_license(card)
     fix = f"publish it under {strict}"
     if readme is not None:
@@ -207,12 +208,14 @@ def push_adapter(
         adapter_file.write_adapter(Path(folder), stored, text)
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
+        # Files of a public repository are public at once.
         if private and not api.model_info(repo).private:
             raise AdapterError(
                 f"{repo} exists and is public; make it private on the hub or choose another name."
             )
         uploads: list[str] = list(adapter_file.FILES)
         old_card = _download_card(api, repo, Path(folder))
+        # The card on the hub is the user's, so it decides about the license too.
         if readme is None and not model_card.is_generated_card(old_card):
             decide_license(
                 stored.get_card(), None, old_card.read_text(encoding="utf-8", errors="replace")
@@ -231,6 +234,7 @@ def push_adapter(
 def _download_card(api: HfApi, repo: str, folder: Path) -> Path:
     """Return the repository's README.md, or a path to nothing."""
     try:
+        # Into a folder of its own, so that it cannot overwrite the card just written.
         return Path(api.hf_hub_download(repo, README, local_dir=folder / "hub"))
     except EntryNotFoundError:
         return folder / "hub" / README
@@ -278,6 +282,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     weights = stored.weights_hash()
     try:
         rows = read_json(path, f"The file of results {path}")["rows"]
+        # Rows of this model, then of this adapter: each rule has its own message.
         of_this_model = [row for row in rows if row["fingerprint"] == card.fingerprint]
         of_this_adapter = [row for row in of_this_model if row["adapter"] == weights]
         results = [
@@ -321,6 +326,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
         "allocation",
         *HELD,
     )
+    # Scores compare only where the same model was asked the same questions.
     asked_the_same = [
         other for other in rows if all(other[key] == row[key] for key in question_keys)
     ]

@@ -25,7 +25,7 @@ from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
-from restorekv.model.shape import CacheShape, describe_windows
+from restorekv.model.shape import CacheShape
 from restorekv.seal import largest_number
 from restorekv.size_limits import (
     AROUND_LETTERS,
@@ -89,6 +89,7 @@ def require(holds: bool, otherwise: str) -> None:
 def check_manifest(manifest: Manifest) -> None:
     """Check types and ranges of every field."""
     for name, hint in get_type_hints(type(manifest)).items():
+        # Types first: everything after this computes with the values.
         value = getattr(manifest, name)
         require(matches_type(value, hint), f"has a {name} that is not of the type {hint}")
         if isinstance(value, str):
@@ -147,6 +148,7 @@ def check_windows(manifest: Manifest) -> None:
     if not windows:
         return
     full = windows.count(0)
+    # A hybrid model has at least one layer with a window and at least one without.
     fits = len(windows) <= LAYERS and full == manifest.shape["layers"] and full < len(windows)
     fits = fits and all(window == 0 or 2 <= window <= POSITIONS for window in windows)
     require(fits, "records windows that no model's layers have")
@@ -162,6 +164,7 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
         {"hash", "restore_tokens"} <= set(adapter), "does not say which adapter it was made with"
     )
     for name, value in adapter.items():
+        # Unknown entries are refused: nothing checks them.
         known = name in ADAPTER and matches_type(value, ADAPTER[name])
         require(known, f"records something else than an adapter's {make_printable(name)}")
         fits = not isinstance(value, str) or (len(value) <= NAME_LETTERS and value.isprintable())
@@ -194,8 +197,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         raise CacheFileError(
             f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
         )
-    windows = describe_windows(model.config)
-    if manifest.shape != vars(CacheShape.from_model(model)) or manifest.windows != windows:
+    if manifest.shape != vars(identity.shape) or manifest.windows != identity.windows:
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )
@@ -299,6 +301,7 @@ def check_scales(scales: Tensor, storage: str) -> None:
     if not scales.numel():
         return
     # A scale is rounded to float32.
+    # Codes go up to 127 or 448; the scale limits the number that they stand for.
     most = LARGEST_NUMBER / quantized.LARGEST_CODE[STORAGE_DTYPES[storage]] * (1 + 1e-6)
     fits = float(scales.min()) > 0 and float(scales.max()) <= most
     require(fits, f"has scales of {storage} numbers that no cache has")
@@ -310,6 +313,7 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
         bool(((positions >= 0) & (positions < columns)).all()),
         "has positions outside of its context",
     )
+    # Inside a head positions grow; at a head's first row they begin again.
     grows = positions.diff() > 0
     grows[[start - 1 for start in offsets[1:-1] if 0 < start < len(positions)]] = True
     require(bool(grows.all()), "has positions that are not strictly increasing")

@@ -89,6 +89,7 @@ class Manifest:
     def count_sliding_columns(self) -> list[int]:
         """Return how many columns of the text each layer with a window holds, in every head."""
         columns = self.prefix + self.tokens
+        # A layer with a window holds its last W - 1 columns, or the whole text if that is shorter.
         return [min(window - 1, columns) for window in self.windows if window]
 
     @property
@@ -123,6 +124,8 @@ class Manifest:
 def hash_cache(cache: RaggedCache, context: Context) -> str:
     """Return 16 hex digits that stand for everything that a cache file would hold of the text."""
     sha256 = hashlib.sha256(context.suffix_text.encode())
+    # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
+    # packing.
     for name, tensor in sorted(pack_cache(cache, context).items()):
         sha256.update(name.encode())
         sha256.update(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -140,6 +143,7 @@ class CacheFile:
 
     def cache(self, device: str | torch.device = "cpu") -> RaggedCache:
         """Return the cache on a device."""
+        # Everything was checked on the CPU; only then does it move to a device.
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
 
@@ -155,6 +159,8 @@ def read_cache(path: str | Path) -> CacheFile:
     """Read what `write_cache` wrote, once, and refuse anything else."""
     with refuse_contradictions(path, FIX):
         manifest, others, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
+        # Shapes, dtypes and ranges, then what follows a question, then the counts: each check
+        # assumes the ones before it.
         check_tensors(tensors, manifest)
         check_around(others["suffix_text"], tensors["suffix_ids"])
         ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
@@ -195,11 +201,14 @@ def read_with_manifest(
     metadata, tensors = seal.read_sealed(Path(path), kind)
     entries = parse_record(str(metadata.get("manifest")), str(path))
     require(isinstance(entries, dict), "has a damaged manifest")
+    # `others` are in the same JSON; they are taken out before the rest is compared.
     values = {name: entries.pop(name, None) for name in others}
     require(
         all(type(values[name]) is hint for name, hint in others.items()), "has a damaged manifest"
     )
+    # Files of ordinary models have no windows.
     entries.setdefault("windows", [])
+    # Exactly the fields of this version: a field more could say something that nothing checks.
     names = {each.name for each in fields(Manifest)}
     require(names == set(entries), "lacks fields that a manifest has, or has others")
     manifest = Manifest(**entries)
@@ -216,10 +225,12 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
     tensors = {
         "context_ids": context.ids.to(torch.int32),
         "suffix_ids": context.suffix.to(torch.int32),
+        # (L, H + 1): offsets of all layers in one tensor.
         "offsets": torch.stack([layer.offsets for layer in layers]),
         "restore_keys": torch.stack([layer.restore_keys[0] for layer in layers]),
         "restore_values": torch.stack([layer.restore_values[0] for layer in layers]),
     }
+    # Layers with a window are dense, so their columns are stored as they are.
     for index, layer in enumerate(cache.sliding):
         tensors[f"sliding.{index}.keys"] = layer.context_keys[0]
         tensors[f"sliding.{index}.values"] = layer.context_values[0]
@@ -229,6 +240,8 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
         for name, rows in (("keys", layer.context_keys), ("values", layer.context_values)):
             parts = quantized.list_tensors(rows)
             tensors[f"layers.{index}.{name}"] = parts[0]
+            # Codes of 8 bits have scales, and an int8 key also has the starts of its groups, which
+            # follow from the bounds.
             if len(parts) > 1:
                 tensors[f"layers.{index}.{name}.scales"] = parts[1]
         tensors[f"layers.{index}.positions"] = layer.positions
@@ -239,6 +252,7 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
 def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
     """Return the cache whose tensors `pack_cache` wrote."""
+    # An ordinary model has no windows: every layer is of the other kind.
     windows = manifest.windows or [0] * len(tensors["offsets"])
     ragged = 0
     sliding = 0

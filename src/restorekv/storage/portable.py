@@ -147,6 +147,7 @@ def make_portable(
     """Return the cache as a prefix of m tokens; refuse heads of different lengths, a bias and
     other kinds of RoPE.
     """
+    # Refuses heads of different lengths and a bias, which no plain cache can hold.
     plain = cache.to_dynamic_cache()
     keys, values = (
         torch.stack([getattr(layer, name)[0] for layer in plain.layers])
@@ -155,6 +156,7 @@ def make_portable(
     columns = keys.shape[2]
     if not columns:
         raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
+    # m columns stand at 0 to m - 1; the cache's own positions end at S + T + n - 1.
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = get_vocabulary_size(model)
     return Portable(
@@ -170,6 +172,7 @@ def make_mark(vocabulary: int) -> list[int]:
 def make_placeholders(seed: bytes, count: int, vocabulary: int) -> list[int]:
     """Return `count` ids that follow from a seed."""
     raw = hashlib.shake_256(seed).digest(4 * count)
+    # A tiny vocabulary has no 64 ids to spare.
     first = min(FIRST_ID, vocabulary // 2)
     numbers = (int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
     return [first + number % (vocabulary - first) for number in numbers]
@@ -183,11 +186,13 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
         extra = {"suffix_text": str, "vocabulary": int}
         manifest, others, tensors = read_with_manifest(path, KIND, extra)
         check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])
+        # A file holds no ids of the text, only the placeholders.
         none = torch.zeros(1, 0, dtype=torch.long)
         context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
         stored = Portable(
             tensors["keys"], tensors["values"], context, manifest, others["vocabulary"]
         )
+        # Other ids could be those of another document, whose pairs an engine would then reuse.
         require(
             tensors["ids"].equal(stored.ids),
             "has placeholder ids that do not follow from its contents",
@@ -210,6 +215,7 @@ def check_contents(
     )
     require(2 * MARK < vocabulary < 2**31, "records a vocabulary that no model has")
     check_tensor(tensors, "ids", torch.int64, (None,))
+    # The number of placeholder ids is m.
     columns = len(tensors["ids"])
     for name in ("keys", "values"):
         check_tensor(

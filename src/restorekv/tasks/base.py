@@ -178,10 +178,12 @@ def _draw_evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sampl
     or too large.
     """
     samples = list(samples)
+    # All of them, in the order in which the data are.
     if count == 0 or count >= len(samples):
         return samples
     by_task: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
+        # A sample belongs to the task of its first question.
         by_task.setdefault(sample.questions[0].task, []).append(index)
     for task, indices in by_task.items():
         random.Random(f"{seed} {task}").shuffle(indices)

@@ -95,6 +95,7 @@ class LongBench(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         """Return the best over the references, for few-shot tasks of the answer's first line."""
         answer = prediction.lstrip()
+        # Few-shot answers go on with further examples, of which only the first counts.
         if question.task in FEW_SHOT:
             answer = answer.split("\n")[0]
         metric = METRICS[question.task]
@@ -157,6 +158,7 @@ def _parse_row(task: str, name: str, place: str, row: dict) -> tuple[str, Questi
     with check_form(f"{place} is not a row of LongBench", "fetch the file again"):
         facts = {"classes": get_texts(row, "all_classes")} if row["all_classes"] else {}
         return parse_kvpress_row(
+            # Rows of the official files have "input", those of kvpress its own columns.
             {**row, **_add_prompt(task, row)} if "input" in row else row,
             name,
             task,

@@ -66,6 +66,7 @@ class Needle(Benchmark):
             )
         haystack = _take_ids(self._draw_parts(), tokenizer, lengths[-1])
         for length in lengths:
+            # The haystack is one text; each length takes its beginning and puts the needle into it.
             hay = haystack[: length - len(needle)]
             for step in range(self.depths):
                 depth = 100 * step / (self.depths - 1)
@@ -129,6 +130,7 @@ def _load_essays(folder: Path) -> list[str]:
 
 def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:
     """Return at least `size` ids of as many parts as that takes, tokenized as one text."""
+    # Tokenized as one text, since a token may span two parts.
     text = ""
     expected = 0
     ids = []

@@ -143,6 +143,7 @@ def _cut_text(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS
     first, *others = text.split(joints[0])
     pieces = _cut_text(first, length, size, joints[1:])
     for part in others:
+        # A piece keeps the joint before it, so that the pieces join to the text again.
         pieces += _cut_text(joints[0] + part, length, size, joints[1:])
     return pieces
 
@@ -153,6 +154,7 @@ def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
 
     A size above `most` gets a separate group.
     """
+    # The fewest groups that the limit allows; then the smallest limit that needs no more.
     count = len(_fill_groups(sizes, most))
     low = 1
     high = most

@@ -154,6 +154,7 @@ def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sa
         truths = get_field(row, "ground_truth", list)
         if not truths or len(prompts) != len(truths) + 1:
             raise ValueError(len(prompts))
+    # Only repoqa asks for functions, whose names the row names.
     facts: list[dict[str, object]] = [{}] * len(truths)
     if kind == "repoqa":
         with check_form(f"{place} lacks lang or a func_name for every ground_truth", fix):
@@ -166,6 +167,7 @@ def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sa
         ]
     questions = []
     for turn, (prompt, truth, known) in enumerate(zip(prompts[1:], truths, facts, strict=True)):
+        # A list of names is one reference, separated by commas.
         answer = ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
         if kind == "many_shot":
             answer = _find_option_line(place, prompt, answer)

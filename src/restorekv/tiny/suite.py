@@ -34,6 +34,7 @@ def draw_documents(
     """
     length = make_token_counter(tokenizer)
     kinds: list[str] = []
+    # A fixed proportion of kinds in a fixed order: the first n documents are a mixture too.
     for kind, share in zip(KINDS, SHARES, strict=True):
         kinds += [kind] * share
     random.Random("order of kinds").shuffle(kinds)

@@ -52,6 +52,7 @@ class WorldQuestion:
     def score(self, prediction: str) -> float:
         """Return the score of a prediction, in [0, 1]."""
         if self.metric == "letter":
+            # The last letter that stands alone: an answer may name others on the way.
             letters = re.findall(r"\b([A-E])\b", prediction)
             return float(letters[-1:] == [self.answers[0]])
         if self.metric == "f1":
@@ -208,6 +209,7 @@ def draw_links(rng: random.Random, size: int) -> WorldFacts:
         )
         target = " ".join(map(str, [number, *chain])) + "."
         asked.append(_make_question(f"Which names is {number} linked to?", chain, "vt", target))
+    # Chains alternate sentence by sentence, each in its own order.
     sentences = []
     while any(chains):
         sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
@@ -261,6 +263,7 @@ def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> s
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
         places = sorted(rng.randrange(len(placed)) for _ in ordered)
+        # Facts keep their order, whatever lies between them.
         for fact, place in zip(ordered, places, strict=True):
             placed[place].append(fact)
     text = list(placed[0])

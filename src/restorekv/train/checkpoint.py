@@ -72,6 +72,8 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
     names: set[str] = set()
     if folder.exists():
         names = {path.name for path in folder.iterdir()} - {".lock"}
+    # A log alone is what a run leaves that was killed before its first checkpoint; it may be begun
+    # anew.
     if names and (LOG_FILE not in names or _read_log_lines(folder / LOG_FILE) is None):
         raise RestoreKVError(
             f"{folder} holds other files and no run; choose an empty or a new folder."
@@ -121,6 +123,7 @@ def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
 
 def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
     """Write the adapter, the optimizer and the number of steps done."""
+    # AdamW numbers its states by the order of the parameters, which is the adapter's.
     tensors = {}
     for name, value in run.adapter.trainable_state().items():
         tensors[f"adapter.{name}"] = value.cpu()
@@ -144,6 +147,8 @@ def hold_signals() -> Iterator[None]:
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
+    # From here on a signal is noted and not acted on; afterwards it reaches the handler that it was
+    # for.
     try:
         for number in handlers:
             signal.signal(number, lambda number, frame: held.append((number, frame)))
@@ -170,6 +175,7 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
         saved = TrainConfig.from_json(metadata["config"])
         step = int(metadata["step"][:20])
         origin = parse_record(metadata["origin"], what)
+        # Settings and origin in one mapping: a run is another one if any of them differs.
         before = asdict(saved) | origin
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RestoreKVError(f"{what} is damaged ({summarize_error(error)}); {FIX}.") from error
@@ -184,6 +190,7 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
         )
     if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
+    # Nothing was changed until here, so a refused checkpoint leaves the run as it was.
     run.adapter.load_trainable_state(_select_prefix(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in _select_prefix(tensors, "optimizer.").items():
@@ -202,6 +209,7 @@ def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int)
         sizes[f"adapter.{name}"] = (value.dtype, value.shape)
     for index, parameter in enumerate(run.optimizer.param_groups[0]["params"]):
         prefix = f"optimizer.{index}"
+        # AdamW has no state for a parameter that never had a gradient.
         if f"{prefix}.step" in tensors:
             size = (torch.float32, tuple(parameter.shape))
             sizes[f"{prefix}.exp_avg"] = size
@@ -209,6 +217,8 @@ def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int)
             sizes[f"{prefix}.step"] = (torch.float32, ())
     if not 1 <= step <= run.config.steps or not seal.has_sizes(tensors, sizes):
         return False
+    # Counters of steps and squared gradients have ranges; other values would make steps of any
+    # size.
     for name, value in tensors.items():
         if name.endswith(".step") and not 1 <= value <= step:
             return False
@@ -227,6 +237,7 @@ def trim_log(folder: Path, step: int) -> None:
         raise RestoreKVError(
             f"{path} is not the log of a run; move it away, then continue with --resume."
         )
+    # A run that was killed may have logged steps after its last checkpoint; they are taken again.
     kept = []
     for line in lines:
         row = ROW.fullmatch(line)

@@ -62,6 +62,8 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
         student = run_answers(model, cache, rows, answers)
         return float(compute_hidden_divergence(model, teacher, student.hidden).mean())
 
+    # Three ways to the same numbers are compared. First the teacher's stored states with the plain
+    # model: are they of this model and this text?
     # The model on the dense cache, one question at a time, with its own logits.
     plain = []
     for target in targets:
@@ -76,12 +78,14 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
         stored = compute_logits(model, target.hidden)
         plain.append(compute_divergence(stored, output.logits[0, :-1]))
     full = float(torch.cat(plain).mean())
+    # NaN is not below the tolerance either.
     if not full < tolerance:
         raise RestoreKVError(
             f"The teacher's answers are not those of this model on its full cache (loss "
             f"{full:.4f}); build the data with this model, or delete the folder of --store."
         )
     restored = prepared.with_restore_cache(adapter)
+    # Then the evicted student with the adapter at n = 0, and with attention by its definition.
     base = compute_loss(prepared.evict(ratio))
     none = compute_loss(restored.evict(ratio, 0))
     with attention.force_backend("naive"):

@@ -118,6 +118,7 @@ class TrainConfig:
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
+        # Makes every evictor once, which refuses unknown ones and contradicting settings.
         self.make_evictions()
         check_choice("embeddings", self.embeddings, ("learned", "fixed"))
         check_choice("ratio_law", self.ratio_law, ("uniform", "log-uniform"))

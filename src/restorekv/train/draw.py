@@ -40,6 +40,7 @@ def draw_step_samples(
     evictors = len(split_specs(config.evictor))
     samples = []
     for number in range(step * count, (step + 1) * count):
+        # Contexts are numbered over all steps; each epoch takes all of them once, in its own order.
         epoch, place = divmod(number, len(examples))
         order = list(range(len(examples)))
         random.Random(f"order {config.seed} {epoch}").shuffle(order)
@@ -48,6 +49,7 @@ def draw_step_samples(
         drawn = []
         for _ in range(config.draws):
             chosen = rng.sample(range(question_count), min(config.questions, question_count))
+            # As text with six digits, so that a sample reads the same in every record.
             ratio = f"{_draw_ratio(config, rng):.6f}"
             tokens = config.restore_tokens
             if config.nested:
@@ -66,6 +68,7 @@ def select_own_samples(
     """Return one process' share of a step: whole contexts, with all their draws."""
     own = []
     contexts = range(0, len(samples), draws)
+    # Contexts, not samples: the draws of one context share its prefill.
     for first in contexts[rank::processes]:
         own += samples[first : first + draws]
     return own

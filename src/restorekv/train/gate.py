@@ -130,6 +130,7 @@ def train_gate(
     data = collect_features(
         model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress
     )
+    # Whole contexts are held out: tokens of one text are too much alike.
     train, held = data.split_held_out(config.held_out)
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
@@ -150,6 +151,7 @@ def _init_linear(
     generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int
 ) -> dict[str, Tensor]:
     """Draw PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
+    # Uniform in [-1/sqrt(inputs), 1/sqrt(inputs)], as torch.nn.Linear begins.
     bound = math.sqrt(inputs)
     weight = 2 * torch.rand(layers, outputs, inputs, generator=generator) - 1
     bias = 2 * torch.rand(layers, outputs, generator=generator) - 1
@@ -205,6 +207,7 @@ def fit_fastkvzip(
     optimizer = torch.optim.SGD(gate.values(), lr=0.0, momentum=0.9)
     generator = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
+        # Draws come from the CPU, so that every device trains on the same tokens.
         rows = torch.randperm(len(data.target), generator=generator)[: config.batch]
         hidden, target = data.select_by_layer(rows, device)
         loss = compute_cross_entropy(FastKVzip.predict(gate, hidden), target)
@@ -223,11 +226,13 @@ def fit_linear(
     in float64.
     """
     layers: dict[str, list[Tensor]] = {"weight": [], "bias": []}
+    # One layer at a time: its hidden states in float64 are the largest tensor here.
     for layer in range(shape.layers):
         hidden = data.hidden[:, layer].to(device, torch.float64)
         target = _log_scores(data.target[:, layer].to(device, torch.float64), config.floor)
         center = hidden.mean(0)
         mean = target.mean(0)
+        # Centered: the intercept follows from the means and is not penalized.
         hidden = hidden - center
         gram = hidden.T @ hidden + config.alpha * torch.eye(
             shape.hidden, dtype=torch.float64, device=device
@@ -259,6 +264,7 @@ def fit_mlp(
             config.lr * 0.5 * (1 + math.cos(math.pi * epoch / config.epochs))
         )
         losses = []
+        # A new order in every epoch.
         for rows in torch.randperm(len(data.target), generator=generator).split(config.batch):
             inputs, target = data.select_by_layer(rows, device)
             loss = F.mse_loss(KVzap.predict(gate, inputs), _log_scores(target, config.floor))

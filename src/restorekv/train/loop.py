@@ -62,7 +62,9 @@ def compute_sample_loss(
         sample: which questions, at which ratio, with how many restore tokens.
         config: the weights and directions of the loss.
     """
+    # The questions that this step drew, of all that the context has.
     chosen = [targets[question] for question in sample.questions]
+    # Restore pass with gradients, then eviction to the drawn ratio: what the student reads.
     student = prepared.with_restore_cache(adapter).evict(sample.ratio, sample.restore_tokens)
     weights = config.state_weights()
     model = prepared.model
@@ -72,6 +74,7 @@ def compute_sample_loss(
     losses = compute_hidden_divergence(
         model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl
     )
+    # Further losses on the same pass: hidden states or attention outputs, layer by layer.
     for name, weight in weights.items():
         states = torch.cat([target.states[name] for target in chosen], 1)
         losses = losses + weight * compute_state_distance(states, output.states[name])
@@ -120,9 +123,11 @@ def train_adapter(
         raise RestoreKVError(
             "Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32."
         )
+    # Everything that can be refused is refused before the folder is made.
     checkpoint.check_folders(folder, resume, store)
     model.requires_grad_(False)
     adapter = make_initial_adapter(model, tokenizer, config)
+    # Fixed embeddings are no parameters of the optimizer.
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay
@@ -133,6 +138,7 @@ def train_adapter(
         optimizer,
         checkpoint.describe_origin(model, tokenizer, examples, config, group.size),
     )
+    # Processes with different data or settings would average gradients of different runs.
     group.check_same(config.to_json() + json.dumps(run.origin))
     check_example_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
@@ -168,6 +174,7 @@ def _take_steps(
             for step in range(start, config.steps):
                 begun = time.perf_counter()
                 loss = _add_gradients(run, teachers, step, group)
+                # A step changes adapter and optimizer together, or not at all.
                 with checkpoint.hold_signals():
                     _take_optimizer_step(run, step)
                     log(
@@ -179,6 +186,7 @@ def _take_steps(
                 if due and group.rank == 0:
                     checkpoint.save_checkpoint(folder, run, done)
     except KeyboardInterrupt:
+        # Interrupted: what was done since the last checkpoint is kept.
         if done > start and group.rank == 0:
             # A launcher repeats the signal, which would interrupt the saving.
             with checkpoint.hold_signals() if group.size > 1 else nullcontext():
@@ -200,6 +208,7 @@ def _find_first_step(
     start = checkpoint.load_checkpoint(folder, run) if resume else 0
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
+    # The first sample of the first step is the one that the setup is checked on.
     samples = draw_step_samples(run.config, start, teachers.examples, group.size)
     sample = select_own_samples(samples, run.config.draws, group.rank, group.size)[0]
     with group.join_uneven(teachers.model):
@@ -223,6 +232,8 @@ def _add_gradients(
         with group.join_uneven(teachers.model):
             prepared, targets = teachers.get_context(sample.index, sample.evictor)
         sample_loss = compute_sample_loss(run.adapter, prepared, targets, sample, config)
+        # The mean over the samples of this process; `average_gradients` takes that over the
+        # processes.
         loss = sample_loss / len(samples)
         if loss.requires_grad:  # a ratio with no room for a restore token teaches nothing
             weight = weigh_ratio(config, float(sample.ratio))
@@ -230,6 +241,7 @@ def _add_gradients(
             (loss * weight).backward()
         total += float(loss.detach())
     group.average_gradients(parameters)
+    # Without a limit the norm is still computed, since it must be finite.
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
     if not math.isfinite(total + float(norm)):
         raise RestoreKVError(
@@ -273,6 +285,7 @@ def make_initial_adapter(
     """
     if not config.init:
         fixed = None
+        # The paper's control: n times the embedding of a line break.
         if config.embeddings == "fixed":
             line_break = encode_text(tokenizer, "\n")
             fixed = int(line_break[0, -1])
@@ -286,6 +299,7 @@ def make_initial_adapter(
             fixed=fixed,
         )
     adapter = RestoreAdapter.from_pretrained(model, config.init)
+    # An adapter that is trained on keeps its shape, so the settings must name it.
     shape = {
         "restore_tokens": adapter.restore_tokens,
         "rank": adapter.config.r,
@@ -355,10 +369,12 @@ def _open_step_log(
     """Yield a function that logs a step to loss.csv and TensorBoard; only the first process
     writes.
     """
+    # Other processes compute the same steps and write nothing.
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
     tensorboard = import_extra("torch.utils.tensorboard", "train", "Training")
+    # TensorBoard drops what an interrupted run logged after its checkpoint.
     writer = tensorboard.SummaryWriter(str(folder), purge_step=start)
     with open_without_links(folder / checkpoint.LOG_FILE) as raw, writer as board:
         file = io.TextIOWrapper(raw, newline="", write_through=True)

@@ -32,6 +32,7 @@ def compute_divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmet
     symmetric: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p - q)(log p - log q), which needs no entropy and is
     exactly 0 for equal logits; forward: KL(p‖q); reverse: KL(q‖p).
     """
+    # The teacher is fixed: no gradient goes into it.
     log_p = teacher.detach().float().log_softmax(-1)
     log_q = student.float().log_softmax(-1)
     if kl == "forward":
@@ -52,12 +53,14 @@ def compute_hidden_divergence(
     The backward pass recomputes the logits of a block: with a vocabulary of 150,000 ids, those of
     one answer would otherwise take several times M x 600 kB.
     """
+    # As many rows of logits as fit into 64 MiB.
     rows = max(LOGITS_AT_ONCE // model.config.get_text_config().vocab_size, 1)
 
     def compute_block(teacher_rows: Tensor, student_rows: Tensor) -> Tensor:
         teacher_logits = compute_logits(model, teacher_rows)
         return compute_divergence(teacher_logits, compute_logits(model, student_rows), kl)
 
+    # Short answers need no second computation of their logits.
     if len(student) <= rows:
         return compute_block(teacher, student)
     blocks = []
@@ -73,6 +76,7 @@ def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
     teacher = teacher.detach().float()
     student = student.float()
     distance = (student - teacher).square().sum(-1)
+    # A teacher's state of length zero has no direction; the bound keeps the quotient finite.
     length = teacher.square().sum(-1).clamp(min=1e-12)
     return (distance / length).mean(0)
 
@@ -96,6 +100,8 @@ def mark_answer_positions(lengths: list[tuple[int, int]], width: int) -> Tensor:
     """
     rows = torch.zeros(len(lengths), width, dtype=torch.bool)
     for row, (question, answer) in zip(rows, lengths, strict=True):
+        # Position i predicts token i + 1: the last token of the question predicts the first one of
+        # the answer.
         row[question - 1 : question - 1 + answer] = True
     return rows
 
@@ -130,7 +136,9 @@ def run_answers(
     padded = [torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]
     ids = torch.stack(padded).to(model.device)
     lengths = [
-        (len(row) - answer, answer) for row, answer in zip(rows, answer_lengths, strict=True)
+        # (question, answer) lengths of each row.
+        (len(row) - answer, answer)
+        for row, answer in zip(rows, answer_lengths, strict=True)
     ]
     chosen = mark_answer_positions(lengths, width).to(model.device)
     with record_states(model, chosen, record) as states:

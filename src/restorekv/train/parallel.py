@@ -42,6 +42,7 @@ class ProcessGroup:
         self._same_start_checked = False
         self.rank = 0
         self.size = 1
+        # A single process needs no communication and has no device of its own.
         if device is not None:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
@@ -65,6 +66,8 @@ class ProcessGroup:
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             parts.append(gradient.float().flatten())
+        # A process without a gradient sends zeros, and a flag that says so: AdamW skips a parameter
+        # that no process has a gradient for.
         present = torch.tensor(flags, dtype=torch.float32, device=self.device)
         flat = torch.cat([*parts, present])
         dist.all_reduce(flat)
@@ -77,6 +80,7 @@ class ProcessGroup:
         """Refuse adapters that differ before the first step: averaged gradients would mean
         nothing.
         """
+        # All processes must begin with the same weights, or averaged gradients would drift apart.
         own = torch.cat([p.detach().float().flatten() for p in parameters])
         first = own.clone()
         dist.broadcast(first, 0)
@@ -107,6 +111,7 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
+        # The first process's text goes to all others, each of which compares its own.
         first = [text if self.rank == 0 else None]
         dist.broadcast_object_list(first, 0)
         if not self._holds_everywhere(first[0] == text):
@@ -141,8 +146,10 @@ class ProcessGroup:
             yield
         finally:
             handle.remove()
+        # A pass of one token, only to take part in gathering the shards.
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.no_grad():
+            # Until no process announces a pass.
             while self._announce_passes(0).item():
                 backbone(input_ids=ids, use_cache=False)
 
@@ -168,6 +175,7 @@ def select_own_device(device: str) -> torch.device:
     if count_processes() == 1:
         return parse_device(device)
     kind = device.partition(":")[0]
+    # A numbered GPU would be the same for every process of a machine.
     if kind not in BACKENDS or device != kind:
         raise RestoreKVError(
             f"Several processes train on --device cuda, each on its own GPU, or cpu, not {device}."
@@ -226,6 +234,7 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # Weights in shards cannot be read in one place any more.
     remember_identity(model)
     backbone = get_backbone(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -71,6 +71,8 @@ class TensorStore:
 
     def make_entry_path(self, part: str, key: Mapping[str, object]) -> Path:
         """Return the file of an entry, named by a hash of all that it depends on."""
+        # Everything that an entry depends on is in its name, so a stale file is never read; it is
+        # just never asked for again.
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return self.folder / part / f"{digest[:32]}.safetensors"
@@ -110,6 +112,7 @@ class TensorStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             size = sum(value.nbytes for value in tensors.values())
             free = shutil.disk_usage(path.parent).free
+            # Room is left for others on the disk, and one warning says that no more is written.
             self.full = size + SPARE_BYTES > free
             if self.full:
                 warn(
@@ -172,6 +175,7 @@ class TeacherCache:
         targets = self.find_targets(prepared, example)
         if len(self.kept) < self.config.keep:
             self.kept[index, evictor] = prepared, targets
+        # Several draws of a step ask for one context; it is kept until the next one is asked for.
         elif self.config.draws > 1:
             self.latest = (index, evictor), (prepared, targets)
         return prepared, targets
@@ -180,6 +184,7 @@ class TeacherCache:
         """Return prefill and scores, each from the store if it is there."""
         if self.store is None:
             return _score_context(eviction, self.model, self.tokenizer, context)
+        # Scores depend on text and evictor, a prefill on the text alone: two entries.
         text = {"ids": _hash_ids(context.ids)}
         key = text | {"evictor": eviction.identity(self.model)}
         shape = CacheShape.from_model(self.model)
@@ -197,6 +202,7 @@ class TeacherCache:
         stored = self.store.load_or_compute("scores", key, are_scores, compute_scores)
         if self.store_prefill:
             sizes = {}
+            # A layer with a window holds its last W - 1 columns, the others all.
             for layer, window in enumerate(list_windows(self.model.config)):
                 columns = min(context.positions, (window or context.positions + 1) - 1)
                 layer_size = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
@@ -220,6 +226,8 @@ class TeacherCache:
         """Return the targets of a context, from the store if they are there."""
         if self.store is None:
             return self.teacher.make_targets(prepared, example)
+        # What a target depends on: the text, the questions, their known answers, and what is
+        # recorded.
         key = {
             "ids": _hash_ids(prepared.context.ids),
             "questions": list(example.questions),
@@ -252,6 +260,7 @@ def _score_context(
 def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
     """Return what prefill, scores and answers depend on, except the text."""
     settings = model.config.get_text_config().to_diff_dict()
+    # What an origin says, such as a path, does not decide what the model computes.
     config = {
         key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT_SETTINGS
     }
@@ -330,9 +339,11 @@ def _are_targets(
         answer = tensors.get(f"{number}.answer", missing)
         if answer.shape != () or answer.dtype != torch.int64:
             return False
+        # Answer tokens, of which there is one at least, and one of the question before them.
         tokens = int(answer)
         if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
             return False
+        # Another question of the same length would give other targets.
         if not torch.equal(row[:-tokens].long(), question):
             return False
         sizes[f"{number}.row"] = (torch.int32, (len(row),))

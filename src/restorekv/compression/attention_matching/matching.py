@@ -52,15 +52,18 @@ def observe_layer(
     heads, count, _ = query.shape
     keys = key.float()
     values = value.float()
+    # The peak of every row, which is subtracted before exp, and the sum of exp over all columns.
     highest, mass = (torch.empty(heads, count, device=key.device) for _ in range(2))
     output = torch.empty(query.shape, device=key.device)
     squares = torch.zeros(key.shape[:2], device=key.device)
+    # As many rows at once as keep a block of logits at the size of a scoring block.
     step = max(block // (heads * key.shape[1]), 1)
     for rows in (slice(low, low + step) for low in range(0, count, step)):
         logits = query[:, rows].float() @ keys.transpose(1, 2) * scale
         highest[:, rows] = logits.amax(-1)
         raised = (logits - highest[:, rows, None]).exp()
         mass[:, rows] = raised.sum(-1)
+        # Rows of A, whose squares are summed over all reference queries.
         weights = raised / mass[:, rows, None]
         output[:, rows] = weights @ values
         squares += weights.square().sum(1)
@@ -75,9 +78,12 @@ def fit_head(
 
     The values are fitted to the bias as it is stored, so rounding the bias costs them nothing.
     """
+    # Only the kept columns of the full matrix, with the full matrix's own peak: M of the
+    # definition.
     logits = targets.query[head].float() @ key.float().T * targets.scale
     raised = (logits - targets.highest[head, :, None]).exp()
     bias = solve_in_box(raised, targets.mass[head], steps, box).log().to(key.dtype)
+    # The bias as it is stored: rounding it costs the fitted values nothing.
     weights = (logits + bias.float()).softmax(-1)
     return bias, solve_least_squares(weights, targets.output[head]).to(key.dtype)
 
@@ -91,10 +97,12 @@ def solve_in_box(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tens
     """
     low, high = (matrix.new_tensor(bound).exp() for bound in (-box, box))
     factors = solve_least_squares(matrix, target[:, None])[:, 0].clamp(low, high)
+    # Power iteration: the vector turns toward the largest singular direction of M.
     vector = torch.ones_like(factors)
     for _ in range(POWER_STEPS):
         vector = matrix.T @ (matrix @ vector)
         vector = vector / vector.norm()
+    # 1 / sigma_max^2, the longest step for which a gradient step cannot overshoot.
     step = 1 / (matrix @ vector).square().sum()
     for _ in range(steps):
         factors = (factors - step * (matrix.T @ (matrix @ factors - target))).clamp(low, high)
@@ -106,11 +114,14 @@ def solve_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
     full rank.
     """
     try:
+        # "gels" assumes full rank and may return anything without it.
         solution = torch.linalg.lstsq(matrix, target, driver="gels").solution
     # A GPU returns NaN instead. PyTorch documents the name, but imports it from a private module.
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return _solve_ridge(matrix, target)
-    return solution if solution.isfinite().all() else _solve_ridge(matrix, target)
+    if solution.isfinite().all():
+        return solution
+    return _solve_ridge(matrix, target)
 
 
 def _solve_ridge(matrix: Tensor, target: Tensor) -> Tensor:
@@ -120,6 +131,7 @@ def _solve_ridge(matrix: Tensor, target: Tensor) -> Tensor:
     exact = matrix.double()
     wanted = target.double()
     wide = len(exact) < exact.shape[1]
+    # The smaller of X^T X (t, t) and X X^T (n, n), both of which give the same solution.
     gram = exact @ exact.T if wide else exact.T @ exact
     gram.diagonal().add_(RIDGE)
     factor = torch.linalg.cholesky(gram)

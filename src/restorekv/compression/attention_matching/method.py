@@ -79,6 +79,7 @@ class AttentionMatching(Compressor):
                 "am-fast takes queries >= 1, steps >= 0 and a box from 0 to 20, "
                 f"not {self.queries}, {self.steps} and {self.box}."
             )
+        # Records write settings as one line with commas between them.
         if (
             "," in self.instruction + self.heads
             or not (self.instruction + self.heads).isprintable()
@@ -101,6 +102,7 @@ class AttentionMatching(Compressor):
             raise RestoreKVError(
                 "am-fast divides the budget among heads itself; set heads=FILE, not an allocation."
             )
+        # Refuse a damaged file before the model runs for minutes.
         if self.heads != UNIFORM:
             load_shares(self.heads)
 
@@ -124,6 +126,7 @@ class AttentionMatching(Compressor):
         tell = progress or (lambda phase: None)
         support.prepare_model(model)
         shape = CacheShape.from_model(model)
+        # HeadShares needs L and H to know the names that a file must have.
         config = replace(
             self.config, allocation=HeadShares.of(self.heads, shape.layers, shape.heads)
         )
@@ -135,12 +138,17 @@ class AttentionMatching(Compressor):
             full = prefill(model, context.ids)
         tell("score")
         with time_phase(seconds, "score"):
+            # The article as the model's answer to the instruction, in the turn that stays open:
+            # article, blank line, instruction, end of turn, assistant's opener, article.
             article = context.ids[:, context.prefix :]
             ids = torch.cat(
                 [encode_text(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1
             )
+            # Reference queries are numbered row by row with the G query heads of a row together.
             chosen = sample_numbers(ids.shape[-1] * shape.groups, self.queries, self.seed)
             columns = slice(context.prefix, context.positions)
+            # Targets depend on the article's keys and values alone, since only the article is
+            # compressed.
             observed = [
                 observe_layer(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
                 for (query, scale), layer in zip(
@@ -202,7 +210,9 @@ class MatchedContext(ScoredContext):
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "quantized afterwards"
         bias = keys.new_zeros(len(keys))
         for head in range(layer.heads):
+            # The prefix of a head is kept as it is; the fit is about the article's rows.
             rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
+            # Nothing to fit where a head kept no pair of the article or all of them.
             if 0 < rows.stop - rows.start < self.context.tokens:
                 fitted = fit_head(targets, head, keys[rows], self.method.steps, self.method.box)
                 bias[rows], values[rows] = fitted
@@ -223,6 +233,8 @@ def collect_reference_queries(
     Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q *
     G are kept.
     """
+    # A copy of the cache and of its layers: the pass appends to the copies, and each append makes
+    # new tensors.
     reading = copy.copy(full)
     reading.layers = [copy.copy(layer) for layer in full.layers]
     layers = len(list_full_attention(full))
@@ -232,7 +244,10 @@ def collect_reference_queries(
     columns = full.get_seq_length()
 
     def on_layer(view: LayerView) -> None:
+        # (H, Q, G, D) flattened: query g of row j has the number j * G + g.
         pool = view.query.transpose(1, 2).flatten(1, 2)
+        # Numbers count from the first row of the first chunk; this chunk begins where the keys
+        # before it end.
         here = chosen - (view.key.shape[1] - view.query.shape[2] - columns) * view.query.shape[1]
         queries[view.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
         scales[view.layer] = view.scale

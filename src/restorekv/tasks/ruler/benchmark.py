@@ -122,6 +122,7 @@ class Ruler(Benchmark):
             folder = check_exists(self.source) / str(self.length)
             rows = load_rows(folder if folder.is_dir() else self.source)
         questions = []
+        # Rows of a task are numbered by task, so that a question keeps its name in a subset.
         counts = Counter()
         for place, row in rows:
             with check_form(
@@ -144,6 +145,7 @@ class Ruler(Benchmark):
         """
         for name in self.chosen_tasks:
             task_of = self._make_task_maker(name, tokens)
+            # No more samples than the shipped file has questions.
             count = self.per_task
             if name in ("qa_1", "qa_2") and self._uses_shipped_file(name):
                 count = min(count, len(self._load_collection(name).questions))

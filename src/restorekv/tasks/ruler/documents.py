@@ -47,6 +47,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
     def draft(units: int, rng: Random) -> PromptDraft:
         near = list(asked.near)
         rng.shuffle(near)
+        # Documents that answer the question come first and are never left out.
         shown = [*asked.own, *near][:units]
         if units > len(shown):
             known = {*asked.own, *near}
@@ -88,6 +89,7 @@ def _parse_squad(rows: list[dict]) -> QuestionCollection:
     index = _number_texts(contexts)
     questions = []
     for paragraphs in articles:
+        # A paragraph's neighbors of the same article are the likeliest distractors.
         article = dict.fromkeys(index[paragraph["context"]] for paragraph in paragraphs)
         for paragraph in paragraphs:
             own = index[paragraph["context"]]
@@ -130,6 +132,7 @@ def generate_articles(count: int, rng: Random) -> DraftTask:
     A town has three paragraphs, one of which answers. All names are unique among a question's
     documents, so that a question has one answer.
     """
+    # Names of a question's documents are used nowhere else, so one answer is right.
     new_name = _draw_names(rng)
     filler = prose.draw_sentences(rng)
     documents = []
