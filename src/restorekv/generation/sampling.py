@@ -73,7 +73,11 @@ CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
         lambda x: x is None or 0 <= x <= 100,
         "a number of tokens from 0 to 100",
     ),
-    "json_schema": (str | dict[str, Any] | None, lambda x: True, "a dict or JSON"),
+    "json_schema": (
+        str | dict[str, Any] | None,
+        lambda x: True,
+        "a dict, JSON or a pydantic class",
+    ),
     "regex": (str | None, lambda x: True, "a text"),
     "logit_bias": (
         dict[int, float] | None,
@@ -111,7 +115,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     logprobs: int | None
-    json_schema: str | dict | None
+    json_schema: str | dict | type | None
     regex: str | None
     logit_bias: Mapping[int, float] | None
     frequency_penalty: float
@@ -142,6 +146,17 @@ def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
     return options.pop("max_tokens", max_new_tokens)
 
 
+def _describe_class(kind: type) -> dict[str, Any]:
+    """Return the JSON schema of a pydantic class."""
+    describe = getattr(kind, "model_json_schema", None)
+    if describe is None:
+        raise RestoreKVError(
+            f"json_schema is a dict, JSON or a pydantic class, and {kind.__name__} is another "
+            "class; derive it from pydantic.BaseModel."
+        )
+    return describe()
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How answers are written; greedily unless `temperature` is above 0.
@@ -150,12 +165,13 @@ class SamplingConfig:
     applied in its order; the penalty counts the whole context. A row's random numbers follow from
     `seed` alone; `samples` answers to one question take `seed`, `seed + 1` and so on. An answer
     ends before the first of the strings `stop`. `logprobs` records the log-probability of every
-    token, and of so many likeliest ones, before any processing. `json_schema` (a dict or JSON) and
-    `regex` allow only texts that match; they need the extra `constrained`. `logit_bias` is added to
-    the logits of those ids. `frequency_penalty` is subtracted from the logit of an id once for each
-    time that it is in the answer already, `presence_penalty` once for all; negative ones make
-    repetition likelier. All three come before the other processing. `processors` and `criteria` are
-    further ones of transformers', which must keep no state.
+    token, and of so many likeliest ones, before any processing. `json_schema` (a dict, JSON, or a
+    pydantic class, of which the schema is kept) and `regex` allow only texts that match; they need
+    the extra `constrained`. `logit_bias` is added to the logits of those ids.
+    `frequency_penalty` is subtracted from the logit of an id once for each time that it is in
+    the answer already, `presence_penalty` once for all; negative ones make repetition likelier.
+    All three come before the other processing. `processors` and `criteria` are further ones of
+    transformers', which must keep no state.
     """
 
     temperature: float = 0.0
@@ -176,6 +192,8 @@ class SamplingConfig:
     criteria: Sequence[StoppingCriteria] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.json_schema, type):  # as `ask` may hand it on
+            object.__setattr__(self, "json_schema", _describe_class(self.json_schema))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name, (kind, holds, wanted) in CHECKS.items():
             value = getattr(self, name)

@@ -1,12 +1,14 @@
-"""JSON answers have no runs of spaces or blank lines between their parts."""
+"""JSON answers: no runs of spaces or blank lines, and schemas of pydantic classes."""
 
 import json
 
 import pytest
 import torch
 
-from restorekv import load_model
+from restorekv import compress, load_model
+from restorekv.errors import RestoreKVError
 from restorekv.generation.constraint import Constraint
+from restorekv.generation.sampling import SamplingConfig
 
 pytest.importorskip("llguidance")
 
@@ -65,3 +67,24 @@ def test_a_schema_may_choose_its_own_spaces(tokenizer):
     text = '{\n\n"open": true, "codes": []}'
     own = SCHEMA | {"x-guidance": {"whitespace_pattern": r"[ \n]*"}}
     assert is_allowed(tokenizer, text, own)
+
+
+def test_a_pydantic_class_is_its_schema():
+    pydantic = pytest.importorskip("pydantic")
+
+    class House(pydantic.BaseModel):
+        open: bool
+        codes: list[int]
+
+    assert SamplingConfig.make(json_schema=House) == SamplingConfig(
+        json_schema=House.model_json_schema()
+    )
+    model, tokenizer = load_model("tiny")
+    text = "The code of the red house is seven. The blue house is open. " * 8
+    small = compress(model, tokenizer, text, ratio=0.5, evictor="knorm", adapter=None)
+    question = "Which house is open?"
+    answer = small.ask(question, 60, json_schema=House)
+    assert answer == small.ask(question, 60, json_schema=House.model_json_schema())
+    assert answer.startswith("{")
+    with pytest.raises(RestoreKVError, match="int is another class; derive"):
+        small.ask(question, json_schema=int)
