@@ -169,7 +169,7 @@ def test_the_covariance_stands_a_large_mean():
 
     class View:
         layer, module, scale = 0, model.model.layers[0].self_attn, shape.head_dim**-0.5
-        rotation = None
+        rotation = sinks = None
 
     for start in range(0, 400, 50):
         view = View()
