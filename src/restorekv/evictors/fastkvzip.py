@@ -79,7 +79,9 @@ class FastKVzip(Gated):
         """Return the sinks, then the window, the most recent last."""
         columns = context.positions
         # A share of short contexts, a fixed number of tokens for long ones.
-        length = int(columns * self.window) if columns < self.long else self.cap
+        length = self.cap
+        if columns < self.long:
+            length = int(columns * self.window)
         window = list_recent_columns(context, length)
         # Sinks count from the start of the prefix.
         sinks = min(max(self.sinks - context.prefix, 0), window.start)

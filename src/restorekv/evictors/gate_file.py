@@ -112,6 +112,7 @@ def write_gate(path: Path, gate: Gate) -> None:
     for index, layer in enumerate(gate.layers):
         for parameter, tensor in layer.items():
             name = f"layers.{index}.{parameter}"
+            # A diverged training would otherwise write a gate that scores NaN.
             if not torch.isfinite(tensor).all():
                 raise GateError(
                     f"The gate's {name} has numbers that are not finite; "
@@ -154,6 +155,7 @@ def split_layers(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, 
     for key, tensor in tensors.items():
         head, _, rest = key.partition(".")
         number, _, parameter = rest.partition(".")
+        # A tensor of another name makes a layer of its own, which the check below refuses.
         layers.setdefault(number if head == "layers" else key, {})[parameter] = tensor
     if set(layers) != {str(index) for index in range(len(layers))}:
         raise GateError(f"The gate {name} has tensors that no gate has, or lacks a layer; {MAKE}.")
@@ -177,6 +179,7 @@ def compute_shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tupl
             "2.weight": (heads, width),
             "2.bias": (heads,),
         }
+    # Sizes that the gate chooses come from its own tensors; the model decides the others.
     rank = layer["q_norm.weight"].shape[0]
     sinks = layer["k_base"].shape[2]
     return {
@@ -267,6 +270,8 @@ def find_shipped_gate(
         card = read_card(path)[0]
         if card.fingerprint == identity.fingerprint:
             return path
+        # The first gate that is made for nearly these weights, unless a later one is for exactly
+        # these.
         similarity = base_weights.measure_similarity(card.weights, own)
         if similar is None and similarity >= base_weights.LEAST_SIMILARITY:
             similar = path
@@ -296,6 +301,7 @@ def load_gate(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate
     if path and path.is_file():
         stat = path.stat()
         state = stat.st_mtime_ns, stat.st_size
+    # A file that changed, or a model that moved, needs another copy.
     key = (source, tuple(kinds), state, model.device)
     gates = _loaded.setdefault(model, {})
     if key not in gates:

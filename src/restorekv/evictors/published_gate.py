@@ -132,7 +132,9 @@ def _read_folder(folder: Path) -> tuple[str, Layers]:
     """Read a KVzap gate, which is linear if its config has no hidden_dim."""
     try:
         config = files.read_record(folder / "config.json", f"{folder / 'config.json'}")
-        kind = "kvzap-linear" if config.get("hidden_dim") is None else "kvzap-mlp"
+        kind = "kvzap-mlp"
+        if config.get("hidden_dim") is None:
+            kind = "kvzap-linear"
         is_kvzap = config.get("model_type") == "kvzap"
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):

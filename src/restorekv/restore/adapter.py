@@ -125,6 +125,7 @@ class RestoreAdapter(nn.Module):
         # The layer and not its matrix: Gemma's scales what it looks up.
         layer: Any = model.get_input_embeddings()
         weight = layer.weight
+        # The caller's own random state is left as it was.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             tokens = torch.randint(len(weight), (n,)) if fixed is None else torch.full((n,), fixed)
@@ -164,6 +165,7 @@ class RestoreAdapter(nn.Module):
         identity = identity or identify_model(model)
         n, hidden = stored.embeddings.shape
         model_hidden = identity.shape.hidden
+        # Another width cannot be this model, whatever the card says.
         if hidden != model_hidden:
             raise AdapterError(
                 f"The adapter {name} is for a model of width {hidden}, this one has "
@@ -172,6 +174,7 @@ class RestoreAdapter(nn.Module):
             )
         card = stored.card
         if card is None:
+            # An adapter of others has no record; what is known of a published one is filled in.
             card = recognize_copy(make_card(model, n, identity), name, folder)
         else:
             base_weights.check_base(f"adapter {name}", card, model, identity, AdapterError)
@@ -216,6 +219,7 @@ class RestoreAdapter(nn.Module):
         card = replace(self.card, restore_tokens=count)
         embeddings = self.embeddings.detach()[:count].clone()
         short = type(self)(self.model, self.config, embeddings, card)
+        # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
         short._folder = self._folder
         return short
@@ -231,6 +235,7 @@ class RestoreAdapter(nn.Module):
         embeddings = self.embeddings[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
+        # The twin with LoRA runs; its pairs are appended by the cache's own `update`.
         backbone = get_backbone(self.adapted_model)
         backbone(
             inputs_embeds=embeddings[None],
@@ -337,6 +342,7 @@ class RestoreAdapter(nn.Module):
                 f"{card.source} is used in kvpress with the chat prefix in the budget "
                 "(prefix_policy='counted'); its authors do not state how it was trained."
             )
+        # Nobody recorded what it was trained for, so nothing can be compared.
         if not card.evictor:
             return
         # An adapter may have been trained for several evictors.

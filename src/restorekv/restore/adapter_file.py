@@ -84,6 +84,7 @@ class AdapterCard:
             for field in fields(self)
             if not matches_type(getattr(self, field.name), field.type)
         ]
+        # An adapter without a range passes.
         low, high = self.ratio_range or (1, 1)
         if not 0 < low <= high <= 1:
             wrong.append("ratio_range")
@@ -165,6 +166,7 @@ def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None
 def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None:
     """Write every file of an adapter."""
     stored.config.save_pretrained(str(fresh))
+    # PEFT writes the file; sorted, the same adapter has the same bytes.
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
     if isinstance(config.get("target_modules"), list):
         config["target_modules"].sort()  # a set, in another order in every process
@@ -175,6 +177,7 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
     save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
 
+    # The card names the bytes of the files next to it and is sealed itself.
     sums = {file: _digest((fresh / file).read_bytes()) for file in SUMMED}
     card = seal.seal_record({"version": VERSION, **asdict(stored.get_card()), "sha256": sums})
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
@@ -224,6 +227,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             raise AdapterError(
                 f"{folder} has no {file}; pass the folder of a complete restore adapter."
             )
+    # Every file is read once: what was checked is what is used.
     with reraise_as(AdapterError):
         raw = {}
         for file in SUMMED:
@@ -262,7 +266,9 @@ def _check_card(
 def _parse_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
     """Return the LoRA config; refuse other kinds of adapter and one that the tensors contradict."""
     entries = files.parse_record(raw, str(folder / CONFIG))
-    kind = entries.get("peft_type") if isinstance(entries, dict) else None
+    kind = None
+    if isinstance(entries, dict):
+        kind = entries.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
             f"{folder} holds a {str(kind)[:40]!r} adapter; a restore adapter is a LORA one."
@@ -296,6 +302,7 @@ def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
             for field in fields(AdapterCard)
             if field.name in entries
         }
+        # JSON has lists only, and the field is a tuple.
         if known["ratio_range"]:
             known["ratio_range"] = tuple(known["ratio_range"])
         card = AdapterCard(**known)

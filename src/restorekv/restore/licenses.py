@@ -120,7 +120,9 @@ def find_base_license(card: AdapterCard) -> str | None:
     Gemma's terms count an adapter as a derivative of the model, to be passed on under them.
     """
     architecture = (card.weights or {}).get("architecture")
-    model_type = architecture.get("model_type") if isinstance(architecture, dict) else None
+    model_type = None
+    if isinstance(architecture, dict):
+        model_type = architecture.get("model_type")
     is_gemma = card.model in (GEMMA3, GEMMA3_ID) or model_type in GEMMA_TYPES
     return GEMMA if is_gemma else None
 

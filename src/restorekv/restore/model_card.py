@@ -46,7 +46,9 @@ def parse_license(readme: str) -> str | None:
         data: Any = ModelCard(readme, ignore_metadata_errors=True).data
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return None
-    names = list(data.license) if isinstance(data.license, list) else [data.license]
+    names = [data.license]
+    if isinstance(data.license, list):
+        names = list(data.license)
     names.append(data.license_name)
     known = [
         normalize_license(name)
@@ -150,7 +152,9 @@ def is_on_hub(card: AdapterCard) -> bool:
     """Return whether others find the base model on the hub; for records without `local`, this
     machine's disk decides.
     """
-    is_local = Path(card.model).exists() if card.local is None else card.local
+    is_local = card.local
+    if is_local is None:
+        is_local = Path(card.model).exists()
     return not is_local and is_hub_name(to_hub_id(card.model))
 
 

@@ -89,7 +89,9 @@ def decide_license(
         fix = "fix the license there"
     if not license:
         is_recorded = normalize_license(card.license or UNKNOWN) != UNKNOWN
-        license = card.license if is_recorded else inherit_license(card, card.data)
+        license = card.license
+        if not is_recorded:
+            license = inherit_license(card, card.data)
         license = license or UNKNOWN
     if strict and not forbids_commercial_use(license):
         raise AdapterError(
@@ -138,7 +140,9 @@ def _find_results(folder: Path, stored: StoredAdapter) -> list[dict] | None:
         return None  # what is damaged is replaced
     if before.card is None or before.card.evictor != stored.get_card().evictor:
         return None
-    return before.card.results if before.weights_hash() == stored.weights_hash() else None
+    if before.weights_hash() == stored.weights_hash():
+        return before.card.results
+    return None
 
 
 # The hub
@@ -260,7 +264,9 @@ def _describe_hub_error(error: Exception, repo: str) -> str:
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         reason = summarize_error(Exception(error.server_message or "no reason"))
-        fix = login if status in (401, 403) else "check the name and try again"
+        fix = "check the name and try again"
+        if status in (401, 403):
+            fix = login
         return f"The hub refuses {repo} ({status}: {reason}); {fix}."
     reason = summarize_error(error)
     if isinstance(error, ValueError):  # front matter that the hub does not take

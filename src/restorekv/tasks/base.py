@@ -72,6 +72,7 @@ class Benchmark(ABC):
         """The tasks that the setting `tasks` names, joined by "+", in the benchmark's order; all if
         it is empty.
         """
+        # Benchmarks without the setting ask all of their tasks.
         setting = getattr(self, "tasks", "")
         given = setting.split("+") if setting else self.known_tasks
         for task in given:

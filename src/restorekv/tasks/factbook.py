@@ -35,7 +35,9 @@ class Factbook(Reading):
     def load_rows(self) -> Iterator[tuple[str, dict]]:
         rows = list(super().load_rows())
         with self.check_form(str(self.locate_file())):
-            splits = split_factbook(row["id"] for _, row in rows) if self.path else {}
+            splits = {}
+            if self.path:
+                splits = split_factbook(row["id"] for _, row in rows)
             yield from (
                 each for each in rows if splits.get(each[1]["id"], EVALUATION) == self.split
             )

@@ -41,7 +41,9 @@ class Lettered(Benchmark):
         """Return the path of the file, or raises RestoreKVError if there is none."""
         path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
         if not self.path or not path.is_file():
-            missing = f"there is no file {path}" if self.path else "its data do not ship"
+            missing = "its data do not ship"
+            if self.path:
+                missing = f"there is no file {path}"
             raise RestoreKVError(
                 f"{self.title} cannot be asked because {missing}; fetch {self.file} from "
                 f"{self.source} and give "
@@ -58,6 +60,7 @@ class Lettered(Benchmark):
         protocols so.
         """
         facts = {"options": list(options), "bare": True}
+        # Question, options and request are one text, as in RestoreKV's own evaluation.
         text = separate_question(add_options(text.strip(), options), protocol)
         return Question(name, self.name, text, (LETTERS[right],), MAX_NEW_TOKENS, facts=facts)
 
@@ -113,6 +116,7 @@ class Quality(Lettered):
             raise RestoreKVError(
                 f"{self.locate_file()} has no question with a gold_label; give the dev set."
             )
+        # The index counts articles before the subset is taken, so that a name means one article.
         for index, ((_, article), rows) in enumerate(merged):
             questions = tuple(
                 self.make_question(
@@ -146,13 +150,16 @@ class Quality(Lettered):
                     and each["gold_label"] in (1, 2, 3, 4)
                     for each in labeled
                 )
+                # Raised inside `check_form`, which says which line is wrong.
                 if not key[1] or not all(valid):
                     raise ValueError(row)
                 articles.setdefault(key, []).extend(labeled)
         return {article: questions for article, questions in articles.items() if questions}
 
     def describe_data(self) -> str:
-        articles = f"first {self.articles} articles" if self.articles else "all articles"
+        articles = "all articles"
+        if self.articles:
+            articles = f"first {self.articles} articles"
         return f"{self.file}, {articles}, {self.subset} questions"
 
 
@@ -185,6 +192,7 @@ class LongHealth(Lettered):
         if len(rows) != 1 or not isinstance(rows[0], dict) or not rows[0]:
             raise RestoreKVError(f"{path} is not one JSON object of patients; fetch it again.")
         read = [self.parse_row(name, rows[0][name], protocol) for name in sorted(rows[0])]
+        # Whole groups only.
         for start in range(0, len(read) - self.patients + 1, self.patients):
             group = read[start : start + self.patients]
             questions = tuple(question for sample in group for question in sample.questions)
@@ -198,7 +206,9 @@ class LongHealth(Lettered):
             records = get_field(patient, "texts", dict)
             blocks = [f"<{title}>\n{get_field(records, title)}\n</{title}>" for title in records]
             about = ", ".join(f"{key.capitalize()}: {get_field(patient, key)}" for key in PATIENT)
-            intro = f"About patient ID {name}, {about}: " if self.patients > 1 else ""
+            intro = ""
+            if self.patients > 1:
+                intro = f"About patient ID {name}, {about}: "
             questions = [
                 self._parse_question(name, row, intro, protocol)
                 for row in get_field(patient, "questions", list)
@@ -213,6 +223,7 @@ class LongHealth(Lettered):
         options = [get_field(row, key) for key in keys if row.get(key)]
         stripped = [option.strip() for option in options]
         right = get_field(row, "correct").strip()
+        # The file names the right answer by its text.
         if right not in stripped:
             raise RestoreKVError(
                 f"{self.locate_file()}: question {row['No']} of {name} has no right option; fix "

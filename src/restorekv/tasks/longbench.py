@@ -99,7 +99,9 @@ class LongBench(Benchmark):
         if question.task in FEW_SHOT:
             answer = answer.split("\n")[0]
         metric = METRICS[question.task]
-        classes = {"classes": question.facts["classes"]} if metric is score_class else {}
+        classes = {}
+        if metric is score_class:
+            classes = {"classes": question.facts["classes"]}
         return max(metric(answer, reference, **classes) for reference in question.answers)
 
     def describe_data(self) -> str:
@@ -156,7 +158,9 @@ def _load_local_task(task: str, path: str) -> Rows:
 def _parse_row(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
     """Return (context, question) of a row in either format."""
     with check_form(f"{place} is not a row of LongBench", "fetch the file again"):
-        facts = {"classes": get_texts(row, "all_classes")} if row["all_classes"] else {}
+        facts = {}
+        if row["all_classes"]:
+            facts = {"classes": get_texts(row, "all_classes")}
         return parse_kvpress_row(
             # Rows of the official files have "input", those of kvpress its own columns.
             {**row, **_add_prompt(task, row)} if "input" in row else row,

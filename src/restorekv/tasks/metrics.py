@@ -41,6 +41,7 @@ def token_f1(prediction: str, reference: str) -> float:
     """
     said = normalize(prediction).split()
     wanted = normalize(reference).split()
+    # Words in common, each as often as both have it.
     common = (Counter(said) & Counter(wanted)).total()
     if not common:
         return 0.0
@@ -73,13 +74,16 @@ def longest_common_f1(prediction: str, reference: str) -> float:
     said = WORDS.findall(prediction.lower())
     wanted = WORDS.findall(reference.lower())
     lengths = [0] * (len(wanted) + 1)  # of the words of `said` so far and each prefix of `wanted`
+    # One row of the table of longest common subsequences at a time.
     for word in said:
         diagonal = 0
         for place, other in enumerate(wanted, 1):
             above = lengths[place]
             lengths[place] = diagonal + 1 if word == other else max(above, lengths[place - 1])
             diagonal = above
-    return 2 * lengths[-1] / (len(said) + len(wanted)) if lengths[-1] else 0.0
+    if lengths[-1]:
+        return 2 * lengths[-1] / (len(said) + len(wanted))
+    return 0.0
 
 
 def rouge_l(prediction: str, reference: str) -> float:
@@ -121,6 +125,7 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
     That is the one met from the end when, where the last words differ, a word of `second` is
     dropped unless dropping one of `first` leaves a longer subsequence.
     """
+    # Words as numbers, so that a row is compared at once.
     numbers = {word: number for number, word in enumerate(dict.fromkeys(second))}
     second_ids = np.array([numbers[word] for word in second])
     # lengths[i, j] is the length of the longest common subsequence of first[:i] and second[:j].
@@ -132,6 +137,7 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
     found = []
     row = len(first)
     column = len(second)
+    # Back from the end along the table.
     while row and column:
         if first[row - 1] == second[column - 1]:
             row -= 1

@@ -104,7 +104,9 @@ class Needle(Benchmark):
 
     def describe_data(self) -> str:
         generated = f"generated prose (restorekv.tasks.prose), seed {self.seed}"
-        return f"text files of {self.path}, by name" if self.path else generated
+        if self.path:
+            return f"text files of {self.path}, by name"
+        return generated
 
     def describe_license(self) -> str:
         return "as the files" if self.path else "Apache-2.0"
@@ -135,6 +137,8 @@ def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
     expected = 0
     ids = []
     while len(ids) < size:
+        # Parts are added until their ids, counted one by one, should be enough; then the whole is
+        # tokenized.
         text += (part := next(parts))
         expected += len(tokenize_text(tokenizer, part))
         if expected >= size:

@@ -117,9 +117,9 @@ class Reading(Benchmark):
         return self.path or f"{self.source}, as it ships"
 
     def to_json(self) -> dict[str, object]:
-        files = (
-            identify_source(str(self.locate_file()))["files"] if self.locate_file().exists() else []
-        )
+        files = []
+        if self.locate_file().exists():
+            files = identify_source(str(self.locate_file()))["files"]
         return {**super().to_json(), "files": files, "wording": WORDING}
 
 

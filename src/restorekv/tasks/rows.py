@@ -72,9 +72,9 @@ def check_form(problem: str, fix: str) -> Iterator[None]:
     except RestoreKVError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        detail = (
-            f" (its field {error} is missing or malformed)" if isinstance(error, FieldError) else ""
-        )
+        detail = ""
+        if isinstance(error, FieldError):
+            detail = f" (its field {error} is missing or malformed)"
         raise RestoreKVError(f"{problem}{detail}; {fix}.") from error
 
 
@@ -100,6 +100,7 @@ def parse_kvpress_row(
     """Return (context, question) of a row in the format of kvpress's data sets; `answers` names the
     answers' field.
     """
+    # kvpress's columns; anything else is refused by name.
     context, text, prefix = (
         get_field(row, key) for key in ("context", "question", "answer_prefix")
     )

@@ -208,6 +208,7 @@ def score_option(prediction: str, reference: str) -> float:
 
     Text within other brackets is compared as well: "f(x) is (B)" says "x".
     """
+    # The letters in the first brackets, wherever they are.
     if "(" in prediction and "(" in reference:
         answer, right = (text.split("(")[1].split(")")[0] for text in (prediction, reference))
         return float(answer == right)
@@ -282,6 +283,7 @@ def _find_first_function(source: str, language: str) -> str:
         node = stack.pop()
         if node.type == kind and _is_named(node, language):
             return encoded[node.start_byte : node.end_byte].decode()
+        # Depth first, in the order of the text.
         stack += reversed(node.children)
     return ""
 

@@ -83,7 +83,9 @@ def token_f1(prediction: str, reference: str) -> float:
     """Return the token F1 of two texts, lower-cased, without punctuation (the SQuAD measure)."""
     ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (prediction, reference))
     common = sum((ours & theirs).values())
-    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+    if common:
+        return 2 * common / (ours.total() + theirs.total())
+    return 0.0
 
 
 def _draw_stories() -> list[list[str]]:
@@ -103,7 +105,9 @@ STORY = _draw_stories()
 
 
 def _join_words(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    if len(parts) == 1:
+        return parts[0]
+    return ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
 def _draw_code(rng: random.Random) -> str:

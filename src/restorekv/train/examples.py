@@ -69,6 +69,7 @@ def count_sources(examples: Sequence[TrainingContext]) -> list[dict[str, object]
             "contexts": len(group),
             "examples": sum(len(example.questions) for example in group),
         }
+        # The record says so only where it holds for every example of the row.
         if all(example.answer_ids is not None for example in group):
             row["answers"] = "written by this model when the data was built"
         rows.append(row)
@@ -79,6 +80,7 @@ def hash_examples(examples: Sequence[TrainingContext]) -> str:
     """Return 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
+        # Another path or line number is not other data.
         digest.update(json.dumps(asdict(replace(example, where=""))).encode())
     return digest.hexdigest()[:16]
 
@@ -117,6 +119,8 @@ def read_examples(
     """Read JSON lines, or the folder of a mixture that this very model has answered (`restorekv
     data build`).
     """
+    # A folder is a mixture, whose answers this very model gave; a file has questions alone, or
+    # drafts.
     if path.is_dir():
         return _read_mixture_examples(path, model, tokenizer)
     # As `ask` puts it between document and question.
@@ -188,12 +192,14 @@ def _read_line_examples(path: Path) -> list[TrainingContext]:
 
 def _parse_example(row: Any, where: str) -> TrainingContext:
     """Return the example of a line's object; refuse a wrong one."""
+    # The form first, so that everything below can rely on it.
     problem = _find_line_fault(row)
     if problem:
         raise RestoreKVError(f"{where} {problem}; fix the line.")
     license = row.get("license")
     if license is not None:
         license = normalize_license(license)
+        # A misspelled license would silently count as unknown and restrict the adapter.
         if license not in KNOWN:
             raise RestoreKVError(
                 f"{where} has the unknown license {license!r}; give a name as on the Hugging Face "
@@ -256,9 +262,12 @@ def check_example_lengths(
     limit = count_usable_positions(model)
     few = 0
     eviction_config = config.make_evictions()[0].config
-    ratio = config.ratio_min if is_sharded(get_backbone(model)) else config.ratio_max
+    ratio = config.ratio_max
+    if is_sharded(get_backbone(model)):
+        ratio = config.ratio_min
     for example in examples:
         context = make_context(tokenizer, example.context)
+        # The longest question and answer decide how many positions a context needs.
         asked = max(encode_text(tokenizer, question).shape[-1] for question in example.questions)
         answer = config.max_new_tokens
         if example.answer_ids:
@@ -271,6 +280,7 @@ def check_example_lengths(
                 "tokens, the longest question and answer, and the model was made for "
                 f"{limit}; shorten it."
             )
+        # One layer and one head are enough: how many restore tokens fit does not depend on L and H.
         budget = eviction_config.make_budget(ratio, context, 1, 1, config.restore_tokens)
         if not budget.restore_tokens:
             raise RestoreKVError(

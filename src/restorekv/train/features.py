@@ -97,6 +97,7 @@ def collect_features(
     folder.mkdir(parents=True, exist_ok=True)
     support.prepare_model(model)
     shape = CacheShape.from_model(model)
+    # What decides the features of any text; with the text's ids it names the origin of a file.
     facts = [fingerprint_model(model), str(model.dtype), target, tokens, seed]
     parts = []
     for index, text in enumerate(texts):
@@ -104,6 +105,7 @@ def collect_features(
         path = folder / f"{index:05d}.safetensors"
         content = json.dumps([facts, context.ids.tolist()])
         origin = hashlib.sha256(content.encode()).hexdigest()[:16]
+        # Files of an earlier run with the same settings are read again below.
         if not path.exists():
             columns = _draw_columns(context, tokens, f"{seed} {index}")
             tensors = observe_context(model, tokenizer, context, target, columns)
@@ -125,6 +127,7 @@ def collect_features(
 
 def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
     """Draw columns of the text and return them in ascending order."""
+    # A hash of the text that names the draw, since Python's own hash differs between processes.
     number = int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
     generator = torch.Generator().manual_seed(number)
     return torch.randperm(context.tokens, generator=generator)[:tokens].sort().values
@@ -151,6 +154,7 @@ def observe_context(
 
     with observe_layers(model, store_hidden):
         full = prefill(model, context.ids)
+    # The evictor as it is run, over the cache that was just filled.
     scores = evictors.make_evictor(target).score(model, tokenizer, context, full)
     return {
         "hidden": hidden[:, context.prefix + columns].transpose(0, 1).contiguous().cpu(),

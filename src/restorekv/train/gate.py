@@ -132,6 +132,7 @@ def train_gate(
     )
     # Whole contexts are held out: tokens of one text are too much alike.
     train, held = data.split_held_out(config.held_out)
+    # Each kind has a way to be fitted and one to be read; both work on all layers at once.
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
     figures = measure_gate(held, stacked, predict, config, model.device)
@@ -213,6 +214,7 @@ def fit_fastkvzip(
         loss = compute_cross_entropy(FastKVzip.predict(gate, hidden), target)
         optimizer.zero_grad()
         loss.backward()
+        # The authors' schedule: a warm-up, then halved at half and at three quarters of the steps.
         optimizer.param_groups[0]["lr"] = config.lr * _scale_rate(step, config.steps)
         optimizer.step()
         progress(step + 1, config.steps, f"loss {float(loss.detach()):.4f}")

@@ -206,11 +206,9 @@ class Ruler(Benchmark):
         generated.
         """
         setting = SETTING[name]
-        return (
-            str(TEXTS / STAND_INS[setting]["file"])
-            if self._uses_shipped_file(name)
-            else getattr(self, setting)
-        )
+        if self._uses_shipped_file(name):
+            return str(TEXTS / STAND_INS[setting]["file"])
+        return getattr(self, setting)
 
     def _make_haystack(self, name: str) -> Callable[[int], Essays]:
         """Return a function of a sample's index: the essays from the first word on, as in RULER, or
@@ -219,7 +217,9 @@ class Ruler(Benchmark):
         Of a novel every sample has an excerpt of its own, since few short samples would see little
         but its opening.
         """
-        sentences = _load_sentences(self._find_file(name)) if self._find_file(name) else []
+        sentences = []
+        if self._find_file(name):
+            sentences = _load_sentences(self._find_file(name))
         if not sentences or self.source != NOVEL:
             essays = Essays(
                 cycle(sentences)
@@ -265,9 +265,9 @@ class Ruler(Benchmark):
         """
         text = re.sub(r"[\x00-\x1f]", "", prediction.strip()).strip().lower()
         matches = [answer.lower() in text for answer in question.answers]
-        return (
-            float(any(matches)) if question.task.startswith("qa") else sum(matches) / len(matches)
-        )
+        if question.task.startswith("qa"):
+            return float(any(matches))
+        return sum(matches) / len(matches)
 
     def to_json(self) -> dict[str, object]:
         """Include what stands in for RULER's own texts, by task, and hashes of the files read."""
@@ -291,11 +291,9 @@ class Ruler(Benchmark):
             }
         novel = "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
         files = {SETTING[name]: file for name in SETTING if (file := self._find_file(name))}
-        subsets = (
-            {"subsets": SUBSETS}
-            if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL
-            else {}
-        )
+        subsets = {}
+        if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL:
+            subsets = {"subsets": SUBSETS}
         return {
             "data": "generated in RULER's form, not RULER's own samples",
             "license": novel if self.source == NOVEL else "Apache-2.0; that of the files given",

@@ -61,6 +61,7 @@ def find_most_units(size: Callable[[int], int], limit: int, least: int, most: in
     Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
     step halves.
     """
+    # Invariant: size(low) <= limit, and size(high) is too large or high is beyond `most`.
     low = least
     high = most + 1
     sizes = {least: size(least)}

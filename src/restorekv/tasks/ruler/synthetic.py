@@ -41,9 +41,12 @@ def track_variables(length: int, tokens: Callable[[str], int]) -> DraftTask:
         return tokens(_draft_example(noises, Random("example"))) + get_answer_limit("vt")
 
     limit = min(EXAMPLE_TOKENS, length // 4)
-    noises = find_most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1
+    noises = 1
+    if size(1) <= limit:
+        noises = find_most_units(size, limit, 1, EXAMPLE_NOISES)
 
     def draft(units: int, rng: Random) -> PromptDraft:
+        # The worked example is drawn anew for every sample.
         solved = _draft_example(noises, rng)
         task = _draft_chain(5, units, rng)
         return task._replace(context=f"{solved}\n\n\n\n{task.context}")
@@ -72,6 +75,7 @@ def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
     ]
     lines = [NOISE + "\n"] * noises
+    # So few noises have too few places for the links between them.
     if noises <= len(links):
         pieces: list[str] = []
         for line in lines:
@@ -122,6 +126,7 @@ def _draw_distinct(count: int, rng: Random) -> list[str]:
     """
     single = list(load_words("noun", "adjective", "verb"))
     rng.shuffle(single)
+    # A dictionary keeps the order and drops repeated words.
     drawn = dict.fromkeys(single)
     while len(drawn) < count:
         drawn[draw_word_pair(rng)] = None
