@@ -219,9 +219,9 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
 KILLED = """
 import os, signal, sys
 from restorekv.cli import main
-from restorekv.data.gather import Attempts
+from restorekv.data.gather import AttemptFile
 
-left, add = int(sys.argv[1]), Attempts.add
+left, add = int(sys.argv[1]), AttemptFile.append_attempts
 
 def cut(self, document, attempts):
     global left
@@ -232,7 +232,7 @@ def cut(self, document, attempts):
         os.kill(os.getpid(), signal.SIGKILL)
     add(self, document, attempts)
 
-Attempts.add = cut
+AttemptFile.append_attempts = cut
 main(sys.argv[2:])
 """
 

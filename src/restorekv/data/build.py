@@ -159,7 +159,9 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
     """
     for source in select_sources(config):
         # A chunk of a book has its length exactly, whatever the shortest context is.
-        shortest = config.chunk if source.name == "pg19" else source.shortest(config)
+        shortest = config.chunk
+        if source.name != "pg19":
+            shortest = source.shortest(config)
         if shortest > longest:
             raise RestoreKVError(
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "

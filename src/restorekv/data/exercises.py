@@ -39,6 +39,7 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
         Pairs of kind and question.
     """
     kinds = [rng.choice(VERBATIM), rng.choice(OPEN)]
+    # More kinds than are wanted: a text may have no place for some.
     kinds += rng.sample(LOCAL, len(LOCAL))
     units = split_units(text)
     exercises = []

@@ -184,7 +184,9 @@ def summarize_sources(manifest: dict) -> list[dict]:
     """
     accounts = []
     for name, source in manifest["sources"].items():
-        written = "answers" if name in ASKED_ONCE else "questions and answers"
+        written = "questions and answers"
+        if name in ASKED_ONCE:
+            written = "answers"
         account = {
             "source": source["title"],
             **_identify_dataset(source.get("from", {})),

@@ -40,7 +40,9 @@ class FilesOrigin(Entry):
 
 def _discriminate_origin(value: Any) -> str:
     # A source comes from the hub or from files; which one decides how its entries are checked.
-    return "hub" if isinstance(value, dict) and "hub" in value else "files"
+    if isinstance(value, dict) and "hub" in value:
+        return "hub"
+    return "files"
 
 
 Origin = Annotated[
@@ -117,5 +119,7 @@ def find_problem(kind: type[Entry], value: object) -> str | None:
         first = error.errors()[0]
         if first["type"] == "value_error":
             return str(first.get("ctx", {})["error"])
-        return f"its {'.'.join(map(str, first['loc']))}" if first["loc"] else "it is no object"
+        if first["loc"]:
+            return f"its {'.'.join(map(str, first['loc']))}"
+        return "it is no object"
     return None
