@@ -4,9 +4,11 @@ from statistics import fmean
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.vllm_kl import ask_vllm, compute_kl
 from restorekv import CompressionConfig, compress
+from restorekv.model.load import load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.vllm import prompt
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
@@ -24,6 +26,19 @@ DOCUMENTS = {
 TOKENS = 12
 
 
+def build_calm_model() -> PreTrainedModel:
+    """Return a model whose layers do not amplify what bfloat16 rounds.
+
+    With the weights of other tests, vLLM and transformers are 0.1 apart without any document.
+    """
+    model = build_model("llama", hidden_size=128, head_dim=32)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if "layers" in name and weights.dim() > 1:
+                weights.mul_(0.3)
+    return model
+
+
 @pytest.mark.parametrize("by_head", [False, True], ids=["pages", "head by head"])
 def test_distributions_are_those_of_ask(tmp_path, monkeypatch, by_head):
     """KL per token below a thousandth, and much more from another document's cache."""
@@ -33,10 +48,11 @@ def test_distributions_are_those_of_ask(tmp_path, monkeypatch, by_head):
         monkeypatch.setattr(head_loop, "FEWEST_TOKENS", 1)
         monkeypatch.setattr(head_loop, "LEAST_WORK", 1)
     monkeypatch.setenv("RESTOREKV_VLLM", "1")
-    model = build_model("llama", hidden_size=128, head_dim=32).to(torch.bfloat16)
     tokenizer = build_tokenizer()
-    model.save_pretrained(tmp_path / "model")
+    build_calm_model().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    # Loaded, because `.to` would round the frequencies of RoPE, too.
+    model, _ = load_model(str(tmp_path / "model"), dtype="bfloat16")
     (tmp_path / "store").mkdir()
     adapter = RestoreAdapter.create(model, 4, rank=2)
     contexts, prompts = [], []
@@ -58,4 +74,4 @@ def test_distributions_are_those_of_ask(tmp_path, monkeypatch, by_head):
         others += compute_kl(model, other.cache.fork(), asked, written, logprobs)
     print(f"KL per token {fmean(own):.7f}, of another document {fmean(others):.7f}")
     assert fmean(own) < 0.001
-    assert fmean(others) > 5 * fmean(own)
+    assert fmean(others) > 0.05, "the test would not see a wrong cache"

@@ -18,7 +18,7 @@ from restorekv.vllm.page_pool import PageTable
 PageReader = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # A document is attended head by head if as many tokens of the step ask it, and if tokens times the
-# pairs of its mean head are as many. Measured, see docs/vllm.md.
+# pairs of its mean head are as many. Measured with SmolLM2's heads by `benchmarks vllm-steps`.
 FEWEST_TOKENS = 8
 LEAST_WORK = 2048
 
