@@ -12,6 +12,7 @@ encoding the pieces between control tokens adds a space to each piece with Llama
 import json
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerFast
 
 from restorekv.errors import RestoreKVError
 
@@ -35,7 +36,9 @@ _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
 
 def refuse_processor(tokenizer: object) -> None:
     """Refuse the processor of a model that also takes images, which holds the tokenizer."""
-    if isinstance(tokenizer, ProcessorMixin):
+    # Its module imports code for images and sounds. Whoever has a processor has imported it.
+    module = sys.modules.get("transformers.processing_utils")
+    if module is not None and isinstance(tokenizer, module.ProcessorMixin):
         raise RestoreKVError(
             f"A tokenizer is needed, not a {type(tokenizer).__name__}; "
             "pass processor.tokenizer, or what AutoTokenizer.from_pretrained loads."
