@@ -82,8 +82,12 @@ def _open(document: Document) -> Portable | CacheFile:
     )
 
 
-def _open_several(documents: Sequence[Document]) -> list[CacheFile]:
-    """Read the documents of one request, which are composed; refuse those that cannot be."""
+def _open_several(documents: Sequence[Document]) -> tuple[list[CacheFile], list[str]]:
+    """Read the documents of one request, which are composed; refuse those that cannot be.
+
+    Returns:
+        The files and their names.
+    """
     files = []
     for document in documents:
         file = _open(document)
@@ -93,9 +97,10 @@ def _open_several(documents: Sequence[Document]) -> list[CacheFile]:
                 "export a composed one."
             )
         files.append(file)
-    composition.make_ids([ragged_documents.identify(file).name for file in files])
+    names = [ragged_documents.identify(file).name for file in files]
+    composition.refuse_wrong_number(names)
     composition.refuse_unlike_parts([composition.describe_part(file) for file in files])
-    return files
+    return files, names
 
 
 def prompt(
@@ -138,8 +143,7 @@ def _identify_and_ask(
         name = identity.name
         ids = identity.ids
     else:
-        files = _open_several(document)
-        names = [ragged_documents.identify(file).name for file in files]
+        files, names = _open_several(document)
         name = composition.name_composition(names)
         ids = composition.make_ids(names)
     # A composed context asks as its first part does.

@@ -67,17 +67,22 @@ def name_composition(names: Sequence[str]) -> str:
     return hashlib.sha256(KIND + " ".join(names).encode()).hexdigest()[:16]
 
 
+def refuse_wrong_number(names: Sequence[str]) -> None:
+    """Raise RestoreKVError where there are too few or too many documents."""
+    if not 2 <= len(names) <= MOST_DOCUMENTS:
+        raise RestoreKVError(
+            f"A request asks 2 to {MOST_DOCUMENTS} documents at once, not {len(names)}; "
+            "compose more with restorekv compose."
+        )
+
+
 def make_ids(names: Sequence[str]) -> tuple[int, ...]:
     """Return the placeholders of a composition.
 
     Raises:
         RestoreKVError: there are too few or too many documents.
     """
-    if not 2 <= len(names) <= MOST_DOCUMENTS:
-        raise RestoreKVError(
-            f"A request asks 2 to {MOST_DOCUMENTS} documents at once, not {len(names)}; "
-            "compose more with restorekv compose."
-        )
+    refuse_wrong_number(names)
     hashed = make_placeholders(KIND + " ".join(names).encode(), HASHED, LARGEST_ID)
     digits = []
     for name in names:

@@ -8,7 +8,7 @@ the kind: `PortableStore`, `RaggedStore`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,11 @@ class StoredDocument:
         return ((self.name, self.path),)
 
 
+def _begins_with(ids: Sequence[int], placeholders: tuple[int, ...]) -> bool:
+    """Whether a prompt begins with a document's placeholders; a damaged file has none."""
+    return bool(placeholders) and tuple(ids[: len(placeholders)]) == placeholders
+
+
 class DocumentStore(ABC):
     """Files of a folder.
 
@@ -180,9 +185,7 @@ class DocumentStore(ABC):
                     f"The prompt does not begin with placeholders of the document {wanted}."
                 )
             return None
-        document = self._match(ids)
-        if document is None and self.scan():
-            document = self._match(ids)
+        document = self._find(lambda each: _begins_with(ids, each.ids))
         if document is None:
             sentences = [
                 "The prompt begins with placeholders of a document that the store does not have."
@@ -191,8 +194,6 @@ class DocumentStore(ABC):
                 if not each.ids and each.path.exists():
                     sentences.append(each.problem)
             raise RestoreKVError(" ".join(sentences))
-        if document.problem:
-            raise RestoreKVError(document.problem)
         path = document.path
         if wanted and wanted not in (document.name, path.stem, path.name):
             raise RestoreKVError(
@@ -202,14 +203,26 @@ class DocumentStore(ABC):
             raise RestoreKVError(f"The prompt has placeholders of {path.name} and no question.")
         return document
 
-    def _match(self, ids: Sequence[int]) -> StoredDocument | None:
-        """Return the known document with these placeholders, if its file is still there.
+    def _find(self, is_asked: Callable[[StoredDocument], bool]) -> StoredDocument | None:
+        """Return the document that is asked; look for new files if no known one is.
+
+        Raises:
+            RestoreKVError: its file is not served.
+        """
+        document = self._match(is_asked)
+        if document is None and self.scan():
+            document = self._match(is_asked)
+        if document is not None and document.problem:
+            raise RestoreKVError(document.problem)
+        return document
+
+    def _match(self, is_asked: Callable[[StoredDocument], bool]) -> StoredDocument | None:
+        """Return the known document that is asked, if its file is still there.
 
         Of several, one that can be served comes first.
         """
         for document in self.documents:
-            own = document.ids
-            if own and tuple(ids[: len(own)]) == own and document.path.exists():
+            if is_asked(document) and document.path.exists():
                 return document
         return None
 

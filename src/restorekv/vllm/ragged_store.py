@@ -87,17 +87,12 @@ class RaggedStore(DocumentStore):
 
     def _find_by_name(self, name: str) -> StoredDocument:
         """Return the document with a name; refuse one that is not here or does not fit."""
-        for is_last in (False, True):
-            for document in self.documents:
-                if document.name == name and document.path.exists():
-                    if document.problem:
-                        raise RestoreKVError(document.problem)
-                    return document
-            if is_last or not self.scan():
-                break
-        raise RestoreKVError(
-            f"The prompt asks several documents, of which the store does not have {name}."
-        )
+        document = self._find(lambda each: each.name == name)
+        if document is None:
+            raise RestoreKVError(
+                f"The prompt asks several documents, of which the store does not have {name}."
+            )
+        return document
 
     def _read_document(self, path: Path) -> StoredDocument:
         try:
