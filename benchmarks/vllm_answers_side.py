@@ -8,13 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-SETTINGS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "HF_HUB_OFFLINE": "1",
-    "RESTOREKV_VLLM": "1",
-}
+from benchmarks.vllm_settings import SETTINGS
+
+ENVIRONMENT = {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": "2", "RESTOREKV_VLLM": "1"}
 
 
 def answer(job: dict) -> dict:
@@ -47,7 +43,7 @@ def answer(job: dict) -> dict:
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     job = json.loads(place.read_text("utf-8"))
-    os.environ.update(SETTINGS)
+    os.environ.update(ENVIRONMENT)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job["own_process"] else "0"
     out = place.with_suffix(".out.json")
     temporary = out.with_suffix(".part")

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from benchmarks.vllm_answers import QUESTIONS
+from benchmarks.vllm_settings import IN_PROCESS, SETTINGS
 from benchmarks.workload import cut_texts, describe_machine
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
@@ -26,14 +27,7 @@ from restorekv.pipeline import compress
 from restorekv.vllm import prompt, ragged_config
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 
-SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "RESTOREKV_VLLM": "1",
-}
+ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "1", "RESTOREKV_VLLM": "1"}
 PLAIN_TOKENS = 300  # of a text that is asked without a document
 
 
@@ -120,7 +114,7 @@ def ask_vllm(
         answer: tokens of an answer.
         vocabulary: V.
     """
-    os.environ.update(SETTINGS)
+    os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
     from restorekv.vllm.plugin import register

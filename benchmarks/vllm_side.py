@@ -11,13 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "HF_HUB_OFFLINE": "1",
-}
+from benchmarks.vllm_settings import IN_PROCESS, SETTINGS
+
+ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "2"}
 
 
 def measure(job: dict) -> dict:
@@ -73,6 +69,6 @@ def measure(job: dict) -> dict:
 
 
 if __name__ == "__main__":
-    os.environ.update(SETTINGS)
+    os.environ.update(ENVIRONMENT)
     place = Path(sys.argv[1])
     place.with_suffix(".out.json").write_text(json.dumps(measure(json.loads(place.read_text()))))

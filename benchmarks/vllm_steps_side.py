@@ -15,13 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+from benchmarks.vllm_settings import IN_PROCESS, SETTINGS
+
+ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "1"}
 PAIRS = (64, 256, 1024, 4096)  # of a head
 TOKENS = (1, 4, 8, 16, 32, 128)  # of a step that ask one document
 ROUNDS = 7
@@ -120,7 +116,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
     job = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    os.environ.update(SETTINGS)
+    os.environ.update(ENVIRONMENT)
     os.environ.pop("RESTOREKV_VLLM", None)
     if job["transfer"]:
         os.environ["RESTOREKV_VLLM"] = "1"
