@@ -192,7 +192,7 @@ class SamplingConfig:
     criteria: Sequence[StoppingCriteria] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.json_schema, type):  # as `ask` may hand it on
+        if isinstance(self.json_schema, type):  # a pydantic class; its schema is kept
             object.__setattr__(self, "json_schema", _describe_class(self.json_schema))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name, (kind, holds, wanted) in CHECKS.items():

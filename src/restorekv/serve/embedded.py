@@ -12,7 +12,6 @@ import asyncio
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -44,7 +43,6 @@ GATHER = 0.005  # seconds that the first question waits for others that come wit
 SHARE = 0.25  # of the seconds that answers take, which a compression gets
 SLICE = 0.05  # seconds that a compression gets at a time
 PREPARING = 4  # questions that are prepared at once
-FIRST_TOKENS = 8  # of conversations without a document, whose caches are held
 
 
 @dataclass(kw_only=True)
@@ -77,8 +75,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
-        # Caches of one token, with which conversations without a document begin.
-        self.first_caches: OrderedDict[int, RaggedCache] = OrderedDict()
+        # The token with which the last conversation without a document began, and its cache.
+        self.first_cache: tuple[int, RaggedCache] | None = None
         self.beginning = threading.Lock()
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
@@ -152,18 +150,16 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             manifest = joined.manifest
             cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
             computed = 0
+            too_long = "Documents and question are longer than {}; shorten them."
         else:
             context, prompt = self.encode_plain(question, 1)
             cache = self._find_first_cache(context.ids)
             cost = NO_CACHE
             computed = context.positions
+            too_long = "The conversation is longer than {}; shorten it."
         room = most - context.positions - len(prompt)
         if room < 1:
-            what = "Documents and question are" if question.documents else "The conversation is"
-            raise RestoreKVError(
-                f"{what} longer than the model's {most:,} positions; shorten "
-                f"{'them' if question.documents else 'it'}."
-            )
+            raise RestoreKVError(too_long.format(f"the model's {most:,} positions"))
         question.limit = min(question.limit, room)
         sampling = question.sampling
         ids = torch.cat([context.ids[0], prompt])[None]
@@ -187,17 +183,14 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         """Return the cache of the first token of a conversation without a document.
 
         The scheduler needs a context to append to, and questions with one cache share its passes.
-        Templates begin with the same token, so there is hardly more than one.
+        A chat template always begins with the same token, so the last cache is nearly always it.
         """
-        first = int(ids[0, 0])
+        token = int(ids[0, 0])
         with self.beginning:
-            cache = self.first_caches.get(first)
-            if cache is None:
+            if self.first_cache is None or self.first_cache[0] != token:
                 cache = RaggedCache.from_full_cache(prefill(self.model, ids))
-                self.first_caches[first] = cache
-                while len(self.first_caches) > FIRST_TOKENS:
-                    self.first_caches.popitem(last=False)
-        return cache
+                self.first_cache = token, cache
+            return self.first_cache[1]
 
     # In the event loop.
 
