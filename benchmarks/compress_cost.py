@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.measure import Peak, serve_job
-from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
@@ -33,6 +32,7 @@ from restorekv.model.names import TINY, get_model_name
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.shipped import find_shipped_adapter
 
 PHASES = ("prefill", "score", "restore", "evict")
 WARM_UP = 64  # tokens

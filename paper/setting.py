@@ -12,11 +12,11 @@ from paper.experiment import OWN, Place, Row
 from paper.recipe import ABLATIONS, CONTEXTS, LONGEST
 from paper.training import Setup, Training
 from restorekv import tasks
-from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.model.names import TINY
 from restorekv.restore import hub
+from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.tiny import world
 from restorekv.train.config import TrainConfig
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from paper.setting import SEEDS, Bench, Setting, check_adapters
 from paper.training import Setup
 from restorekv import tasks
-from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import RestoreKVError
 from restorekv.model.names import SMOLLM2
 from restorekv.restore import adapter_file
+from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.tasks.ruler.benchmark import GROUPS
 from restorekv.train.config import TrainConfig
 

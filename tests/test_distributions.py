@@ -6,13 +6,13 @@ import zlib
 
 import pytest
 
-from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import GateError, ModelError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.model import names
 from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.names import SHIPPING, is_shipping_installed, shipped_path
+from restorekv.restore.shipped import find_shipped_adapter
 from tests.helpers.source import PACKAGE, ROOT
 
 WHEEL_BYTES = 2_000_000

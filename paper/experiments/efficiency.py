@@ -11,13 +11,13 @@ from benchmarks import efficiency_page as charts
 from paper.scores import FAILS, HOLDS, MISSING, JudgedClaim
 from paper.setting import Setting
 from paper.study import Study, Tell, load_figures
-from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.results import make_label
 from restorekv.evaluation.tables import Table, format_number, name_method
 from restorekv.model.load import load_model
+from restorekv.restore.shipped import find_shipped_adapter
 
 LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, GB of cache
 NEAR = 5.0  # percent: what counts as nearly identical

@@ -31,6 +31,7 @@ from restorekv.model.identity import describe_weights
 from restorekv.model.load import load_model
 from restorekv.model.names import SMOLLM2, SMOLLM2_ID, shipped_path
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.shipped import SHARED
 
 TEXTS = Path(__file__).parent / "texts"
 READY = Path(__file__).parent / "data"
@@ -106,7 +107,6 @@ OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
 # One adapter for all of them, on texts of many genres and for mild ratios too: a step draws one of
 # the evictors and two ratios.
-SHARED = "shared"
 OF_SHARED = (
     "--evictor",
     ",".join((FIRST, *OTHERS)),

@@ -12,12 +12,13 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from restorekv import CompressedContext, compress, load_model
-from restorekv.compression import adapters
-from restorekv.compression.adapters import ADAPTERS, find_shipped_adapter, load_adapter
+from restorekv.compression.adapters import ADAPTERS, load_adapter
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.model.names import tiny_path
+from restorekv.restore import shipped as shipped_adapters
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli
 from tests.helpers.compressing import compress_with
@@ -268,7 +269,9 @@ def test_an_adapter_that_other_threads_push_out_is_still_returned(tiny, monkeypa
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
     """A folder that ships for the tiny model instead of its own."""
-    monkeypatch.setattr(adapters, "shipped_path", lambda name, *parts: tmp_path.joinpath(*parts))
+    monkeypatch.setattr(
+        shipped_adapters, "shipped_path", lambda name, *parts: tmp_path.joinpath(*parts)
+    )
     return tmp_path
 
 

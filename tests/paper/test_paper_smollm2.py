@@ -15,7 +15,7 @@ from paper.experiments import EXPERIMENTS, FURTHER, choose_experiments, mechanis
 from paper.setting import ASKED, SEEDS
 from paper.smollm2 import make_smollm2_setting
 from restorekv import tasks
-from restorekv.compression.adapters import find_shipped_adapter, load_adapter
+from restorekv.compression.adapters import load_adapter
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import CELLS, load_results
@@ -23,6 +23,7 @@ from restorekv.evaluation.run import check_cells
 from restorekv.model import gguf, names
 from restorekv.model.names import SMOLLM2_ID
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.train.config import TrainConfig
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model

@@ -5,7 +5,7 @@ import pytest
 from restorekv import load_model
 from restorekv.errors import AdapterError
 from restorekv.model.names import shipped_path
-from restorekv.restore import hub
+from restorekv.restore import shipped
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.hub import fetch_adapter
 from restorekv.train.config import TrainConfig
@@ -34,19 +34,19 @@ def test_a_name_too_long_for_a_path_gets_a_sentence():
 
 
 def test_training_starts_from_an_adapter_that_ships(tiny):
-    shipped = RestoreAdapter.from_pretrained(tiny[0], "tiny:snapkv")
+    adapter = RestoreAdapter.from_pretrained(tiny[0], "tiny:snapkv")
     config = TrainConfig(
         init="tiny:snapkv",
-        restore_tokens=shipped.restore_tokens,
-        rank=shipped.config.r,
-        alpha=shipped.config.lora_alpha,
-        targets=tuple(shipped.config.target_modules),
+        restore_tokens=adapter.restore_tokens,
+        rank=adapter.config.r,
+        alpha=adapter.config.lora_alpha,
+        targets=tuple(adapter.config.target_modules),
     )
     begun = make_initial_adapter(*tiny, config)
-    assert begun.to_stored().weights_hash() == shipped.to_stored().weights_hash()
+    assert begun.to_stored().weights_hash() == adapter.to_stored().weights_hash()
 
 
-def test_adapters_that_are_not_installed_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(hub, "shipped_path", lambda *parts: tmp_path / "nowhere")
+def test_adapters_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setattr(shipped, "is_shipping_installed", lambda name: False)
     with pytest.raises(AdapterError, match=r"not installed; pip install restorekv-smollm2"):
         fetch_adapter("smollm2:shared")

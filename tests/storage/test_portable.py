@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from restorekv import load_portable, seal
-from restorekv.compression.adapters import find_shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model import rope
 from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter_file import read_adapter
+from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.storage import portable
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
 from tests.helpers.models import build_model

@@ -7,27 +7,15 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
-from restorekv.files import read_record
 from restorekv.model.identity import ModelIdentity, identify_model
-from restorekv.model.names import (
-    SHIPPING,
-    get_install_command,
-    get_model_name,
-    is_shipping_installed,
-    shipped_path,
-    to_canonical_name,
-)
+from restorekv.model.names import get_model_name
 from restorekv.restore import hub
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.adapter_file import CARD
-from restorekv.spec import split_specs
+from restorekv.restore.shipped import find_named_adapter, find_shipped_adapter
 
-# The folder of an adapter that was trained for several evictors
-SHARED = "shared"
 # How many adapters a model keeps loaded, and its attribute for them.
 LOADED = 4
 ADAPTERS = "_restorekv_adapters"
@@ -157,48 +145,10 @@ def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | 
     if name == "published":
         return hub.find_published_name(model_name, compressor.spec)
     if name != "auto":
-        shipped = None
-        if ":" in name:
-            shipped = find_shipped_adapter(*name.split(":", 1))
-        return shipped or name
+        return find_named_adapter(name) or name
     config = compressor.config
     folder = find_shipped_adapter(model_name, compressor.spec, config.allocation_spec)
     if folder and config.offset:
         warn("An offset is a control without restoring: no adapter is used.")
         return None
     return folder
-
-
-def find_shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> Path | None:
-    """Return the folder that ships for the model of that name and this evictor, if one does.
-
-    One trained with the allocation (its folder's name ends in it) goes before one trained with the
-    global ranking, and one for this evictor alone before one that was trained for several.
-    """
-    name = to_canonical_name(model)
-    if name not in SHIPPING or not evictor:
-        return None
-    if not is_shipping_installed(name):
-        warn(
-            f"The adapters for {name} are not installed, so nothing is restored; "
-            f"{get_install_command(name)}, or pass adapter=None."
-        )
-        return None
-    for each in (f"{evictor}.{allocation}", evictor):
-        folder = shipped_path(name, "adapters", each)
-        if folder.is_dir():
-            return folder
-    shared = shipped_path(name, "adapters", SHARED)
-    if shared.is_dir() and evictor in _list_trained_evictors(shared):
-        return shared
-    return None
-
-
-def _list_trained_evictors(folder: Path) -> list[str]:
-    """Return the specs of the evictors that an adapter was trained for, as its training was asked
-    for them: without the hash of a gate.
-    """
-    path = folder / CARD
-    record = read_record(path, str(path))
-    settings = record.get("settings") or {}
-    return split_specs(settings.get("evictor") or "")

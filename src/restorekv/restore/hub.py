@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from restorekv.errors import AdapterError
-from restorekv.model.names import SHIPPING, get_install_command, shipped_path
 from restorekv.restore.adapter_file import FILES, AdapterCard
+from restorekv.restore.shipped import find_named_adapter
 
 AUTHORS = "higokri/"
 MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
@@ -61,7 +61,7 @@ def fetch_adapter(
                 "id."
             )
         return Path(name)
-    shipped = _find_shipped(str(name))
+    shipped = find_named_adapter(str(name))
     if shipped is not None:
         return shipped
     try:
@@ -79,29 +79,6 @@ def fetch_adapter(
             f"There is no adapter folder {str(name)!r}, nor can it be fetched from the hub{at}."
         ) from error
     return Path(folder)
-
-
-def _find_shipped(name: str) -> Path | None:
-    """Return the folder of the adapter that ships under MODEL:NAME; None for all other names.
-
-    Raises:
-        AdapterError: the model is one that adapters ship for, and none has that name.
-    """
-    model, colon, adapter = name.partition(":")
-    if not colon or model not in SHIPPING:
-        return None
-    folder = shipped_path(model, "adapters")
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if not names:
-        raise AdapterError(
-            f"The adapters for {model} are not installed; {get_install_command(model)}."
-        )
-    # Compared with what is there, so that no name leads out of the folder.
-    if adapter not in names:
-        raise AdapterError(
-            f"No adapter {adapter[:60]!r} ships for {model}; use one of {', '.join(names)}."
-        )
-    return folder / adapter
 
 
 def recognize_copy(card: AdapterCard, name: str | Path, folder: Path) -> AdapterCard:

@@ -1,0 +1,86 @@
+"""Adapters that ship in distributions of this repository: by the evictor, or as MODEL:NAME."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from restorekv.errors import AdapterError, warn
+from restorekv.files import read_record
+from restorekv.model.names import (
+    SHIPPING,
+    get_install_command,
+    is_shipping_installed,
+    shipped_path,
+    to_canonical_name,
+)
+from restorekv.restore.adapter_file import CARD
+from restorekv.spec import split_specs
+
+# The folder of an adapter that was trained for several evictors
+SHARED = "shared"
+
+
+def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -> Path | None:
+    """Return the folder that ships for the model of that name and this evictor, if one does.
+
+    One trained with the allocation (its folder's name ends in it) goes before one trained with the
+    global ranking, and one for this evictor alone before one that was trained for several.
+    """
+    name = to_canonical_name(model)
+    if name not in SHIPPING or not evictor:
+        return None
+    if not is_shipping_installed(name):
+        warn(
+            f"The adapters for {name} are not installed, so nothing is restored; "
+            f"{get_install_command(name)}, or pass adapter=None."
+        )
+        return None
+    # Compared with what is there, so that no name leads out of the folder.
+    names = _list_names(name)
+    for each in (f"{evictor}.{allocation}", evictor):
+        if each in names:
+            return shipped_path(name, "adapters", each)
+    if SHARED in names:
+        shared = shipped_path(name, "adapters", SHARED)
+        if evictor in _list_trained_evictors(shared):
+            return shared
+    return None
+
+
+def find_named_adapter(name: str) -> Path | None:
+    """Return the folder of the adapter that ships as MODEL:NAME; None for all other names.
+
+    NAME is that of a folder, or of an evictor.
+
+    Raises:
+        AdapterError: the model is one that adapters ship for, and none has that name.
+    """
+    model, colon, adapter = name.partition(":")
+    model = to_canonical_name(model)
+    if not colon or model not in SHIPPING:
+        return None
+    if not is_shipping_installed(model):
+        raise AdapterError(
+            f"The adapters for {model} are not installed; {get_install_command(model)}."
+        )
+    folder = find_shipped_adapter(model, adapter)
+    if folder is None:
+        names = ", ".join(_list_names(model))
+        raise AdapterError(f"No adapter {adapter[:60]!r} ships for {model}; use one of {names}.")
+    return folder
+
+
+def _list_names(model: str) -> list[str]:
+    """Return the names of a model's adapters."""
+    folder = shipped_path(model, "adapters")
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _list_trained_evictors(folder: Path) -> list[str]:
+    """Return the specs of the evictors that an adapter was trained for, as its training was asked
+    for them: without the hash of a gate.
+    """
+    path = folder / CARD
+    record = read_record(path, str(path))
+    settings = record.get("settings") or {}
+    return split_specs(settings.get("evictor") or "")
