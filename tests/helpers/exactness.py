@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import Context
 from restorekv.model.shape import get_backbone, list_full_layers, list_windows
 from tests.helpers.models import build_tokenizer
@@ -63,10 +65,7 @@ def compare(
     for ratio in ratios:
         cache = prepared.evict(ratio)
         asked = ids[:, text:]
-        positions = torch.arange(text, text + question)[None]
-        own = model(
-            input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True
-        ).logits
+        own = read_question(model, cache, asked)
         keep = cache.keep_mask(text)
         expected = plain(input_ids=ids).logits if ratio == 1 else oracle(plain, ids, keep)
         problems += differences(f"logits at ratio {ratio}", own, expected[:, text:])
@@ -75,6 +74,24 @@ def compare(
         if written != wanted[: len(written)] or len(written) < min(answer, len(wanted)):
             problems.append(f"the answer at ratio {ratio} is {written}, not {wanted}")
     return problems
+
+
+def read_question(
+    model: PreTrainedModel, cache: RaggedCache, asked: Tensor, batch: int = 1
+) -> Tensor:
+    """Return the logits of a question (1, q) over a fork of a cache, in `batch` equal rows."""
+    first = cache.get_seq_length()
+    return model(
+        input_ids=asked.expand(batch, -1),
+        position_ids=torch.arange(first, first + asked.shape[-1])[None],
+        use_cache=True,
+        **pass_cache(model, cache.fork(batch)),
+    ).logits
+
+
+def measure_error(own: Tensor, expected: Tensor) -> float:
+    """Return the largest difference from what is expected, relative to the largest logit."""
+    return float((own.double() - expected.double()).abs().max() / expected.abs().max())
 
 
 def differences(what: str, own: Tensor, expected: Tensor) -> list[str]:
@@ -89,7 +106,12 @@ def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | N
     if keep is None:
         stop = TOKENIZER.eos_token_id
         result = plain.generate(
-            ids, max_new_tokens=count, do_sample=False, eos_token_id=stop, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=stop,
+            pad_token_id=0,
         )
         return result[0, ids.shape[1] :].tolist()
     written = []

@@ -18,7 +18,7 @@ from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape, is_hybrid
 from restorekv.model.support import UNLIMITED, get_support
 from tests.helpers import exactness
-from tests.helpers.exactness import TOKENIZER, random_ids
+from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
 from tests.helpers.families import FAMILIES, build_family, example
 from tests.helpers.hybrids import dense_logits, full_rows
 
@@ -62,22 +62,6 @@ def prepare(model, spec="random", context=None):
     return make_compressor(spec).prepare(model, TOKENIZER, context or make_context())
 
 
-def read(model, cache, asked):
-    first = cache.get_seq_length()
-    positions = torch.arange(first, first + asked.shape[-1])[None]
-    with torch.no_grad():
-        return model(
-            input_ids=asked,
-            position_ids=positions,
-            past_key_values=cache.fork(),
-            use_cache=True,
-        ).logits
-
-
-def error(own, expected):
-    return float((own.double() - expected.double()).abs().max() / expected.abs().max())
-
-
 def answer_questions(family, count):
     """Answers to short questions, of RestoreKV in one batch and of `generate` one by one."""
     model = build_family(family)
@@ -89,15 +73,7 @@ def answer_questions(family, count):
     wanted = []
     for each in asked:
         ids = torch.cat([context.ids, each], -1)
-        found = plain.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=ANSWER,
-            do_sample=False,
-            eos_token_id=TOKENIZER.eos_token_id,
-            pad_token_id=0,
-        )
-        wanted.append(found[0, ids.shape[-1] :].tolist())
+        wanted.append(exactness.greedy_ids(plain, ids, ANSWER, None))
     return [each.tolist() for each in written], wanted
 
 
@@ -132,7 +108,9 @@ def test_nothing_is_lost_at_ratio_1(family):
     with torch.no_grad():
         whole = torch.cat([context.ids, asked], -1)
         expected = plain(input_ids=whole).logits[:, TEXT:]
-    assert error(read(model, cache, asked), expected) < CLOSE
+    with torch.no_grad():
+        own = read_question(model, cache, asked)
+    assert measure_error(own, expected) < CLOSE
 
 
 @pytest.mark.parametrize("spec", EVICTORS)
@@ -146,9 +124,11 @@ def test_a_question_sees_what_is_kept(family, spec):
     assert len(keep) == len(full_rows(model)) == CacheShape.from_model(model).layers
     whole = torch.cat([context.ids, asked], -1)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
-    assert error(read(model, cache, asked), expected) < CLOSE
+    with torch.no_grad():
+        own = read_question(model, cache, asked)
+    assert measure_error(own, expected) < CLOSE
     nothing_hidden = dense_logits(model, whole, [])[:, TEXT:]
-    assert error(nothing_hidden, expected) > 100 * CLOSE
+    assert measure_error(nothing_hidden, expected) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,7 +23,7 @@ from restorekv.model.support import UNLIMITED, get_support
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.gate import GateConfig, train_gate
 from tests.helpers import decoders, exactness
-from tests.helpers.exactness import TOKENIZER, random_ids
+from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
 from tests.helpers.hybrids import (
     HYBRIDS,
     WINDOW,
@@ -49,22 +49,6 @@ def prepare(model, spec="random", context=None, **config):
     return compressor.prepare(model, TOKENIZER, context or make_context())
 
 
-def read(model, cache, asked, batch=1):
-    """Logits of a question over a fork."""
-    first = cache.get_seq_length()
-    positions = torch.arange(first, first + asked.shape[-1])[None]
-    return model(
-        input_ids=asked.expand(batch, -1),
-        position_ids=positions,
-        past_key_values=cache.fork(batch),
-        use_cache=True,
-    ).logits
-
-
-def error(own, expected):
-    return float((own.double() - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_layers_of_both_kinds_are_told_apart_and_proven(kind):
     model = build_hybrid(kind)
@@ -88,7 +72,7 @@ def test_nothing_is_lost_at_ratio_1(kind):
     whole = torch.cat([context.ids, asked], -1)
     with torch.no_grad():
         expected = plain(input_ids=whole).logits[:, TEXT:]
-        assert error(read(model, cache, asked), expected) < CLOSE
+        assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -105,7 +89,7 @@ def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
     whole = torch.cat([context.ids, asked], -1)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
     with torch.no_grad():
-        assert error(read(model, cache, asked), expected) < CLOSE
+        assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
@@ -259,7 +243,7 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
     keep = cache.keep_mask(TEXT)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
     with torch.no_grad():
-        assert error(read(model, cache, asked), expected) < CLOSE
+        assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-linear"])
@@ -284,8 +268,8 @@ def test_attention_matching_fits_the_layers_that_see_everything(kind):
     plain = prepare(model, "random").evict(1)
     asked = random_ids(QUESTION, 1)
     with torch.no_grad():
-        assert read(model, whole, asked).equal(read(model, plain, asked))
-        assert not read(model, cache, asked).equal(read(model, plain, asked))
+        assert read_question(model, whole, asked).equal(read_question(model, plain, asked))
+        assert not read_question(model, cache, asked).equal(read_question(model, plain, asked))
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
@@ -331,7 +315,7 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
     with torch.enable_grad():
         prepared = prepare(model, "random", context, offload=offload)
         cache = prepared.with_restore_cache(adapter).evict(0.4)
-        own = read(model, cache, asked)
+        own = read_question(model, cache, asked)
         own.square().mean().backward()
     keep = cache.keep_mask(TEXT)
     gradients = {
@@ -364,7 +348,7 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
                 use_cache=True,
             ).logits
         expected.square().mean().backward()
-    assert error(own.detach(), expected.detach()) < 5e-6  # softmaxes of float32 are in it
+    assert measure_error(own.detach(), expected.detach()) < 5e-6  # softmaxes of float32 are in it
     assert gradients
     for name, weight in adapter.named_parameters():
         if name not in gradients:
@@ -379,11 +363,11 @@ def test_8_bits_hold_what_is_evicted_and_not_the_windows():
     asked = random_ids(QUESTION, 1)
     cache = prepare(model).evict(0.5)
     with torch.no_grad():
-        before = read(model, cache, asked)
+        before = read_question(model, cache, asked)
         attention.store_context(cache, "int8", CacheShape.from_model(model).groups)
-        after = read(model, cache, asked)
+        after = read_question(model, cache, asked)
     assert all(layer.context_keys.dtype == torch.float32 for layer in cache.sliding)
-    assert 0 < error(after, before.double()) < 0.2
+    assert 0 < measure_error(after, before.double()) < 0.2
 
 
 def test_a_model_with_a_window_in_every_layer_is_used_within_it():

@@ -25,7 +25,7 @@ from restorekv.model.shape import get_backbone
 from tests.helpers import exactness
 from tests.helpers.compressing import QUESTIONS, compress_with
 from tests.helpers.compressing import TEXT as SENTENCES
-from tests.helpers.exactness import TOKENIZER, random_ids
+from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
 from tests.helpers.families import example
 from tests.helpers.hybrids import dense_logits
 
@@ -134,30 +134,6 @@ def make_adapter(model):
     return adapter
 
 
-def read(model, cache, asked):
-    first = cache.get_seq_length()
-    positions = torch.arange(first, first + asked.shape[-1])[None]
-    return model(
-        input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True
-    ).logits
-
-
-def error(own, expected):
-    return float((own.double() - expected.double()).abs().max() / expected.abs().max())
-
-
-def generate(plain, ids):
-    written = plain.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=ANSWER,
-        do_sample=False,
-        eos_token_id=TOKENIZER.eos_token_id,
-        pad_token_id=0,
-    )
-    return written[0, ids.shape[-1] :].tolist()
-
-
 def test_nothing_is_lost_at_ratio_1(model):
     plain = exactness.plain_copy(model)
     cache = prepare(model).evict(1)
@@ -165,10 +141,13 @@ def test_nothing_is_lost_at_ratio_1(model):
     whole = torch.cat([make_context().ids, asked], -1)
     with torch.no_grad():
         expected = plain(input_ids=whole).logits[:, TEXT:]
-        assert error(read(model, cache, asked), expected) < CLOSE
+        assert measure_error(read_question(model, cache, asked), expected) < CLOSE
     questions = [random_ids(2 + seed, 20 + seed) for seed in range(6)]
     written = decoding.generate_ids(model, TOKENIZER, cache, questions, ANSWER)
-    wanted = [generate(plain, torch.cat([make_context().ids, each], -1)) for each in questions]
+    wanted = []
+    for each in questions:
+        whole = torch.cat([make_context().ids, each], -1)
+        wanted.append(exactness.greedy_ids(plain, whole, ANSWER, None))
     assert [each.tolist() for each in written] == wanted
 
 
@@ -180,7 +159,7 @@ def test_a_question_sees_what_is_kept(model, spec):
     whole = torch.cat([make_context().ids, asked], -1)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
     with torch.no_grad():
-        assert error(read(model, cache, asked), expected) < CLOSE
+        assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
 def test_an_adapter_is_of_the_language_model_alone(model, tmp_path):
@@ -190,7 +169,7 @@ def test_an_adapter_is_of_the_language_model_alone(model, tmp_path):
     assert len(list(adapter.lora)) == text * 7 * 2
     with torch.enable_grad():
         cache = prepare(model).with_restore_cache(adapter).evict(0.4)
-        read(model, cache, random_ids(QUESTION, 1)).square().mean().backward()
+        read_question(model, cache, random_ids(QUESTION, 1)).square().mean().backward()
     # After the last layer's keys and values nothing of the restore pass is used.
     unused = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     trained = [weight for weight in adapter.lora if weight.grad is not None and weight.grad.any()]
