@@ -34,6 +34,8 @@ TEXT = example.WINDOW + 64
 CLOSE = 2e-5
 LANGUAGE = {**example.SIZES, "vocab_size": 320, "bos_token_id": None, "eos_token_id": 2}
 VISION = {"hidden_size": 16, "num_heads": 2, "patch_size": 14, "initializer_range": 0.2}
+# Of the two later Qwen towers
+PROJECTED = {**VISION, "out_hidden_size": 32, "intermediate_size": 16}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 IMAGE_IDS = {
     "image_token_id": 319,
@@ -74,23 +76,15 @@ def make_qwen2():
 
 
 def make_qwen2_5():
-    vision = {
-        **VISION,
-        "depth": 1,
-        "out_hidden_size": 32,
-        "intermediate_size": 16,
-        "fullatt_block_indexes": [0],
-    }
+    vision = {**PROJECTED, "depth": 1, "fullatt_block_indexes": [0]}
     config = Qwen2_5_VLConfig(text_config=LANGUAGE | ROPE, vision_config=vision, **IMAGE_IDS)
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def make_qwen3():
     vision = {
-        **VISION,
+        **PROJECTED,
         "depth": 2,
-        "out_hidden_size": 32,
-        "intermediate_size": 16,
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from restorekv import CompressionConfig, compose, compress
 from restorekv.context import CompressedContext
@@ -54,15 +55,20 @@ class RaggedWorld:
     expected: list[str]
 
 
+def save_model(place: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, RestoreAdapter]:
+    """Make a small model and an adapter; save the model for vLLM, next to an empty store."""
+    model = build_model("llama", hidden_size=128, head_dim=32)
+    tokenizer = build_tokenizer()
+    for part in (model, tokenizer):
+        part.save_pretrained(place / "model")
+    (place / "store").mkdir()
+    return model, tokenizer, RestoreAdapter.create(model, 4, rank=2)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> RaggedWorld:
     place = tmp_path_factory.mktemp("ragged")
-    model = build_model("llama", hidden_size=128, head_dim=32)
-    tokenizer = build_tokenizer()
-    adapter = RestoreAdapter.create(model, 4, rank=2)
-    model.save_pretrained(place / "model")
-    tokenizer.save_pretrained(place / "model")
-    (place / "store").mkdir()
+    model, tokenizer, adapter = save_model(place)
     prompts, expected = [], []
     for name, (repetitions, ratio, config) in DOCUMENTS.items():
         text = f"The code of the {name} house is seven; nobody lives there. " * repetitions
@@ -152,13 +158,8 @@ def test_answers_are_the_same_head_by_head(world, monkeypatch):
 def grown_world(tmp_path_factory) -> RaggedWorld:
     """Documents that grew, were folded or composed, and requests for several documents."""
     place = tmp_path_factory.mktemp("grown")
-    model = build_model("llama", hidden_size=128, head_dim=32)
-    tokenizer = build_tokenizer()
-    adapter = RestoreAdapter.create(model, 4, rank=2)
-    model.save_pretrained(place / "model")
-    tokenizer.save_pretrained(place / "model")
+    model, tokenizer, adapter = save_model(place)
     store = place / "store"
-    store.mkdir()
     documents = make_grown_documents(store, model, tokenizer, adapter=adapter)
     prompts, expected = [], []
     for names in (*[[name] for name in GROWN], *TOGETHER):

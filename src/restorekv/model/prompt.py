@@ -96,14 +96,12 @@ def make_context(
     refuse_control_tokens(
         find_control_tokens(tokenizer).values(), system, "system message", "the chat template"
     )
-    # The template's text around the words, and the words themselves, are tokenized in one piece: a
-    # boundary token may merge both.
     before, after = split_template(tokenizer, system)
     prefix = encode_text(tokenizer, before=before)
     if isinstance(text, str):
         if not text.strip():
             raise RestoreKVError("The context is empty; give a text with at least one word.")
-        # The prefix is encoded again with the text, so that a boundary token is the model's own.
+        # The prefix is encoded again with the text, because a token may span the boundary.
         ids = encode_text(tokenizer, text, before)
     else:
         # Ids are taken as they are: nothing can merge across the boundary.

@@ -199,7 +199,7 @@ class CacheEngine(Engine, Generic[Active]):
 
         Args:
             question: what is asked.
-            first: tokens that count as the context; a negative number leaves so many to the prompt.
+            first: number of tokens that count as the context; -k leaves the last k to the prompt.
 
         Returns:
             A context, and the ids (q,) that follow it.

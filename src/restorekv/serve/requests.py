@@ -291,8 +291,8 @@ class ParsedChat:
 def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
     """Return what a request asks: system messages first, then user and assistant in turn.
 
-    Documents may be parts of any message but the assistant's. All of them, in their order, stand
-    before the conversation; the texts of a message stay together.
+    Any message but the assistant's may hold documents. The model reads all of them first, in their
+    order; the texts of a message stay together.
 
     Args:
         request: what was sent.
