@@ -55,6 +55,7 @@ from tests.helpers.serving import (  # noqa: E402
     ask,
     client_of,
     expected,
+    generate_plainly,
     listening,
     until,
     upload,
@@ -378,6 +379,21 @@ def test_answers_are_the_librarys(client, file, tiny_tokenizer):
         each.choices[0].delta.content or "" for each in chunks if each.choices
     ) == small.ask(QUESTION, 12)
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == small.context.positions
+
+
+@pytest.mark.slow
+def test_without_a_document_any_replica_answers_as_the_plain_model(client, tiny_tokenizer):
+    model = own(tiny_tokenizer).model
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "Seven."},
+        {"role": "user", "content": "And the other?"},
+    ]
+    answer, tokens = generate_plainly(model, tiny_tokenizer, messages)
+    for _ in range(3):
+        reply = ask(client, messages)
+        assert reply.choices[0].message.content == answer
+        assert (reply.usage.prompt_tokens, reply.restorekv["pairs"]) == (tokens, 0)
 
 
 @pytest.mark.slow
