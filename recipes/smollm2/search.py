@@ -8,8 +8,8 @@ steps for all.
 `prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the
 teacher's targets of the shorter training contexts, and of one development passage of every genre
 and some made documents. `run` trains a variant and measures its divergence from the full cache on
-the development passages. `table` compares the variants pair by pair with the first one. Everything
-is resumable: what is in FOLDER is not computed again.
+the development passages; the adapter is kept beside the result. `table` compares the variants pair
+by pair with the first one. Everything is resumable: what is in FOLDER is not computed again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Variant:
 
     restore_tokens: int = 4
     rank: int = 12
-    init: bool = True  # begin with the adapter for KVzip that shipped before, trained on stories
+    # The shipped adapter to begin with: KVzip's, trained on stories, or the one for six evictors,
+    # trained on 40 genres; none: a new one
+    init: str = "kvzip"
     lr: float = 5e-4
     questions: int = 4
     ratio_min: float = 0.025
@@ -78,7 +80,7 @@ class Variant:
     ratio_weight: float = 0.0
     loss_power: float = 1.0  # minimized; 0: the logarithm, so that all ratios weigh the same
     hidden_weight: float = 0.0  # of the distance of the last hidden states
-    shift_from: float = 0.0  # above this ratio a learned vector is added to the embeddings
+    knows_ratio: bool = False  # learn vectors that tell the restore tokens the ratio
     means: bool = False  # add the mean of a chunk's embeddings to each restore token
     made: bool = True  # train on made documents too
 
@@ -91,21 +93,27 @@ VARIANTS = {
     "root": Variant(loss_power=0.5),
     "relative": Variant(loss_power=0.0),
     "hidden": Variant(hidden_weight=0.5),
-    "shift": Variant(shift_from=0.1),
-    "shift, relative": Variant(shift_from=0.1, loss_power=0.0),
+    "knows r": Variant(knows_ratio=True),
+    "knows r, relative": Variant(knows_ratio=True, loss_power=0.0),
+    "shared": Variant(init="shared", loss_power=0.5),
+    "shared, knows r": Variant(init="shared", loss_power=0.5, knows_ratio=True),
+    "shared, knows r, relative": Variant(init="shared", loss_power=0.0, knows_ratio=True),
     "lr 1e-3": Variant(lr=1e-3),
     "lr 2e-4": Variant(lr=2e-4),
     "2 questions": Variant(questions=2),
     "nothing made": Variant(made=False),
     "means": Variant(means=True),
-    "scratch": Variant(init=False, lr=1e-3),
-    "scratch, n 8": Variant(init=False, lr=1e-3, restore_tokens=8),
-    "scratch, n 16": Variant(init=False, lr=1e-3, restore_tokens=16),
-    "scratch, n 2": Variant(init=False, lr=1e-3, restore_tokens=2),
-    "scratch, means": Variant(init=False, lr=1e-3, means=True),
-    "scratch, rank 32": Variant(init=False, lr=1e-3, rank=32),
-    "scratch, rank 8": Variant(init=False, lr=1e-3, rank=8),
+    "scratch": Variant(init="", lr=1e-3),
+    "scratch, n 8": Variant(init="", lr=1e-3, restore_tokens=8),
+    "scratch, n 16": Variant(init="", lr=1e-3, restore_tokens=16),
+    "scratch, n 2": Variant(init="", lr=1e-3, restore_tokens=2),
+    "scratch, means": Variant(init="", lr=1e-3, means=True),
+    "scratch, rank 32": Variant(init="", lr=1e-3, rank=32),
+    "scratch, rank 8": Variant(init="", lr=1e-3, rank=8),
 }
+
+# What is measured beside the variants: KVzip alone, and shipped adapters as they are
+UNTRAINED = {"alone": "", "shipped": "kvzip", "shipped shared": "shared"}
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,7 @@ class Bench:
         the last hidden states.
         """
         if restorer is not None:
-            prepared = restorer.restore_context(prepared, ratio)
+            prepared = restorer.restore_context(prepared)
         cache = prepared.evict(f"{ratio:.6f}")
         output = run_answers(
             self.model, cache, [t.ids for t in targets], [t.answer_length for t in targets]
@@ -232,7 +240,7 @@ class Restorer:
         self.variant = variant
         if variant.init:
             self.adapter = RestoreAdapter.from_pretrained(
-                bench.model, shipped_path("smollm2", "adapters", "kvzip")
+                bench.model, shipped_path("smollm2", "adapters", variant.init)
             )
         else:
             n = variant.restore_tokens
@@ -240,34 +248,24 @@ class Restorer:
             self.adapter = RestoreAdapter.create(
                 bench.model, n, rank=rank, alpha=2.0 * rank, seed=seed
             )
-        self.embeddings = self.adapter.embeddings
-        self.shift = torch.nn.Parameter(torch.zeros_like(self.embeddings))
+        if variant.knows_ratio:
+            self.adapter.learn_ratio()
 
     def parameters(self) -> list[Tensor]:
-        own = [self.shift] if self.variant.shift_from else []
-        return [
-            *(parameter for parameter in self.adapter.parameters() if parameter.requires_grad),
-            *own,
-        ]
+        return [parameter for parameter in self.adapter.parameters() if parameter.requires_grad]
 
-    def restore_context(self, prepared: ScoredContext, ratio: float) -> ScoredContext:
-        """Return the context with the restore cache for a ratio."""
-        inputs = self.embeddings
-        if self.variant.shift_from:
-            share = math.log(ratio / self.variant.shift_from) / math.log(
-                self.variant.ratio_max / self.variant.shift_from
-            )
-            inputs = inputs + min(max(share, 0.0), 1.0) * self.shift
-        if self.variant.means:
-            table = self.bench.model.get_input_embeddings()
-            context = prepared.context
-            states = table(context.ids[0, context.prefix :])
-            inputs = inputs + torch.stack(
-                [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
-            )
+    def restore_context(self, prepared: ScoredContext) -> ScoredContext:
+        """Return the context with its restore cache."""
+        if not self.variant.means:
+            return prepared.with_restore_cache(self.adapter)
+        table = self.bench.model.get_input_embeddings()
+        context = prepared.context
+        states = table(context.ids[0, context.prefix :])
+        inputs = self.adapter.embeddings
+        means = [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
+        inputs = inputs + torch.stack(means)
         # The adapter reads its own attribute; the sum is in its place for one pass, with gradients
-        # to all parts. The training loop has no hook for this, since a restore pass that depends on
-        # the ratio would have to be repeated for every ratio of a context.
+        # to both parts.
         parameter = self.adapter._parameters.pop("embeddings")
         self.adapter.embeddings = inputs
         try:
@@ -461,15 +459,17 @@ def run_variants(options: argparse.Namespace) -> None:
                     flush=True,
                 )
 
-        if name in ("alone", "shipped"):
-            variant = Variant()
-            restorer = Restorer(bench, variant, 0) if name == "shipped" else None
+        if name in UNTRAINED:
+            variant = Variant(init=UNTRAINED[name])
+            restorer = Restorer(bench, variant, 0) if variant.init else None
         else:
             variant = VARIANTS[name]
             restorer = train_variant(bench, variant, options.steps, options.seed, report)
         seconds = time.perf_counter() - start
         measured = bench.measure_divergence(restorer)
         path.parent.mkdir(exist_ok=True)
+        if restorer is not None and name not in UNTRAINED:
+            restorer.adapter.save_pretrained(path.with_suffix(""))
         result = {
             "variant": name,
             **asdict(variant),
@@ -533,7 +533,7 @@ def print_table(options: argparse.Namespace) -> None:
     ]
     if not results:
         raise SystemExit(f"{options.folder} has no results; run some variants first.")
-    order = ["alone", "shipped", *VARIANTS]
+    order = [*UNTRAINED, *VARIANTS]
     results.sort(
         key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"])
     )

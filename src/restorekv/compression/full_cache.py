@@ -1,7 +1,8 @@
 """The plain road from a context to a small cache: it holds the full cache on the way.
 
     prefill and score    one pass of the model over S + T columns, and scores (L, H, T) of all pairs
-    restore pass         n more columns over the full cache (Eq. 5)
+    restore pass         n more columns over the full cache (Eq. 5); of an adapter that knows the
+                         ratio, once for every ratio
     evict                B = floor(r * T_b * L * H); the B - n*L*H best pairs stay (Eqs. 1-3, 6)
 
 The first two are expensive and do not depend on the ratio. `evict` chooses pairs and gathers them.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Self
 
 import torch
@@ -104,12 +106,13 @@ class ScoredContext(PreparedContext):
     streaming: None = field(default=None, init=False)
     scores: Tensor
     restore_tokens: int = 0
-    evicted_adapter: RestoreAdapter | None = None  # for a restore pass over each evicted cache
+    # For a restore pass of every evicted cache: over that cache, or over the full one for its ratio
+    late_adapter: RestoreAdapter | None = None
     restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
-        """Run the restore pass over the full cache, unless it reads evicted caches. Gradients reach
-        the adapter.
+        """Run the restore pass over the full cache, unless it reads evicted caches or depends on
+        the ratio. Gradients reach the adapter.
         """
         if self.restore_tokens:
             raise RestoreKVError(
@@ -120,8 +123,12 @@ class ScoredContext(PreparedContext):
                 "An offset is the control without restore states; prepare without it to restore."
             )
         # Each evicted cache then gets a restore pass of its own, in `evict`.
-        if self.config.restore_from == "evicted":
-            return replace(self, evicted_adapter=adapter, restore_tokens=adapter.restore_tokens)
+        if self.config.restore_from == "evicted" or adapter.knows_ratio:
+            return replace(self, late_adapter=adapter, restore_tokens=adapter.restore_tokens)
+        return self._run_restore_pass(adapter)
+
+    def _run_restore_pass(self, adapter: RestoreAdapter, ratio: Fraction | None = None) -> Self:
+        """Return the same context with the restore cache of a pass over the full cache."""
         seconds = dict(self.seconds)
         # A view shares the full cache and joins one layer at a time; a ragged cache reads it in
         # place.
@@ -131,13 +138,23 @@ class ScoredContext(PreparedContext):
             else RaggedCache.from_full_cache(self.full)
         )
         with time_phase(seconds, "restore"):
-            adapter.append(cache)
+            adapter.append(cache, ratio=ratio)
         return replace(
             self,
             restore_cache=tuple((layer.keys, layer.values) for layer in list_dense_layers(cache)),
             restore_tokens=adapter.restore_tokens,
+            late_adapter=None,
             seconds=seconds,
         )
+
+    def _restore_for(self, budget: Budget) -> Self:
+        """Return the same context with the restore cache for a budget's ratio, if it is not there
+        yet and the pass reads the full cache.
+        """
+        adapter = self.late_adapter
+        if adapter is None or self.config.restore_from == "evicted" or not budget.restore_tokens:
+            return self
+        return self._run_restore_pass(adapter, budget.ratio)
 
     def _fits_joined(self) -> bool:
         """Return whether a restore pass may copy each layer for SDPA, which gets the pairs once for
@@ -174,6 +191,7 @@ class ScoredContext(PreparedContext):
             )
         budget = self.make_budget(budget, restore_tokens)
         budget.require_at_most(self.restore_tokens)
+        restored = self._restore_for(budget).restore_cache
         # From here on: choose pairs by score, gather them layer by layer, then add the restore
         # cache.
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
@@ -181,14 +199,28 @@ class ScoredContext(PreparedContext):
             keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)
         # The restore pass is causal: its first columns are those of a shorter one.
         first = budget.restore_tokens
-        tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in self.restore_cache]
+        tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restored]
         cache = RaggedCache.from_dense(self.full, keep, tail or None, self.config.offset, consume)
-        if self.evicted_adapter and budget.restore_tokens:
-            self.evicted_adapter.append(cache, budget.restore_tokens)
+        if self.late_adapter and budget.restore_tokens and not restored:
+            self.late_adapter.append(cache, budget.restore_tokens, budget.ratio)
             cache.commit_tail()
         # The budget is exact, in every head, layer and allocation.
         assert self.config.count_pairs(cache, self.context) == budget.pairs
         return cache
+
+    def evict_timed(
+        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
+    ) -> tuple[RaggedCache, dict[str, float]]:
+        """Return the cache that `evict` makes, and the seconds of the restore pass for its ratio,
+        if it needs one, and of the eviction.
+        """
+        budget = self.make_budget(budget, restore_tokens)
+        ready = self._restore_for(budget)
+        cache, seconds = super(ScoredContext, ready).evict_timed(budget, consume=consume)
+        before = self.seconds.get("restore", 0.0)
+        if ready is not self:
+            seconds["restore"] = ready.seconds["restore"] - before
+        return cache, seconds
 
     def competing_scores(self) -> Tensor:
         """Return the scores of the pairs that compete: (L, H, T), or (L, H, S + T) with the prefix

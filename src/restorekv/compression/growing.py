@@ -127,14 +127,14 @@ class Growth:
         )
         restored: list[Pairs] = []
         if adapter is not None and tokens and config.restore_from == "full":
-            restored = run_restore_pass(adapter, read, tokens, self.seconds)
+            restored = run_restore_pass(adapter, read, self.budget, self.seconds)
         with time_phase(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
             keep = config.mark_kept(scores, min(room, scores.numel()))
             cache = self._gather(read, keep, restored)
         if adapter is not None and tokens and not restored:
             with time_phase(self.seconds, "restore"):
-                adapter.append(cache, tokens)
+                adapter.append(cache, tokens, self.budget.ratio)
                 cache.commit_tail()
         return cache
 

@@ -170,13 +170,13 @@ class Stream:
             self._note_most(cache)
             restored: list[Pairs] = []
             if adapter is not None and last and reads_before_eviction:
-                restored = run_restore_pass(adapter, cache, tokens, self.seconds)
+                restored = run_restore_pass(adapter, cache, self.budget, self.seconds)
             with time_phase(self.seconds, "evict"):
                 self._evict_part(cache, part, restored, last)
         assert cache is not None, "a context has at least one part"
         if adapter is not None and tokens and not reads_before_eviction:
             with time_phase(self.seconds, "restore"):
-                adapter.append(cache, tokens)
+                adapter.append(cache, tokens, self.budget.ratio)
                 cache.commit_tail()
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
@@ -277,12 +277,13 @@ class Stream:
 
 
 def run_restore_pass(
-    adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]
+    adapter: RestoreAdapter, cache: RaggedCache, budget: Budget, seconds: dict[str, float]
 ) -> list[Pairs]:
     """Return the restore cache of a pass over all that is held, layer by layer."""
+    tokens = budget.restore_tokens
     with time_phase(seconds, "restore"):
         view = read_only_view(cache)
-        adapter.append(view, tokens)
+        adapter.append(view, tokens, budget.ratio)
     restored = []
     for layer in list_dense_layers(view):
         restored.append((layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()))

@@ -13,8 +13,10 @@ gradient.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +41,39 @@ from restorekv.restore.lora import NAME, attach_lora, check_lora_fit
 from restorekv.spec import split_specs
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The ratio at which ratio vectors add nothing to the embeddings.
+MIDDLE_RATIO = 0.1
 
 
 class RestoreAdapter(nn.Module):
     """`embeddings` (n, d) and the LoRA of every target layer, float32 and nothing else.
+
+    An adapter that knows the ratio also has `ratio_vectors` (n, d): the restore pass for a ratio r
+    reads embeddings + ln(r / 0.1) * ratio_vectors. At tight ratios much was evicted and the restore
+    pairs have to stand for it; at mild ones nearly all is there and they had better be silent.
 
     All of it is trainable, but for embeddings that are fixed. An adapter works on the one `model`
     that it was made for. Several adapters of one model do not disturb each other.
     """
 
     embeddings: nn.Parameter
+    ratio_vectors: nn.Parameter | None
 
     def __init__(
-        self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: AdapterCard
+        self,
+        model: PreTrainedModel,
+        config: LoraConfig,
+        embeddings: Tensor,
+        card: AdapterCard,
+        ratio_vectors: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.embeddings = nn.Parameter(
             embeddings.to(model.device, torch.float32), card.embeddings == "learned"
         )
+        self.ratio_vectors = None
+        if ratio_vectors is not None:
+            self.ratio_vectors = nn.Parameter(ratio_vectors.to(model.device, torch.float32))
         self.config = config
         self.card = card
         adapted, layers = attach_lora(model, config)
@@ -179,7 +196,7 @@ class RestoreAdapter(nn.Module):
         else:
             base_weights.check_base(f"adapter {name}", card, model, identity, AdapterError)
         check_lora_fit(name, model, stored.lora)
-        adapter = cls(model, stored.config, stored.embeddings, card)
+        adapter = cls(model, stored.config, stored.embeddings, card, stored.ratio_vectors)
         adapter.load_lora(name, stored.lora)
         adapter._folder = folder
         if evictor is not None:
@@ -190,6 +207,11 @@ class RestoreAdapter(nn.Module):
     def restore_tokens(self) -> int:
         """Return n."""
         return self.embeddings.shape[0]
+
+    @property
+    def knows_ratio(self) -> bool:
+        """Return whether the restore pass depends on the ratio: each ratio needs its own."""
+        return self.ratio_vectors is not None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -218,21 +240,42 @@ class RestoreAdapter(nn.Module):
             )
         card = replace(self.card, restore_tokens=count)
         embeddings = self.embeddings.detach()[:count].clone()
-        short = type(self)(self.model, self.config, embeddings, card)
+        vectors = None
+        if self.ratio_vectors is not None:
+            vectors = self.ratio_vectors.detach()[:count].clone()
+        short = type(self)(self.model, self.config, embeddings, card, vectors)
         # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
         short._folder = self._folder
         return short
 
-    def append(self, full: Cache, count: int | None = None) -> None:
+    def learn_ratio(self) -> None:
+        """Add ratio vectors of zero, from which training learns to tell the ratios apart."""
+        if self.ratio_vectors is None:
+            self.ratio_vectors = nn.Parameter(torch.zeros_like(self.embeddings))
+
+    def make_inputs(self, ratio: float | Fraction | None = None) -> Tensor:
+        """Return what the restore tokens read at a ratio, (n, d) float32."""
+        if self.ratio_vectors is None:
+            return self.embeddings
+        if ratio is None:
+            raise AdapterError(
+                "The adapter's restore pass depends on the ratio; say at which ratio it runs."
+            )
+        return self.embeddings + math.log(float(ratio) / MIDDLE_RATIO) * self.ratio_vectors
+
+    def append(
+        self, full: Cache, count: int | None = None, ratio: float | Fraction | None = None
+    ) -> None:
         """Run the n tokens, or the first `count`, over a cache, which grows by their pairs.
 
         `full` is an evicted cache, or a view of the full cache of S + T columns: the view grows,
-        and what it shows does not. Gradients reach E and LoRA.
+        and what it shows does not. Gradients reach E and LoRA. `ratio` is that of the cache that
+        the pairs are for, which an adapter that knows the ratio needs.
         """
         # The restore tokens stand right after everything that was read.
         first = full.get_seq_length()
-        embeddings = self.embeddings[:count].to(self.model.dtype)
+        embeddings = self.make_inputs(ratio)[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         # The twin with LoRA runs; its pairs are appended by the cache's own `update`.
@@ -391,8 +434,12 @@ class RestoreAdapter(nn.Module):
     def to_stored(self, dtype: torch.dtype = torch.float32) -> StoredAdapter:
         """Return what a file holds; `dtype` is that of the LoRA weights in it."""
         lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
-        card = replace(self.card, dtype=str(dtype).removeprefix("torch."))
-        return StoredAdapter(self.config, lora, self.embeddings.detach().cpu(), card)
+        dtype_name = str(dtype).removeprefix("torch.")
+        card = replace(self.card, dtype=dtype_name, knows_ratio=self.knows_ratio)
+        vectors = None
+        if self.ratio_vectors is not None:
+            vectors = self.ratio_vectors.detach().cpu()
+        return StoredAdapter(self.config, lora, self.embeddings.detach().cpu(), card, vectors)
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write the published format, `restorekv.json` and a model card, with LoRA weights of
@@ -452,7 +499,10 @@ class RestoreAdapter(nn.Module):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         """Return what training changes, by name."""
-        return {"embeddings": self.embeddings, **self.tensors}
+        trainable = {"embeddings": self.embeddings, **self.tensors}
+        if self.ratio_vectors is not None:
+            trainable["ratio_vectors"] = self.ratio_vectors
+        return trainable
 
     def _look_up_license(self) -> None:
         """Add the license that only the files next to the weights name; see

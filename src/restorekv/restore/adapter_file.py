@@ -1,7 +1,8 @@
 """A restore adapter on disk, in the format in which adapters are published.
 
 adapter_config.json, adapter_model.safetensors   a PEFT LoRA adapter
-restore_embeddings.safetensors                   one tensor "restore_embeddings" (n, d)
+restore_embeddings.safetensors                   "restore_embeddings" (n, d), and "ratio_vectors"
+                                                 (n, d) of an adapter that knows the ratio
 restorekv.json                                   the record of its training, with checksums
 README.md                                        the model card
 
@@ -55,6 +56,7 @@ class AdapterCard:
         between: the text between document and question in training.
         helps_up_to: the highest ratio at which a cache restored by it was no further from the full
             one than without, on texts kept out of training.
+        knows_ratio: whether the restore pass depends on the ratio, by ratio vectors.
     """
 
     model: str
@@ -77,6 +79,7 @@ class AdapterCard:
     weights: dict[str, Any] | None = None
     between: str | None = None
     helps_up_to: float | None = None
+    knows_ratio: bool = False
 
     def __post_init__(self) -> None:
         wrong = [
@@ -104,13 +107,14 @@ class AdapterCard:
 @dataclass(frozen=True)
 class StoredAdapter:
     """An adapter as its files hold it: `lora` by the model's own module names, `embeddings` (n,
-    d).
+    d), and `ratio_vectors` (n, d) if it knows the ratio.
     """
 
     config: LoraConfig
     lora: dict[str, Tensor]
     embeddings: Tensor
     card: AdapterCard | None
+    ratio_vectors: Tensor | None = None
 
     def get_card(self) -> AdapterCard:
         """Return the card, which every adapter that is written has."""
@@ -122,7 +126,10 @@ class StoredAdapter:
         use.
         """
         sha = hashlib.sha256()
-        for name, value in sorted({"embeddings": self.embeddings, **self.lora}.items()):
+        tensors = {"embeddings": self.embeddings, **self.lora}
+        if self.ratio_vectors is not None:
+            tensors["ratio_vectors"] = self.ratio_vectors
+        for name, value in sorted(tensors.items()):
             sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
         return sha.hexdigest()[:16]
 
@@ -175,7 +182,10 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
 
     lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
     save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
-    save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
+    inputs = {"restore_embeddings": stored.embeddings.contiguous()}
+    if stored.ratio_vectors is not None:
+        inputs["ratio_vectors"] = stored.ratio_vectors.contiguous()
+    save_file(inputs, fresh / EMBEDDINGS)
 
     # The card names the bytes of the files next to it and is sealed itself.
     sums = {file: _digest((fresh / file).read_bytes()) for file in SUMMED}
@@ -238,24 +248,37 @@ def read_adapter(folder: Path) -> StoredAdapter:
         weights = _parse_weights(raw[WEIGHTS], folder / WEIGHTS)
         lora = {key.removeprefix(PREFIX): value for key, value in weights.items()}
         config = _parse_config(folder, raw[CONFIG], lora)
-        embeddings = _parse_weights(raw[EMBEDDINGS], folder / EMBEDDINGS).get("restore_embeddings")
+        inputs = _parse_weights(raw[EMBEDDINGS], folder / EMBEDDINGS)
+    embeddings = inputs.get("restore_embeddings")
+    vectors = inputs.get("ratio_vectors")
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
         raise AdapterError(
             f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter."
         )
+    if vectors is not None and (vectors.shape, vectors.dtype) != (embeddings.shape, torch.float32):
+        raise AdapterError(
+            f"{folder / EMBEDDINGS} has ratio_vectors of another shape than its "
+            "restore_embeddings, or of another dtype than float32; fetch or train the adapter "
+            "again."
+        )
     if card is not None:
-        _check_card(folder, card, lora, embeddings)
-    return StoredAdapter(config, lora, embeddings, card)
+        _check_card(folder, card, lora, embeddings, vectors)
+    return StoredAdapter(config, lora, embeddings, card, vectors)
 
 
 def _check_card(
-    folder: Path, card: AdapterCard, lora: dict[str, Tensor], embeddings: Tensor
+    folder: Path,
+    card: AdapterCard,
+    lora: dict[str, Tensor],
+    embeddings: Tensor,
+    ratio_vectors: Tensor | None,
 ) -> None:
     """Refuse a record that contradicts the tensors."""
     dtypes = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
     if (
         card.restore_tokens != len(embeddings)
         or embeddings.dtype != torch.float32
+        or card.knows_ratio != (ratio_vectors is not None)
         or not dtypes <= {card.dtype}
     ):
         raise AdapterError(

@@ -70,6 +70,11 @@ class TrainConfig:
         "", "Adapter to start from: a folder, a hub id or smollm2:NAME; a new one by default."
     )
     embeddings: str = setting("learned", "learned, or fixed: a control with n line breaks.")
+    knows_ratio: bool = setting(
+        False,
+        "Learn vectors that tell the restore tokens the ratio, so that they stand for much where "
+        "much was evicted and are silent where little was.",
+    )
     lr: float = setting(2e-4, "Peak learning rate.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW.")
     warmup: int = setting(50, "Steps of linear warm-up before the cosine.")

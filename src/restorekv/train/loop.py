@@ -283,6 +283,20 @@ def make_initial_adapter(
     """Return an untrained adapter, or the one that `config.init` names, which must have the
     settings' shape.
     """
+    adapter = _make_untold_adapter(model, tokenizer, config)
+    if config.knows_ratio:
+        adapter.learn_ratio()
+    elif adapter.knows_ratio:
+        raise AdapterError(
+            f"The adapter {config.init} knows the ratio; train with --knows-ratio to keep that."
+        )
+    return adapter
+
+
+def _make_untold_adapter(
+    model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
+) -> RestoreAdapter:
+    """Return the new or named adapter, with ratio vectors only if it came with them."""
     if not config.init:
         fixed = None
         # The paper's control: n times the embedding of a line break.
