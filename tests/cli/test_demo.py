@@ -3,6 +3,7 @@ model once.
 """
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -89,8 +90,12 @@ def test_only_questions_are_shown_that_the_full_cache_answers_right():
         CacheAnswers("full cache", 1000, full, {"ask": 1.0}),
         CacheAnswers("KVzip, r = 0.3", 300, small, {"ask": 1.0}),
     ]
-    shown = facts_demo.choose_questions(sample, 50, caches)
-    assert shown.right_in_full == 7 and shown.asked == 8
+    right = facts_demo.find_right_answers(sample, full)
+    assert len(right) == 7
+    chosen = right[: facts_demo.SHOWN]
+    caches[1] = replace(caches[1], answers=[small[index] for index in chosen])
+    questions = facts_demo.compare_answers(sample, chosen, caches)
+    shown = facts_demo.ShownText("one", 50, 8, len(right), questions, caches)
     assert [each.truth for each in shown.questions] == [
         "Hall",
         "oak",

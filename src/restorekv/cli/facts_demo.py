@@ -7,15 +7,22 @@ answers right. What the model gets wrong with the whole text says nothing of com
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.cli.scored_demo import CacheAnswers, answer_side_by_side, choose_document
+from restorekv.cli.scored_demo import CacheAnswers, ask_cache, choose_document, evict_caches
 from restorekv.cli.session import open_model
 from restorekv.cli.terminal import notes, output, write_figures
+from restorekv.compression.adapters import load_adapter
+from restorekv.compression.budget import parse_ratio
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import format_bytes
 from restorekv.model.names import TINY, to_canonical_name
 from restorekv.tasks import Question, Sample
@@ -39,7 +46,11 @@ class ShownQuestion:
 
 @dataclass(frozen=True)
 class ShownText:
-    """A text, how many of its questions the full cache answers right, and those that are shown."""
+    """A text, how many of its questions the full cache answers right, and those that are shown.
+
+    `caches` has the answers of every cache: the full one's to all questions, the others' to those
+    that are shown.
+    """
 
     name: str
     tokens: int
@@ -58,14 +69,16 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
     shown = []
     for sample in samples:
         with notes.status(f"reading and asking {sample.id}"):
-            tokens, caches = answer_side_by_side(
-                model, tokenizer, sample, {EVICTOR: "auto"}, (float(ratio),)
-            )
-        text = choose_questions(sample, tokens, caches)
+            text = ask_text(model, tokenizer, sample, ratio)
         shown.append(text)
         if text.questions:
             output.print(tabulate_answers(text))
-    output.print(tabulate_costs(shown, ratio))
+    # A text of which the full cache answers nothing has no small caches either.
+    compared = [text for text in shown if text.questions]
+    if compared:
+        output.print(tabulate_costs(compared, ratio))
+    else:
+        output.print("The full cache answers none of the questions right.")
     seconds = time.perf_counter() - start
     output.print(
         f"{seconds:.0f} seconds. Shown are the first {SHOWN} questions of each text that the full "
@@ -77,24 +90,60 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
         write_figures(json, {"model": name, "ratio": ratio, "seconds": seconds, "texts": texts})
 
 
-def choose_questions(sample: Sample, tokens: int, caches: Sequence[CacheAnswers]) -> ShownText:
-    """Return the first questions of a text that the full cache, the first of `caches`, answers
-    right.
-    """
-    right = []
-    for index, question in enumerate(sample.questions):
-        answers = {}
-        for title, each in zip(CACHES, caches, strict=False):
-            answers[title] = _shorten(each.answers[index])
-        verdicts = {
-            title: contains_reference(answer, _truths(question))
-            for title, answer in answers.items()
-        }
-        if verdicts[CACHES[0]]:
-            right.append(ShownQuestion(question.text, _truths(question)[0], answers, verdicts))
+@torch.no_grad()
+def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio: str) -> ShownText:
+    """Ask the full cache everything, and the small ones what it answers right."""
+    eviction = Eviction.make(EVICTOR)
+    exact = parse_ratio(ratio)
+    # Where the adapter is known to do harm at this ratio, "auto" restores nothing.
+    adapter = load_adapter(model, "auto", eviction, ratio=exact)
+    prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
+    assert isinstance(prepared, ScoredContext), "the demo does not stream"
+    caches = evict_caches(prepared, EVICTOR, (float(exact),), with_full=True)
+    full = ask_cache(prepared, tokenizer, next(caches), sample.questions)
+    right = find_right_answers(sample, full.answers)
+    shown = right[:SHOWN]
+    answered = [full]
+    if shown:
+        questions = [sample.questions[index] for index in shown]
+        answered += [ask_cache(prepared, tokenizer, each, questions) for each in caches]
     return ShownText(
-        sample.id, tokens, len(sample.questions), len(right), right[:SHOWN], list(caches)
+        sample.id,
+        prepared.context.tokens,
+        len(sample.questions),
+        len(right),
+        compare_answers(sample, shown, answered),
+        answered,
     )
+
+
+def find_right_answers(sample: Sample, answers: Sequence[str]) -> list[int]:
+    """Return the indices of the questions whose answers are right."""
+    return [
+        index
+        for index, question in enumerate(sample.questions)
+        if contains_reference(_shorten(answers[index]), _truths(question))
+    ]
+
+
+def compare_answers(
+    sample: Sample, shown: Sequence[int], caches: Sequence[CacheAnswers]
+) -> list[ShownQuestion]:
+    """Return the questions at the indices `shown` with what every cache says.
+
+    The first cache has answered all questions of the sample, the others those alone.
+    """
+    compared = []
+    for number, index in enumerate(shown):
+        question = sample.questions[index]
+        answers = {}
+        verdicts = {}
+        for title, each in zip(CACHES, caches, strict=False):
+            place = index if each is caches[0] else number
+            answers[title] = _shorten(each.answers[place])
+            verdicts[title] = contains_reference(answers[title], _truths(question))
+        compared.append(ShownQuestion(question.text, _truths(question)[0], answers, verdicts))
+    return compared
 
 
 def _truths(question: Question) -> tuple[str, ...]:
@@ -132,14 +181,15 @@ def tabulate_costs(texts: Sequence[ShownText], ratio: str) -> Table:
     """Return a table with a row for each cache: right answers, bytes, seconds."""
     table = Table(title=f"All texts at r = {ratio}", title_justify="left", title_style="bold")
     table.add_column("cache")
-    for name in ("right", "bytes held", "seconds to make", "seconds to ask"):
+    for name in ("right", "bytes held", "seconds to make", "seconds a question"):
         table.add_column(name, justify="right", no_wrap=True)
     count = sum(len(text.questions) for text in texts)
     for index, title in enumerate(CACHES[: len(texts[0].caches)]):
         caches = [text.caches[index] for text in texts]
         right = sum(each.right[title] for text in texts for each in text.questions)
-        asking = sum(each.seconds["ask"] for each in caches)
+        asking = sum(each.seconds.get("ask", 0.0) for each in caches)
+        asked = sum(len(each.answers) for each in caches)
         making = sum(sum(each.seconds.values()) for each in caches) - asking
         held = format_bytes(sum(each.nbytes for each in caches))
-        table.add_row(title, f"{right}/{count}", held, f"{making:.1f}", f"{asking:.1f}")
+        table.add_row(title, f"{right}/{count}", held, f"{making:.1f}", f"{asking / asked:.2f}")
     return table

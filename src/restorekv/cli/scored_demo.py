@@ -36,6 +36,8 @@ from restorekv.tiny import suite
 PHASES = ("prefill", "score", "restore", "evict", "ask")
 FAMILIES = 3  # questions about the tiny world's document, each of another family
 COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
+# Title, cache, and the seconds of every phase that led to it.
+NamedCache = tuple[str, RaggedCache, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -157,24 +159,14 @@ def answer_side_by_side(
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
         assert isinstance(prepared, ScoredContext), "the demo does not stream"
         tokens = prepared.context.tokens
-        for title, cache, seconds in _evict_caches(
-            prepared, evictor, ratios, with_full=not answers
-        ):
-            questions = [question.text for question in sample.questions]
-            limits = [question.max_new_tokens for question in sample.questions]
-            with time_phase(seconds, "ask"):
-                texts = answer_greedily(
-                    model, tokenizer, prepared.context, cache, questions, limits
-                )
-            answers.append(
-                CacheAnswers(title, cache.nbytes, [text.strip() for text in texts], seconds)
-            )
+        for named in evict_caches(prepared, evictor, ratios, with_full=not answers):
+            answers.append(ask_cache(prepared, tokenizer, named, sample.questions))
     return tokens, answers
 
 
-def _evict_caches(
+def evict_caches(
     prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
-) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
+) -> Iterator[NamedCache]:
     """Yield title, cache and seconds at every ratio, without restoring and, where there is an
     adapter, with it.
     """
@@ -182,11 +174,27 @@ def _evict_caches(
         yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
     for ratio in ratios:
         for restored in (False, True) if prepared.restore_tokens else (False,):
-            phases = ("prefill", "score", "restore") if restored else ("prefill", "score")
-            seconds = {phase: prepared.seconds[phase] for phase in phases}
-            with time_phase(seconds, "evict"):
-                cache = prepared.evict(ratio, None if restored else 0)
-            yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
+            seconds = dict(prepared.seconds)
+            if not restored:
+                seconds.pop("restore", None)
+            # The restore pass of an adapter that knows the ratio is part of this call.
+            cache, took = prepared.evict_timed(ratio, None if restored else 0)
+            yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds | took
+
+
+def ask_cache(
+    prepared: ScoredContext,
+    tokenizer: Tokenizer,
+    named: NamedCache,
+    questions: Sequence[tasks.Question],
+) -> CacheAnswers:
+    """Return a cache's greedy answers to all of the questions at once."""
+    title, cache, seconds = named
+    texts = [question.text for question in questions]
+    limits = [question.max_new_tokens for question in questions]
+    with time_phase(seconds, "ask"):
+        answers = answer_greedily(prepared.model, tokenizer, prepared.context, cache, texts, limits)
+    return CacheAnswers(title, cache.nbytes, [answer.strip() for answer in answers], seconds)
 
 
 def make_answers_table(sample: tasks.Sample, tokens: int, found: Sequence[CacheAnswers]) -> Table:
